@@ -1,0 +1,1 @@
+"""Checkpoints: what is saved (`state`), how (`store`), and when (`manager`)."""

@@ -1,0 +1,48 @@
+"""The errors that users see: what happened, where, and what to do about it.
+
+Every entry point catches `PretrainError`, prints its text once and exits with a non-zero status; anything else is a bug in this project and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PretrainError(Exception):
+    """Base of all errors that a user can cause and mend.
+
+    Attributes:
+        rank: the one process that failed, where the others did not find the same error; None where all fail alike and one message is enough.
+    """
+
+    rank: int | None = None
+
+
+class ConfigError(PretrainError):
+    """The settings cannot be trained with; carries every problem found, not only the first.
+
+    Attributes:
+        problems: one sentence each, naming the flag to change.
+    """
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        if len(self.problems) == 1:
+            text = self.problems[0]
+        else:
+            lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1))
+            text = f"{len(self.problems)} problems in the configuration:\n{lines}"
+        super().__init__(text)
+
+
+class DataError(PretrainError):
+    """A dataset is missing, damaged or not what was asked for; names file, row and sample where there is one."""
+
+
+class CheckpointError(PretrainError):
+    """A checkpoint cannot be written, or cannot be restored into this run."""
+
+
+class LaunchError(PretrainError):
+    """The processes of a job cannot find each other or their devices."""

@@ -1,0 +1,1 @@
+"""How good the model is: loss on held-out documents, and a sample of its text."""

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, throughput, the progress line, trackers."""

@@ -1,0 +1,146 @@
+"""What a person sees while a run trains: one line that is redrawn on a terminal, a line a report elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+
+@dataclass(frozen=True)
+class Report:
+    """The numbers of one report; units stand in the names, None is unknown.
+
+    `loss` is the mean over all valid tokens of the interval; `grad_norm` is that of the last step, before clipping; rates and shares are those
+    of the interval unless they say `overall`.
+    """
+
+    step: int
+    tokens_seen: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    skipped_updates: int
+    step_seconds: float
+    tokens_per_second_per_gpu: float
+    tokens_per_second_per_gpu_overall: float
+    tokens_per_day: float
+    mfu: float | None
+    data_share: float
+    memory_gib: float
+    memory_allocated_gib: float | None
+    memory_reserved_gib: float | None
+    time_left_seconds: float
+
+
+class ProgressDisplay(Protocol):
+    """Shows reports and notes to a person."""
+
+    def show(self, report: Report) -> None:
+        """Show the newest report."""
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+
+
+class Silent:
+    """Shows nothing: for every rank but one."""
+
+    def show(self, report: Report) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Print nothing."""
+
+    def close(self) -> None:
+        """Nothing to leave in order."""
+
+
+class PlainLines:
+    """A line a report."""
+
+    def __init__(self, total_steps: int, peak_tflops: float | None) -> None:
+        self._total_steps = total_steps
+        self._peak_tflops = peak_tflops
+
+    def show(self, report: Report) -> None:
+        """Print the report."""
+        line = summary(report, self._peak_tflops, verbose=True)
+        print(f"step {report.step}/{self._total_steps}  {line}", flush=True)
+
+    def note(self, text: str) -> None:
+        """Print the text."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Nothing to leave in order."""
+
+
+class LiveLine:
+    """A bar and the newest numbers in one line; notes scroll above it."""
+
+    def __init__(self, total_steps: int, peak_tflops: float | None, console: Console | None = None) -> None:
+        self._peak_tflops = peak_tflops
+        self._total_steps = total_steps
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[numbers]}"),
+            console=console or Console(highlight=False),
+            redirect_stdout=False,
+        )
+        self._task = self._progress.add_task("training", total=total_steps, numbers="starting")
+        self._progress.start()
+
+    def show(self, report: Report) -> None:
+        """Redraw the line."""
+        numbers = summary(report, self._peak_tflops, verbose=False)
+        self._progress.update(self._task, completed=report.step, numbers=numbers)
+
+    def note(self, text: str) -> None:
+        """Print the text above the line."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Leave the last line on the screen."""
+        self._progress.stop()
+
+
+def choose_display(choice: str, total_steps: int, peak_tflops: float | None) -> ProgressDisplay:
+    """The display for `--progress`: auto, live or plain. "auto" is live where standard output is a terminal."""
+    live = choice == "live" or (choice == "auto" and sys.stdout.isatty())
+    return LiveLine(total_steps, peak_tflops) if live else PlainLines(total_steps, peak_tflops)
+
+
+def summary(report: Report, peak_tflops: float | None, verbose: bool) -> str:
+    """The report in one line; `verbose` adds the gradient norm and what MFU is relative to."""
+    parts = [f"loss {report.loss:.4f}", f"lr {report.learning_rate:.2e}"]
+    if verbose:
+        parts.append(f"grad {report.grad_norm:.3f}")
+    parts.append(f"{report.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
+    if report.mfu is not None and peak_tflops is not None:
+        peak = f" of {peak_tflops:g} TFLOP/s" if verbose else ""
+        parts.append(f"MFU {report.mfu:.1%}{peak}")
+    parts.append(f"{report.memory_gib:.1f} GiB")
+    if report.skipped_updates:
+        parts.append(f"{report.skipped_updates} updates skipped (gradient not finite)")
+    parts.append(f"{format_seconds(report.time_left_seconds)} left")
+    return "  ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as a person says it: 45s, 3m 20s, 5h 07m, 12d 4h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600}h"

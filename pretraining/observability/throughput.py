@@ -1,0 +1,104 @@
+"""Where the time goes, and how much of the device's arithmetic the training uses.
+
+MFU (model FLOPs utilisation; Chowdhery et al., 2022, appendix B) = model FLOPs a second / peak FLOPs a second. The peak is the
+vendor's dense bfloat16 figure without sparsity, whatever precision the run computes in; it is always printed beside the MFU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# Dense bfloat16 peaks in TFLOP/s, from the vendors' data sheets. The first name that is part of the device's name counts,
+# so longer names stand before shorter ones.
+PEAK_TFLOPS = (
+    ("B300", 2250.0),
+    ("B200", 2250.0),
+    ("GB200", 2500.0),
+    ("GH200", 989.4),
+    ("H200 NVL", 835.5),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.5),
+    ("H100", 989.4),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+    ("MI355X", 2500.0),
+    ("MI325X", 1307.4),
+    ("MI300X", 1307.4),
+    ("MI250X", 191.5),  # a device is one of the card's two dies
+)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bfloat16 peak of a device in TFLOP/s, or None where it is not known (CPUs among them)."""
+    return next((peak for name, peak in PEAK_TFLOPS if name in device_name), None)
+
+
+class Stopwatch:
+    """Seconds of a run by what they were spent on; what no activity claims is training.
+
+    Attributes:
+        spent: seconds of each named activity since the last `lap`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = self._lap_started = clock()
+        self._training_before = 0.0
+        self.spent: dict[str, float] = {}
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
+    @property
+    def overall_training_seconds(self) -> float:
+        """Seconds of training in all finished laps."""
+        return self._training_before
+
+    @contextmanager
+    def activity(self, name: str) -> Iterator[None]:
+        """Book the time of a `with` block under `name`."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.spent[name] = self.spent.get(name, 0.0) + self._clock() - began
+
+    def watch(self, items: Iterable[T], name: str) -> Iterator[T]:
+        """The same items; the time that each `next` takes is booked under `name`."""
+        iterator = iter(items)
+        while True:
+            with self.activity(name):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """End a lap: its seconds of training (waiting for data included), and what was spent on each activity."""
+        now = self._clock()
+        spent, self.spent = self.spent, {}
+        elsewhere = sum(seconds for name, seconds in spent.items() if name != "data")
+        training = now - self._lap_started - elsewhere
+        self._lap_started = now
+        self._training_before += training
+        return training, spent

@@ -1,0 +1,1 @@
+"""Processes, device meshes and the one way in which a model is laid out over them."""

@@ -1,0 +1,47 @@
+"""The device mesh: axis `replicate` holds copies of each other, axis `shard` the pieces of one copy.
+
+    strategy      (replicate, shard)        W processes, groups of G
+    ddp           (W, 1)
+    zero2, fsdp   (1, W)
+    hsdp*         (W / G, G)                G: hsdp_group_size, by default the processes of a node
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pretraining.config.training import ParallelConfig
+from pretraining.errors import ConfigError
+
+AXES = ("replicate", "shard")
+
+
+def mesh_shape(parallel: ParallelConfig, world_size: int, local_world_size: int) -> tuple[int, int]:
+    """Sizes of the axes (replicate, shard).
+
+    Raises:
+        ConfigError: the group size does not divide the number of processes.
+    """
+    strategy = parallel.sharding_strategy
+    if strategy == "ddp":
+        return world_size, 1
+    if strategy in ("zero2", "fsdp"):
+        return 1, world_size
+    group = parallel.hsdp_group_size or local_world_size
+    if world_size % group:
+        source = "hsdp_group_size" if parallel.hsdp_group_size else "processes of a node, the default of hsdp_group_size"
+        raise ConfigError(
+            f"--sharding_strategy={strategy} needs groups of equal size: {world_size} processes / {group} ({source}) = "
+            f"{world_size / group:.2f}. Set --hsdp_group_size to a divisor of {world_size}."
+        )
+    return world_size // group, group
+
+
+def build_mesh(parallel: ParallelConfig, world_size: int, local_world_size: int, device_type: str) -> DeviceMesh:
+    """The mesh with axes (replicate, shard) for a strategy; a collective call.
+
+    Raises:
+        ConfigError: as `mesh_shape`.
+    """
+    shape = mesh_shape(parallel, world_size, local_world_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)

@@ -1,0 +1,166 @@
+"""The processes of a job: joining them, leaving them, and failing together.
+
+A mistake that one rank finds (a missing folder, a damaged checkpoint) must end every rank with the same message and without a hang. So whatever may
+fail before training runs inside `on_rank_zero` or `on_every_rank`, which tell all ranks how it went.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pretraining.errors import LaunchError, PretrainError
+
+T = TypeVar("T")
+
+# Long enough for rank 0 to index a large dataset while the others wait for it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=60)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others.
+
+    Attributes:
+        rank, world_size: place among all processes, and their number.
+        local_rank, local_world_size: the same on this node.
+        device: where this process computes.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that prints and writes for all."""
+        return self.rank == 0
+
+
+@contextmanager
+def join_processes(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, environment: dict[str, str]
+) -> Iterator[Processes]:
+    """Join the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
+
+    Args:
+        rank, world_size, local_rank, local_world_size: as the launcher gives them.
+        environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
+
+    Raises:
+        LaunchError: more processes than GPUs on a node, or two processes on one GPU.
+    """
+    device = _device_of(local_rank, local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world_size == 1:
+        # A store inside the process: no port that another job could hold.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        os.environ.update(environment)
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+        except (dist.DistError, ValueError) as error:
+            address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+            raise LaunchError(
+                f"rank {rank} of {world_size} could not join the others at {address}: {error}. "
+                "Check that MASTER_ADDR is reachable from every node and that MASTER_PORT is free."
+            ) from error
+    try:
+        _refuse_shared_devices(device)
+        yield Processes(rank, world_size, local_rank, local_world_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_rank_zero(function: Callable[[], T]) -> T:
+    """Run `function` on rank 0 and give its result, or its error, to every rank.
+
+    The result travels between processes, so it must be picklable. Call it on all ranks.
+    """
+    outcome: list[Any] = [None, None]
+    failure: BaseException | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = [function(), None]
+        except BaseException as error:
+            failure = error
+            outcome = [None, _portable(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """Run `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
+
+    `function` must not contain collectives that a failing rank would leave others waiting in.
+    """
+    result: T | None = None
+    failure: BaseException | None = None
+    try:
+        result = function()
+    except BaseException as error:
+        failure = error
+    outcomes: list[PretrainError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, None if failure is None else _portable(failure))
+    if failure is not None and not isinstance(failure, PretrainError):
+        raise failure  # a bug, not a user's mistake: keep its traceback
+    first = next((error for error in outcomes if error is not None), None)
+    if first is not None:
+        raise first
+    return result  # type: ignore[return-value]
+
+
+def _portable(error: BaseException) -> PretrainError:
+    """The error itself when it is one for users, otherwise a stand-in that can travel between processes."""
+    if isinstance(error, PretrainError):
+        return error
+    return PretrainError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+
+
+def _device_of(local_rank: int, local_world_size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    # One visible GPU may be a launcher that gives each task its own (srun --gpus-per-task=1); whether it is the same
+    # one for all can only be told once the processes know each other.
+    if visible == 1:
+        return torch.device("cuda", 0)
+    if local_world_size > visible:
+        raise LaunchError(
+            f"{local_world_size} processes were started on {socket.gethostname()}, which shows {visible} GPUs. "
+            f"Start at most {visible} processes a node (--nproc-per-node, --ntasks-per-node, mpirun -n)."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _refuse_shared_devices(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    shared = sorted({place for place in everyone if everyone.count(place) > 1})
+    if shared:
+        host, _ = shared[0]
+        ranks = [rank for rank, place in enumerate(everyone) if place == shared[0]]
+        raise LaunchError(
+            f"ranks {ranks} share one GPU on {host}: more processes than GPUs. Start one process a GPU, or make more "
+            "GPUs visible (CUDA_VISIBLE_DEVICES, --gpus-per-task)."
+        )

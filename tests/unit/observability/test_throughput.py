@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from pretraining.observability.throughput import Stopwatch, peak_tflops
+
+
+class Clock:
+    """A clock that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 125.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA B200", 2250.0),
+        ("Some CPU", None),
+    ],
+)
+def test_peaks_are_found_by_the_devices_own_name(device: str, peak: float | None) -> None:
+    assert peak_tflops(device) == peak
+
+
+def test_a_lap_is_training_less_what_activities_took_and_with_the_wait_for_data() -> None:
+    clock = Clock()
+    stopwatch = Stopwatch(clock)
+    clock.now += 3
+    with stopwatch.activity("evaluation"):
+        clock.now += 5
+    with stopwatch.activity("data"):
+        clock.now += 2
+    training, spent = stopwatch.lap()
+    assert training == 5
+    assert spent == {"evaluation": 5, "data": 2}
+    clock.now += 4
+    assert stopwatch.lap() == (4, {})
+    assert stopwatch.overall_training_seconds == 9
+    assert stopwatch.elapsed == 14
+
+
+def test_watching_items_books_the_time_that_each_takes() -> None:
+    clock = Clock()
+    stopwatch = Stopwatch(clock)
+
+    def slow_items():  # type: ignore[no-untyped-def]
+        for item in range(3):
+            clock.now += 1
+            yield item
+
+    seen = []
+    for item in stopwatch.watch(slow_items(), "data"):
+        seen.append(item)
+        clock.now += 10
+    assert seen == [0, 1, 2]
+    assert stopwatch.lap() == (33, {"data": 3})
