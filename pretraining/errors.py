@@ -1,7 +1,7 @@
 """The errors that users see: what happened, where, and what to do about it.
 
-Every entry point catches `PretrainError`, prints its text once and exits with a non-zero status; anything else is a bug in this project and
-keeps its traceback.
+Every entry point catches `PretrainError`, prints its text once and exits with a non-zero status; anything else is a bug
+in this project and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ class PretrainError(Exception):
     """Base of all errors that a user can cause and mend.
 
     Attributes:
-        rank: the one process that failed, where the others did not find the same error; None where all fail alike and one message is enough.
+        rank: the one process that failed, where the others did not find the same error; None where all fail alike and
+            one message is enough.
     """
 
     rank: int | None = None

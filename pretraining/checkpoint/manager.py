@@ -1,6 +1,7 @@
 """When a run saves, and what a start restores.
 
-At a start the save path wins over the load path: a job that is submitted again resumes itself, whatever it was first started from.
+At a start the save path wins over the load path: a job that is submitted again resumes itself, whatever it was first
+    started from.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def find_checkpoint(config: CheckpointConfig) -> Restorable | None:
     path = _named_checkpoint(source)
     if path is None:
         raise CheckpointError(
-            f"--ckpt_load_path={source} holds no complete checkpoint: it is neither one (a folder with {store.MANIFEST}) nor a run "
-            f"with some in {store.CHECKPOINTS}/."
+            f"--ckpt_load_path={source} holds no complete checkpoint: it is neither one (a folder with {store.MANIFEST}) "
+            f"nor a run with some in {store.CHECKPOINTS}/."
         )
     return Restorable(path, store.read_manifest(path), False, ignored)
 

@@ -4,7 +4,8 @@
                 optimizer.exp_avg.model.layers.0.mlp.up_proj.weight   what the optimizer keeps for it
     manifest    step, tokens, losses, position in the data, model dimensions, world, config
 
-Both are independent of the number of processes: tensors are global (a rank writes its shards of them), and there is one data position for the whole job.
+Both are independent of the number of processes: tensors are global (a rank writes its shards of them), and there is one
+data position for the whole job.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class Manifest:
             )
         missing = sorted(Manifest.__dataclass_fields__.keys() - document.keys())
         if missing:
-            raise CheckpointError(f"{path} lacks {', '.join(missing)}: it is damaged. Remove its folder to use an older one.")
+            raise CheckpointError(
+                f"{path} lacks {', '.join(missing)}: it is damaged. Remove its folder to use an older one."
+            )
         return Manifest(**{name: document[name] for name in Manifest.__dataclass_fields__})
 
     def document(self) -> dict[str, Any]:
@@ -79,7 +82,9 @@ class Manifest:
         return asdict(self)
 
 
-def tensor_state(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+def tensor_state(
+    parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, the very ones that train: loading into them restores the run.
 
     Args:

@@ -3,9 +3,10 @@
     <run>/checkpoints/step_1000_ckp.tmp/     being written: never read, removed by the next save
     <run>/checkpoints/step_1000_ckp/         committed: appears by one rename, when every file is complete and flushed
 
-A save writes into the `.tmp` folder (each rank its shards, as safetensors through torch.distributed.checkpoint), then rank 0 writes
-`manifest.json` with the size of every file and renames the folder. So a process that dies at any moment leaves the older checkpoints as they were.
-Reading takes safetensors and JSON only: nothing in a checkpoint is ever executed.
+A save writes into the `.tmp` folder (each rank its shards, as safetensors through torch.distributed.checkpoint), then
+rank 0 writes `manifest.json` with the size of every file and renames the folder. So a process that dies at any moment
+leaves the older checkpoints as they were. Reading takes safetensors and JSON only: nothing in a checkpoint is ever
+executed.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def load_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     except CheckpointException as error:
         rank, (cause, _) = sorted(error.failures.items())[0]
         raise CheckpointError(
-            f"{folder} cannot be loaded (rank {rank}: {type(cause).__name__}: {cause}). Remove or repair it to start from an "
-            "older checkpoint."
+            f"{folder} cannot be loaded (rank {rank}: {type(cause).__name__}: {cause}). Remove or repair it to start from "
+            "an older checkpoint."
         ) from None
 
 
@@ -93,7 +94,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{file} is missing. Remove {folder} to use an older checkpoint.")
         if file.stat().st_size != size:
             raise CheckpointError(
-                f"{file} has {file.stat().st_size} bytes in place of {size}. Remove {folder} to use an older checkpoint."
+                f"{file} has {file.stat().st_size} bytes in place of {size}. "
+                f"Remove {folder} to use an older checkpoint."
             )
     return manifest
 

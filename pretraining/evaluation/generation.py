@@ -1,7 +1,7 @@
 """A sample of the model's text.
 
-Every rank runs every forward, because sharded parameters are gathered by all ranks together; all draw the same tokens from the same seed. There is
-no key/value cache: a sample is a glance at the model, not a service.
+Every rank runs every forward, because sharded parameters are gathered by all ranks together; all draw the same tokens
+from the same seed. There is no key/value cache: a sample is a glance at the model, not a service.
 """
 
 from __future__ import annotations

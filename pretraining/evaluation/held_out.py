@@ -1,4 +1,4 @@
-"""The mean loss over the same held-out sequences each time, so that evaluations compare along a run and between runs."""
+"""The mean loss over the same held-out sequences each time: evaluations compare along a run and between runs."""
 
 from __future__ import annotations
 

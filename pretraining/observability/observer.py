@@ -1,7 +1,8 @@
 """Collects what steps leave behind and reports it when a report is due.
 
-Between reports everything stays on the device: adding to running sums needs no answer from it. A report is the one place where the host waits: one
-all-reduce of the sums, one of the peaks of memory, and the numbers go to the display and the trackers of rank 0.
+Between reports everything stays on the device: adding to running sums needs no answer from it. A report is the one
+    place where the host waits: one all-reduce of the sums, one of the peaks of memory, and the numbers go to the
+    display and the trackers of rank 0.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Observer:
         self._clear_sums()
 
     def _memory_of_the_fullest_rank(self) -> list[float]:
-        """GiB: the peak of memory in use, what is allocated now, what the allocator has reserved; on CPU the peak of the process."""
+        """GiB: the peak in use, what is allocated now, what the allocator has reserved; on a CPU the process's peak."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             sizes = [peak, torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)]

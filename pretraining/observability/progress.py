@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 class Report:
     """The numbers of one report; units stand in the names, None is unknown.
 
-    `loss` is the mean over all valid tokens of the interval; `grad_norm` is that of the last step, before clipping; rates and shares are those
-    of the interval unless they say `overall`.
+    `loss` is the mean over all valid tokens of the interval; `grad_norm` is that of the last step, before clipping;
+    rates and shares are those of the interval unless they say `overall`.
     """
 
     step: int

@@ -1,7 +1,8 @@
 """Where the time goes, and how much of the device's arithmetic the training uses.
 
-MFU (model FLOPs utilisation; Chowdhery et al., 2022, appendix B) = model FLOPs a second / peak FLOPs a second. The peak is the
-vendor's dense bfloat16 figure without sparsity, whatever precision the run computes in; it is always printed beside the MFU.
+MFU (model FLOPs utilisation; Chowdhery et al., 2022, appendix B) = model FLOPs a second / peak FLOPs a second. The peak
+is the vendor's dense bfloat16 figure without sparsity, whatever precision the run computes in; it is always printed
+beside the MFU.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Dense bfloat16 peaks in TFLOP/s, from the vendors' data sheets. The first name that is part of the device's name counts,
-# so longer names stand before shorter ones.
+# Dense bfloat16 peaks in TFLOP/s, from the vendors' data sheets. The first name that is part of the device's name
+# counts, so longer names stand before shorter ones.
 PEAK_TFLOPS = (
     ("B300", 2250.0),
     ("B200", 2250.0),

@@ -1,12 +1,12 @@
 """Where reports are kept: metrics.jsonl always, and what `--tracker` names.
 
-A tracker takes (step, values). At a resume, what was logged after the restored step is dropped: those steps are about to be reported again.
+A tracker takes (step, values). At a resume, what was logged after the restored step is dropped: those steps are about
+to be reported again.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,4 +82,4 @@ def _drop_lines_after(path: Path, step: int) -> None:
                 kept.append(line)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)

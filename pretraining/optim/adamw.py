@@ -12,8 +12,8 @@ from pretraining.optim.groups import parameter_groups
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """The optimizer over the parameters of `model`, sharded or not.
 
-    Fused: one kernel for all parameters, and the only implementation that can leave parameters, moments and step untouched on request
-    (`skip_update_if`) without the host waiting for the device.
+    Fused: one kernel for all parameters, and the only implementation that can leave parameters, moments and step
+    untouched on request (`skip_update_if`) without the host waiting for the device.
     """
     return torch.optim.AdamW(
         parameter_groups(model, config.weight_decay),
@@ -37,7 +37,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def materialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that the first update would make (moments and step, all zero), so that a checkpoint can be read into it."""
+    """Make what the first update would make (moments and step, all zero), so that a checkpoint can be read into it."""
     gradients = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,7 +1,7 @@
 """What the hosts agree on while the devices work: small numbers exchanged once a step, read one step later.
 
-Decisions that every rank must take alike (a save after so many minutes) cannot be read from a local clock. The exchange runs on CPU tensors beside the step,
-so neither host nor device waits for it.
+Decisions that every rank must take alike (a save after so many minutes) cannot be read from a local clock. The exchange
+runs on CPU tensors beside the step, so neither host nor device waits for it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Agreement:
     def seconds(self, elapsed: float) -> float:
         """Tell this rank's clock; get what the slowest-started rank's showed a step ago, the same on every rank.
 
-        Call it once a step on every rank. The first call returns 0. With one process nothing is communicated, and the delay of a step is kept,
-        so that one process decides at the same steps as many.
+        Call it once a step on every rank. The first call returns 0. With one process nothing is communicated, and the
+        delay of a step is kept, so that one process decides at the same steps as many.
         """
         offered = torch.tensor([elapsed], dtype=torch.float64)
         work = dist.all_reduce(offered, op=dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None

@@ -21,7 +21,8 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Euclidean norm of the whole gradient, as a scalar on the device that is the same on every rank.
 
-    One all-reduce of one number over the shard axis; replicas hold the same gradient. A NaN or an infinity anywhere shows in the norm.
+    One all-reduce of one number over the shard axis; replicas hold the same gradient. A NaN or an infinity anywhere
+    shows in the norm.
     """
     squared = torch.nn.utils.get_total_norm(gradients).square()
     if mesh["shard"].size() > 1:

@@ -1,9 +1,9 @@
 """The device mesh: axis `replicate` holds copies of each other, axis `shard` the pieces of one copy.
 
-    strategy      (replicate, shard)        W processes, groups of G
-    ddp           (W, 1)
-    zero2, fsdp   (1, W)
-    hsdp*         (W / G, G)                G: hsdp_group_size, by default the processes of a node
+strategy      (replicate, shard)        W processes, groups of G
+ddp           (W, 1)
+zero2, fsdp   (1, W)
+hsdp*         (W / G, G)                G: hsdp_group_size, by default the processes of a node
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def mesh_shape(parallel: ParallelConfig, world_size: int, local_world_size: int)
         return 1, world_size
     group = parallel.hsdp_group_size or local_world_size
     if world_size % group:
-        source = "hsdp_group_size" if parallel.hsdp_group_size else "processes of a node, the default of hsdp_group_size"
+        source = (
+            "hsdp_group_size" if parallel.hsdp_group_size else "processes of a node, the default of hsdp_group_size"
+        )
         raise ConfigError(
             f"--sharding_strategy={strategy} needs groups of equal size: {world_size} processes / {group} ({source}) = "
             f"{world_size / group:.2f}. Set --hsdp_group_size to a divisor of {world_size}."

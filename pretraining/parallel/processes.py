@@ -1,7 +1,8 @@
 """The processes of a job: joining them, leaving them, and failing together.
 
-A mistake that one rank finds (a missing folder, a damaged checkpoint) must end every rank with the same message and without a hang. So whatever may
-fail before training runs inside `on_rank_zero` or `on_every_rank`, which tell all ranks how it went.
+A mistake that one rank finds (a missing folder, a damaged checkpoint) must end every rank with the same message and
+without a hang. So whatever may fail before training runs inside `on_rank_zero` or `on_every_rank`, which tell all ranks
+how it went.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def join_processes(
     """Join the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
 
     Args:
-        rank, world_size, local_rank, local_world_size: as the launcher gives them.
+        rank: of this process among all.
+        world_size: number of all processes.
+        local_rank: of this process on its node.
+        local_world_size: processes on its node.
         environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
 
     Raises:

@@ -1,41 +1,34 @@
 """Lays a model out over the mesh with FSDP2, one implementation for all strategies.
 
-Gradients are summed, not averaged, over ranks: the loss of each micro-batch is already divided by the number of valid tokens of the *global*
-batch, so that ranks and micro-batches with fewer valid tokens weigh less, as they would on one process.
+Gradients are summed, not averaged, over ranks: the loss of each micro-batch is already divided by the number of valid
+tokens of the *global* batch, so that ranks and micro-batches with fewer valid tokens weigh less, as they would on one
+process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pretraining.config.training import ParallelConfig
 
-
-def precision_policy(parallel: ParallelConfig) -> MixedPrecisionPolicy:
-    """Parameters in bfloat16 while they compute, gradients reduced in float32; all in float32 without mixed precision."""
-    dtype = torch.bfloat16 if parallel.mixed_precision else None
-    # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig) -> None:
+def shard_model(
+    model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, strategy: str, policy: MixedPrecisionPolicy
+) -> None:
     """Shard `model` in place: one communication group a block, and one for what is left (embedding, final norm, head).
 
     Args:
         model: on any device, also meta; its parameters become DTensors.
         blocks: the sub-modules that are gathered and freed one after the other.
         mesh: with axes (replicate, shard).
-        parallel: strategy and precision.
+        strategy: ddp, zero2, fsdp, hsdp or hsdp_zero2.
+        policy: in which precision parameters compute.
     """
     # A replicate axis of one would add an all-reduce with nobody.
     axes = mesh if mesh.size(0) > 1 else mesh["shard"]
-    reshard = parallel.sharding_strategy in ("fsdp", "hsdp")
-    policy = precision_policy(parallel)
+    reshard = strategy in ("fsdp", "hsdp")
     for block in blocks:
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=reshard)
     # The root's parameters are needed at both ends of forward and backward: never freed between them.
@@ -56,8 +49,8 @@ def set_last_micro_batch(model: nn.Module, is_last: bool) -> None:
 def reshard_model(model: nn.Module) -> None:
     """Free gathered parameters after a forward without a backward (evaluation, generation).
 
-    Some strategies keep parameters gathered until a backward frees them. Without this, the module would show whole bfloat16 parameters in place
-    of its shards, and the next training step would start from copies.
+    Some strategies keep parameters gathered until a backward frees them. Without this, the module would show whole
+    bfloat16 parameters in place of its shards, and the next training step would start from copies.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -8,7 +8,6 @@ from pretraining.checkpoint.state import Manifest, check_same_model, file_of_ten
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import CheckpointError
-from dataclasses import asdict
 
 SHAPE = resolve_shape(ModelConfig(model_variant="tiny"))
 

@@ -124,7 +124,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_the_error_says_so(tmp_path: Path) -> None:
     (tmp_path / store.CHECKPOINTS).write_text("a file in the way")
-    with pytest.raises(CheckpointError, match="cannot be written.*Older checkpoints are untouched"):
+    with pytest.raises(CheckpointError, match=r"cannot be written.*Older checkpoints are untouched"):
         save(tmp_path, 5)
 
 
@@ -165,7 +165,7 @@ def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tm
 def test_without_a_checkpoint_a_run_starts_anew_unless_one_was_named(tmp_path: Path) -> None:
     own = str(tmp_path / "own")
     assert find_checkpoint(CheckpointConfig(ckpt_save_path=own)) is None
-    with pytest.raises(CheckpointError, match="--ckpt_load_path=.*nowhere holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"--ckpt_load_path=.*nowhere holds no complete checkpoint"):
         find_checkpoint(CheckpointConfig(ckpt_save_path=own, ckpt_load_path=str(tmp_path / "nowhere")))
 
 

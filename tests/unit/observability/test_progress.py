@@ -37,7 +37,8 @@ REPORT = Report(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (61, "1m 01s"), (3600, "1h 00m"), (18420, "5h 07m"), (1050000, "12d 3h")]
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (61, "1m 01s"), (3600, "1h 00m"), (18420, "5h 07m"), (1050000, "12d 3h")],
 )
 def test_durations_read_as_a_person_says_them(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
@@ -45,7 +46,15 @@ def test_durations_read_as_a_person_says_them(seconds: float, text: str) -> None
 
 def test_the_line_shows_loss_rate_mfu_with_its_peak_memory_and_time_left() -> None:
     line = summary(REPORT, 989.4, verbose=True)
-    for part in ("loss 3.2500", "lr 3.00e-04", "grad 0.500", "12,346 tokens/s/GPU", "MFU 45.6% of 989.4 TFLOP/s", "12.3 GiB", "1h 01m left"):
+    for part in (
+        "loss 3.2500",
+        "lr 3.00e-04",
+        "grad 0.500",
+        "12,346 tokens/s/GPU",
+        "MFU 45.6% of 989.4 TFLOP/s",
+        "12.3 GiB",
+        "1h 01m left",
+    ):
         assert part in line
 
 

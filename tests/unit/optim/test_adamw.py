@@ -40,7 +40,9 @@ def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
     model = tiny_llama(tied=False)
     decaying, fixed = parameter_groups(model, 0.1)
     assert decaying["weight_decay"] == 0.1 and fixed["weight_decay"] == 0.0
-    kept = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")} | {"model.embed_tokens.weight"}
+    kept = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")} | {
+        "model.embed_tokens.weight"
+    }
     assert names_in(model, fixed) == kept
     assert "lm_head.weight" in names_in(model, decaying)
     assert len(names_in(model, decaying)) == 2 * 7 + 1
@@ -97,7 +99,9 @@ def test_materialised_state_is_that_of_an_optimizer_that_has_not_stepped() -> No
     assert all(parameter.grad is None for parameter in model.parameters())
     states = list(optimizer.state.values())
     assert len(states) == len(values)
-    assert all(float(state["step"]) == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any() for state in states)
+    assert all(
+        float(state["step"]) == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any() for state in states
+    )
 
 
 def test_the_learning_rate_reaches_every_group() -> None:

@@ -46,7 +46,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, 4)
     assert processes._device_of(local_rank=3, local_world_size=4) == torch.device("cuda", 3)
-    with pytest.raises(LaunchError, match="8 processes were started on .* 4 GPUs. Start at most 4"):
+    with pytest.raises(LaunchError, match=r"8 processes were started on .* 4 GPUs. Start at most 4"):
         processes._device_of(local_rank=0, local_world_size=8)
 
 

@@ -1,0 +1,106 @@
+"""The command line: `pretrain train` and `pretrain prepare`.
+
+fire splits the words; the text of each value goes to the settings' own parser, because fire would turn `false` into a
+true string and let unknown flags through. Errors for users are printed once and end the process with status 1; other
+exceptions keep their traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import fire
+from fire.decorators import SetParseFn
+
+from pretraining.config.flags import load_train_config, parse_config
+from pretraining.config.help import help_text
+from pretraining.config.prepare import PrepareConfig
+from pretraining.config.training import TrainConfig
+from pretraining.errors import LaunchError, PretrainError
+from pretraining.launch.layout import resolve_layout
+
+FAILED = 1
+INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+
+
+def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Train a model."""
+    config = load_train_config(overrides, flags)
+    layout = resolve_layout(os.environ)
+    from pretraining.train.run import train  # torch is imported only when there is something to train
+
+    train(config, layout)
+
+
+def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Turn text into token files."""
+    config = parse_config(PrepareConfig, overrides, flags)
+    from pretraining.data.prepare import prepare
+
+    prepare(config)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type, str]] = {
+    "train": (train_command, TrainConfig, "train a model"),
+    "prepare": (prepare_command, PrepareConfig, "turn text into token files; trains a tokenizer where none is given"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; `arguments` without the program's name, by default those of this process."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    wants_help = any(argument in ("--help", "-h") for argument in arguments)
+    name = arguments[0] if arguments else ""
+    if name not in COMMANDS:
+        _explain_commands(name, wants_help)
+    command, settings, purpose = COMMANDS[name]
+    if wants_help:
+        print(help_text(settings, f"pretrain {name}", purpose))
+        return
+    try:
+        fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
+    except PretrainError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:
+    """The command as fire calls it: every value as the text that was typed."""
+
+    @SetParseFn(str)
+    def run(*overrides: str, **flags: Any) -> None:
+        command(overrides, flags)
+
+    return run
+
+
+def _explain_commands(name: str, wants_help: bool) -> NoReturn:
+    lines = "\n".join(f"  pretrain {command:10} {purpose}" for command, (_, _, purpose) in COMMANDS.items())
+    text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag."
+    if wants_help and name.startswith("-"):
+        print(text)
+        sys.exit(0)
+    problem = f"unknown command {name!r}. " if name else ""
+    print(f"error: {problem}{text}", file=sys.stderr)
+    sys.exit(FAILED)
+
+
+def _fail(error: PretrainError) -> NoReturn:
+    """Print an error, where no other process prints the same one, and end this process."""
+    if error.rank is not None:
+        print(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
+    elif _is_first_process():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(FAILED)
+
+
+def _is_first_process() -> bool:
+    try:
+        return resolve_layout(os.environ).rank == 0
+    except LaunchError:
+        return True  # a process that does not know its place speaks for itself

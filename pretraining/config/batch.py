@@ -1,0 +1,106 @@
+"""How a global batch is cut into the micro-batches of each data-parallel rank.
+
+`global_batch_size` is what learning sees, `batch_size` what one GPU can hold, and the number of ranks is whatever the
+job was given. From these three `plan_batch` derives the rest, so the same sequences make a step on any number of ranks:
+
+    slots of the global batch   0 ............................................ G
+    shares of the ranks         | rank 0: m | rank 1: m | rank 2: m - 1 |        near-equal, contiguous
+    micro-batches of a rank     | micro_batch_size | micro_batch_size | ...      grad_accum_steps of them
+
+Every rank runs the same shapes, so shares that are shorter are filled with sequences whose labels are ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pretraining.config.training import BatchConfig
+from pretraining.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch of one optimizer step on every rank.
+
+    Attributes:
+        global_batch_size: G, sequences a step over all ranks; this and nothing else is what learning sees.
+        micro_batch_size: sequences that a rank takes in one forward pass.
+        grad_accum_steps: forward and backward passes a step.
+        data_parallel_ranks: W, ranks that take different sequences.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    grad_accum_steps: int
+    data_parallel_ranks: int
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """Return the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
+        size, ranks = self.global_batch_size, self.data_parallel_ranks
+        return rank * size // ranks, (rank + 1) * size // ranks
+
+    @property
+    def padding_sequences(self) -> int:
+        """Sequences a step, over all ranks, with ignored labels: the price of the same shapes on every rank."""
+        return self.data_parallel_ranks * self.micro_batch_size * self.grad_accum_steps - self.global_batch_size
+
+    def describe(self) -> str:
+        """Say in a line how the batch is cut, and what is wasted where it does not divide evenly."""
+        computed = self.global_batch_size + self.padding_sequences
+        text = (
+            f"{self.global_batch_size} sequences a step: {self.data_parallel_ranks} data-parallel ranks "
+            f"x {self.grad_accum_steps} micro-batches of {self.micro_batch_size}"
+        )
+        if self.padding_sequences:
+            wasted = self.padding_sequences / computed
+            text += f"; {self.padding_sequences} of {computed} computed sequences are padding ({wasted:.1%} wasted)"
+        return text
+
+
+def plan_batch(
+    batch: BatchConfig, data_parallel_ranks: int, restored_global_batch_size: int | None = None
+) -> BatchPlan:
+    """Cut the global batch for a number of ranks.
+
+    The largest share m = ceil(G / W) is taken in as few micro-batches as `batch_size` allows, n = ceil(m / batch_size),
+    and the micro-batches are made as even as possible, ceil(m / n): this computes the least padding for that n.
+
+    Args:
+        batch: the settings. Without a global batch size it is batch_size x grad_accum_steps x ranks.
+        data_parallel_ranks: W, ranks that take different sequences.
+        restored_global_batch_size: what the checkpoint was trained with. It holds unless `batch` names a global batch
+            size, and then accumulation is derived anew, so that the same command goes on with another number of ranks.
+
+    Raises:
+        ConfigError: `grad_accum_steps` was given and does not fit the global batch size.
+    """
+    steps = batch.grad_accum_steps
+    size = batch.global_batch_size
+    if size is None and restored_global_batch_size is not None:
+        size, steps = restored_global_batch_size, None
+    if size is None:
+        steps = 1 if steps is None else steps
+        return BatchPlan(batch.batch_size * steps * data_parallel_ranks, batch.batch_size, steps, data_parallel_ranks)
+
+    largest_share = -(-size // data_parallel_ranks)
+    if steps is None:
+        steps = -(-largest_share // batch.batch_size)
+    else:
+        _check_accumulation(size, batch.batch_size, steps, data_parallel_ranks, largest_share)
+    return BatchPlan(size, -(-largest_share // steps), steps, data_parallel_ranks)
+
+
+def _check_accumulation(size: int, batch_size: int, steps: int, ranks: int, largest_share: int) -> None:
+    """Refuse micro-batches that cannot hold a rank's share, or of which some would always be empty."""
+    share = f"global_batch_size={size} over {ranks} data-parallel ranks is at most {largest_share} sequences a rank"
+    if largest_share > batch_size * steps:
+        raise ConfigError(
+            f"{share}, but grad_accum_steps={steps} x batch_size={batch_size} takes {steps * batch_size}: give "
+            f"--grad_accum_steps={-(-largest_share // batch_size)}, a --batch_size of {-(-largest_share // steps)}, "
+            "or leave out --grad_accum_steps to have it derived"
+        )
+    if steps > largest_share:
+        raise ConfigError(
+            f"{share}, too few for grad_accum_steps={steps} micro-batches: give --grad_accum_steps={largest_share} "
+            "or less, or leave it out to have it derived"
+        )

@@ -1,0 +1,221 @@
+"""Lengths and intervals of a run in one type: steps, tokens, epochs or seconds.
+
+A flag's text becomes a `Duration` (`Duration.parse`). A length is turned into steps once, as soon as the tokens of a
+step are known (`Duration.to_steps`). An interval is asked at every step whether a multiple of it was crossed
+(`is_due`): the answer depends on where the run stands, never on when the last event was, so intervals do not drift and
+a resumed run keeps their rhythm.
+
+All arithmetic is exact: an amount counts as the decimal number that was written, not as the nearest binary fraction.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pretraining.errors import ConfigError
+
+UNITS = ("steps", "tokens", "epochs", "seconds")
+
+MULTIPLIERS = {"K": 10**3, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+# How a unit may be written, and how many of the canonical unit it is. "m" is left out: it could mean a minute or a
+# million.
+_WRITTEN_UNITS = {
+    **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
+    **dict.fromkeys(("tok", "token", "tokens"), ("tokens", 1)),
+    **dict.fromkeys(("ep", "epoch", "epochs"), ("epochs", 1)),
+    **dict.fromkeys(("s", "sec", "second", "seconds"), ("seconds", 1)),
+    **dict.fromkeys(("min", "minute", "minutes"), ("seconds", 60)),
+    **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600)),
+}
+
+# More than any run could mean, and small enough that a slip such as 1e999999999 cannot fill the memory.
+LARGEST_AMOUNT = 10**18
+_NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
+_NUMBER_AND_UNIT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s]*)", re.ASCII)
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Return the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None where it is none."""
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*", text, re.ASCII)
+    return Fraction(match[1].replace("_", "")) if match else None
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An amount of training or of time.
+
+    Attributes:
+        amount: how many, from 0 to 10^18; a whole number of steps or tokens, any number of epochs or seconds.
+        unit: "steps", "tokens", "epochs" or "seconds".
+
+    Raises:
+        ConfigError: the unit is unknown, or the amount is not one of it.
+    """
+
+    amount: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can have, and keep steps and tokens as integers of any size."""
+        if self.unit not in UNITS:
+            raise ConfigError(f"{self.unit!r} is no unit of a duration: use one of {', '.join(UNITS)}")
+        if not 0 <= self.amount <= LARGEST_AMOUNT:  # false for nan, too
+            raise ConfigError(f"{self.amount} {self.unit} are no duration: give from 0 to 10^18")
+        if self.unit in ("steps", "tokens"):
+            if self.amount != int(self.amount):
+                raise ConfigError(f"{self.unit} come whole, not as {self.amount}")
+            object.__setattr__(self, "amount", int(self.amount))
+
+    @classmethod
+    def parse(cls, text: str | int) -> Duration:
+        """Read a duration as users write it.
+
+        Args:
+            text: `1000` (steps), `5_000_000tok`, `5Btok` (multipliers k K M B T), `2ep`, `90s`, `30min` or `2h`.
+
+        Raises:
+            ConfigError: the text is none of these.
+        """
+        match = _NUMBER_AND_UNIT.fullmatch(str(text))
+        unit = _read_unit("".join(match[2].split())) if match else None
+        if match is None or unit is None:
+            raise ConfigError(
+                f"{str(text)!r} is no duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
+                "2ep (epochs), 90s, 30min or 2h"
+            )
+        multiplier, name = unit
+        exact = Fraction(match[1].replace("_", "")) * multiplier
+        if not 0 <= exact <= LARGEST_AMOUNT:
+            raise ConfigError(f"{str(text)!r} is no duration: give from 0 to 10^18 {name}")
+        return cls(int(exact) if exact.denominator == 1 else float(exact), name)
+
+    def __str__(self) -> str:
+        """Return the canonical text, which `parse` reads back to an equal duration."""
+        if self.unit == "steps":
+            return str(self.amount)
+        if self.unit == "epochs":
+            return f"{_decimal(self.amount)}ep"
+        if self.unit == "seconds":
+            for seconds, suffix in ((3600, "h"), (60, "min")):
+                if self.amount and self.amount % seconds == 0:
+                    return f"{_decimal(self.amount / seconds)}{suffix}"
+            return f"{_decimal(self.amount)}s"
+        for suffix, multiplier in reversed(MULTIPLIERS.items()):
+            if self.amount and self.amount % multiplier == 0:
+                return f"{int(self.amount) // multiplier}{suffix}tok"
+        return f"{self.amount}tok"
+
+    def to_steps(self, tokens_per_step: int, training_tokens: int | None) -> int:
+        """Return the number of optimizer steps that first reach this length.
+
+        Args:
+            tokens_per_step: global_batch_size x seq_length.
+            training_tokens: tokens of one pass over the listed datasets; None for data without an end.
+
+        Raises:
+            ConfigError: epochs without `training_tokens`, or seconds, which are no amount of training.
+        """
+        if self.unit == "steps":
+            return int(self.amount)
+        if self.unit == "seconds":
+            raise ConfigError(f"{self} is a time: this length needs steps (1000), tokens (5Btok) or epochs (2ep)")
+        return math.ceil(self._in_tokens(training_tokens) / tokens_per_step)
+
+    def _in_tokens(self, training_tokens: int | None) -> Fraction:
+        """Return the exact number of tokens of a duration in tokens or epochs."""
+        if self.unit == "tokens":
+            return Fraction(int(self.amount))
+        if training_tokens is None:
+            raise ConfigError(
+                f"{self} counts passes over a dataset, and this run has none: give steps (1000) or tokens (5Btok)"
+            )
+        return _as_written(self.amount) * training_tokens
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        steps: optimizer steps taken.
+        tokens: tokens seen.
+        seconds: time trained, on the clock that decides for all ranks.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float = 0.0
+
+
+def is_due(every: Duration, before: Progress, after: Progress, training_tokens: int | None = None) -> bool:
+    """Return whether a multiple of an interval lies in (before, after].
+
+    Args:
+        every: the interval; an amount of 0 means never.
+        before: where the run stood ahead of the last step.
+        after: where it stands now.
+        training_tokens: tokens of one pass over the datasets, needed for epochs.
+
+    Raises:
+        ConfigError: an interval in epochs without `training_tokens`.
+    """
+    if every.amount == 0:
+        return False
+    if every.unit == "steps":
+        return after.steps // every.amount > before.steps // every.amount
+    if every.unit == "seconds":
+        return after.seconds // every.amount > before.seconds // every.amount
+    interval = every._in_tokens(training_tokens)
+    if interval == 0:  # epochs of an empty dataset
+        return False
+    return after.tokens // interval > before.tokens // interval
+
+
+def resolve_warmup_steps(
+    warmup: Duration | None, num_steps: int, tokens_per_step: int, training_tokens: int | None
+) -> int:
+    """Return the steps of the linear warm-up.
+
+    Args:
+        warmup: as configured; None means a twentieth of the run, at most 2000 steps.
+        num_steps: length of the whole run.
+        tokens_per_step: global_batch_size x seq_length.
+        training_tokens: tokens of one pass over the datasets, needed for epochs.
+
+    Raises:
+        ConfigError: the warm-up is longer than the run, or is in epochs without `training_tokens`.
+    """
+    if warmup is None:
+        return min(num_steps // 20, 2000)
+    steps = warmup.to_steps(tokens_per_step, training_tokens)
+    if steps > num_steps:
+        raise ConfigError(
+            f"--warmup_steps={warmup} is {steps} steps of {tokens_per_step} tokens, more than the {num_steps} of the "
+            "run: shorten it or lengthen --num_steps"
+        )
+    return steps
+
+
+def _read_unit(text: str) -> tuple[int, str] | None:
+    """Return what one of a written unit is: "min" 60 seconds, "Mtok" a million tokens, "M" a million steps."""
+    if text.lower() in _WRITTEN_UNITS:
+        name, factor = _WRITTEN_UNITS[text.lower()]
+        return factor, name
+    if text[0] in MULTIPLIERS and text[1:].lower() in _WRITTEN_UNITS:
+        name, factor = _WRITTEN_UNITS[text[1:].lower()]
+        return MULTIPLIERS[text[0]] * factor, name
+    return None
+
+
+def _as_written(amount: float) -> Fraction:
+    """Return the decimal that a float prints as: 0.1 is a tenth, not 0.1000000000000000055."""
+    return Fraction(repr(amount))
+
+
+def _decimal(amount: float) -> str:
+    """Print a number in the shortest form that reads back equal."""
+    return str(int(amount)) if amount == int(amount) else repr(amount)

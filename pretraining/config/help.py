@@ -1,0 +1,219 @@
+"""What users read about settings, made from the dataclasses: the text of `--help` and docs/configurations.md.
+
+python -m pretraining.config.help > docs/configurations.md
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+
+from pretraining.config.durations import Duration
+from pretraining.config.names import ALIASES, RECIPE_NAMES, VALUE_ALIASES
+from pretraining.config.recipes import shipped_recipes
+from pretraining.config.schema import Setting, sections_of, settings_of
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import describe_type, format_value
+from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count
+
+# Beyond this width, lines of prose are hard to read.
+_WIDEST = 110
+_NARROWEST = 60
+
+
+def help_text(root: type, command: str, purpose: str, width: int | None = None) -> str:
+    """Return the text of `--help`: how to call a command, then every setting with its meaning, values and default.
+
+    Args:
+        root: the dataclass of the command's settings.
+        command: how the command is called, as `pretrain train`.
+        purpose: what it does, in a few words.
+        width: columns to fit into; by default those of the terminal.
+    """
+    columns = shutil.get_terminal_size().columns if width is None else width
+    columns = max(_NARROWEST, min(columns, _WIDEST))
+    settings = settings_of(root).values()
+    flags = {setting.name: f"  --{setting.name}={_placeholder(setting)}  " for setting in settings}
+    indent = min(max(len(flag) for flag in flags.values()), columns // 2)
+    recipes = "[--recipe=A,B] " if root is TrainConfig else ""
+    lines = [f"{command}: {purpose}", "", f"usage: {command} {recipes}[--NAME=VALUE ...]"]
+    if recipes:
+        shipped = ", ".join(shipped_recipes())
+        text = f"files of settings (YAML or JSON), or of {shipped}; later ones win, flags win over all"
+        lines += ["", *_entry("  --recipe=A,B  ", text, indent, columns)]
+    for section, section_type in (sections_of(root) or {"": root}).items():
+        title = f"{section}: {_first_line(section_type)}" if section else _first_line(section_type)
+        lines += ["", *textwrap.wrap(title, columns)]
+        for setting in settings:
+            if setting.section == section:
+                lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
+    if any(setting.base is Duration for setting in settings):
+        text = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h"
+        lines += ["", *_entry("DURATION  ", text, indent, columns)]
+    return "\n".join(lines)
+
+
+def configurations_page() -> str:
+    """Return docs/configurations.md."""
+    return "\n".join([*_introduction(), *_settings_tables(), *_variants_table(), *_aliases_table()])
+
+
+def _entry(flag: str, text: str, indent: int, columns: int) -> list[str]:
+    """Set a flag and its text in two columns; a flag wider than its column gets a line of its own."""
+    lines = textwrap.wrap(text, columns - indent, break_on_hyphens=False)
+    if len(flag) > indent:
+        lines.insert(0, "")
+    return [(flag.ljust(indent) + lines[0]).rstrip(), *(" " * indent + line for line in lines[1:])]
+
+
+def _placeholder(setting: Setting) -> str:
+    """Return what stands for a setting's value."""
+    return (
+        "A,B" if setting.many else {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}[setting.base]
+    )
+
+
+def _explanation(setting: Setting) -> str:
+    """Return a setting's help with its choices, where the help does not name them, and its default."""
+    words = [setting.help]
+    if any(choice not in setting.help for choice in setting.choices):
+        words.append(f"({describe_type(setting)})")
+    if setting.default is not None:  # what none means, the help says
+        words.append(f"[{_default(setting)}]")
+    return " ".join(words)
+
+
+def _default(setting: Setting) -> str:
+    """Say what holds when nothing is given."""
+    if setting.required:
+        return "must be given"
+    return format_value(setting.default) or "empty"
+
+
+def _first_line(section: type) -> str:
+    """Return what a dataclass of settings is about."""
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+_INTRODUCTION = """\
+# Configurations
+
+<!-- Made by `python -m pretraining.config.help > docs/configurations.md`; edit pretraining/config/ instead. -->
+
+## How settings are given
+
+On the command line, all of these mean the same:
+
+```
+pretrain train --learning_rate=3e-4
+pretrain train --learning-rate 3e-4
+pretrain train --optimizer.learning_rate=3e-4
+pretrain train learning_rate=3e-4
+```
+
+An unknown name, a value of the wrong type and settings that contradict each other are errors; all of them are listed
+at once, before anything is started.
+
+| type | how it is written |
+|---|---|
+| whole number | `5000`, `5_000`, `5e3` |
+| number | `0.1`, `3e-4` |
+| true or false | `true`/`false`, `yes`/`no`, `on`/`off`, `1`/`0`; `--name` alone is true, `--noname` false |
+| comma list | `a,b` or `[a, b]`; nothing, `[]` or `none` is the empty list |
+| none | `none`, `null` or nothing: decide for me |
+| one of several words | in any case, with dashes or underscores |
+| duration | see below |
+
+### Durations
+
+A length or an interval is one of
+
+| written | means |
+|---|---|
+| `1000` | optimizer steps |
+| `5_000_000tok`, `5Btok` | tokens; `k`, `M`, `B`, `T` multiply by 10^3, 10^6, 10^9, 10^12 |
+| `2ep` | passes: so many times the training tokens of the datasets, whatever their weights |
+| `90s`, `30min`, `2h` | time, for intervals only |
+
+A length is rounded up to whole steps once, at the start. An interval fires at the first step that reaches a multiple of
+it, counted from the beginning of the run, so it does not drift; `0` is never.
+
+### Recipes
+
+A recipe is a file of settings, in YAML or JSON, flat or by section:
+
+```yaml
+# mine.yaml
+seq_length: 2048
+optimizer:
+  learning_rate: 3e-4
+```
+
+`--recipe=demo,mine.yaml` reads recipes from left to right. Later ones win over earlier ones, the command line wins over
+all of them, and what nobody sets keeps its default. A path ends in `.yaml`, `.yml` or `.json`; other names are those of
+shipped recipes: {recipes}. The configuration of a run, resolved in full, is written into its folder as `config.yaml`,
+which is a recipe, too."""
+
+
+def _introduction() -> Iterator[str]:
+    """Explain how settings are written."""
+    yield _INTRODUCTION.replace("{recipes}", ", ".join(f"`{name}`" for name in shipped_recipes()))
+
+
+def _settings_tables() -> Iterator[str]:
+    """Tabulate every setting, by section."""
+    yield "\n## Settings"
+    settings = settings_of(TrainConfig).values()
+    for section, section_type in sections_of(TrainConfig).items():
+        yield f"\n### {section}\n\n{_first_line(section_type)}\n"
+        yield "| setting | default | values | meaning |\n|---|---|---|---|"
+        for setting in settings:
+            if setting.section == section:
+                cells = (f"`{setting.name}`", f"`{_default(setting)}`", describe_type(setting), setting.help)
+                yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _variants_table() -> Iterator[str]:
+    """Tabulate the named dimensions."""
+    yield (
+        "\n## Model variants\n\n"
+        "`--model_variant` takes a name in any case; any dimension can be changed under its own name.\n\n"
+        "| variant | hidden | heads/kv | layers | feed-forward | context | rope theta | vocabulary | parameters |\n"
+        "|---|---|---|---|---|---|---|---|---|"
+    )
+    for name, shape in VARIANTS.items():
+        yield f"| {name} | {' | '.join(_dimensions(shape))} |"
+    yield (
+        "\nThe context is what a variant was made for; `seq_length` may be longer or shorter. "
+        "llama3.2_1b and llama3.2_3b share the embedding with the head and stretch rotary frequencies by the llama3 "
+        "rule. medium is 125m, large is 350m."
+    )
+
+
+def _dimensions(shape: LlamaShape) -> Iterator[str]:
+    """Return the cells of a variant."""
+    yield str(shape.hidden_size)
+    yield f"{shape.num_attention_heads}/{shape.num_key_value_heads}"
+    yield str(shape.num_hidden_layers)
+    yield str(shape.intermediate_size)
+    yield str(shape.max_position_embeddings)
+    yield f"{shape.rope_theta:.0f}"
+    yield str(shape.vocab_size)
+    millions = parameter_count(shape) / 1e6
+    yield f"{millions / 1e3:.2f}B" if millions >= 1e3 else f"{millions:.0f}M"
+
+
+def _aliases_table() -> Iterator[str]:
+    """Tabulate names and values that are understood besides the canonical ones."""
+    yield "\n## Other names\n\n| written | means |\n|---|---|"
+    yield f"| `{RECIPE_NAMES[1]}` | the same as {RECIPE_NAMES[0]} |"
+    for name, alias in ALIASES.items():
+        yield f"| `{name}` | {alias.help} |"
+    for name, words in VALUE_ALIASES.items():
+        for word, meaning in words.items():
+            yield f"| `{name}={word}` | `{name}={meaning}` |"
+
+
+if __name__ == "__main__":
+    print(configurations_page())

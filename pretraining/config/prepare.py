@@ -1,0 +1,103 @@
+"""The settings of `pretrain prepare`: which text becomes which token files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretraining.config.training import setting
+from pretraining.errors import ConfigError
+
+SMALLEST_VOCABULARY = 257
+"""All 256 bytes and the end-of-text token: with these every text can be encoded."""
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """From text to a tokenizer and token files. The same input gives the same bytes of output, with any num_workers."""
+
+    input_path: tuple[str, ...] = setting(
+        (),
+        "text to read: files, folders and globs, comma list. .jsonl and .jsonl.gz hold a document a line, other files "
+        "one each",
+    )
+    source: str | None = setting(
+        None,
+        "text that needs no files, in place of input_path; stdlib: the source code of this Python's standard library",
+        choices=("stdlib",),
+    )
+    output_path: str = setting(
+        "data", "root folder (the data_path of training): tokenizer.json and a sub-folder a dataset are written here"
+    )
+    dataset: str | None = setting(
+        None, "name of the dataset's sub-folder; none = the name of the input folder or file, or of the source"
+    )
+    tokenizer_path: str | None = setting(
+        None,
+        "folder or tokenizer.json to encode with; none = the tokenizer in output_path, or where there is none a "
+        "byte-level BPE trained on the text",
+    )
+    vocab_size: int | None = setting(
+        None,
+        "entries of a tokenizer trained here; none = 32000, or fewer where the text does not give as many",
+        minimum=SMALLEST_VOCABULARY,
+    )
+    text_field: str = setting("text", "field of the .jsonl objects that holds the text")
+    extensions: tuple[str, ...] = setting(
+        ("txt", "text", "md", "jsonl", "txt.gz", "jsonl.gz"),
+        "endings of the files taken from folders, comma list; files and globs are taken whatever their ending",
+    )
+    tokens_per_file: int = setting(
+        100_000_000, "a new token file is begun at the first document after so many tokens", minimum=1
+    )
+    num_workers: int | None = setting(
+        None, "threads that encode; none or 0 = one a core. The output does not depend on it", minimum=0
+    )
+
+    @property
+    def dataset_name(self) -> str:
+        """The sub-folder's name: the one given, or that of the input; empty where the input suggests none."""
+        if self.dataset is not None:
+            return self.dataset
+        if self.source is not None:
+            return self.source
+        if len(self.input_path) != 1 or any(character in self.input_path[0] for character in "*?["):
+            return ""
+        # The longest ending that is listed goes: "wiki.jsonl.gz" is the dataset "wiki", "v1.5" stays as it is.
+        name = Path(self.input_path[0]).expanduser().absolute().name
+        endings = [ending for ending in self.extensions if name.endswith("." + ending.lstrip("."))]
+        return name[: -len(max(endings, key=len).lstrip(".")) - 1] if endings else name
+
+
+def check_prepare_config(config: PrepareConfig) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems = []
+    if not config.input_path and config.source is None:
+        problems.append("there is no text to prepare: give --input_path=<files, folders or globs> or --source=stdlib")
+    if config.input_path and config.source is not None:
+        problems.append(f"--input_path and --source={config.source} both say which text to read: give one of them")
+    if config.tokenizer_path is not None and config.vocab_size is not None:
+        problems.append(
+            f"--vocab_size={config.vocab_size} is for a tokenizer trained here, but --tokenizer_path gives one: drop "
+            "one of them"
+        )
+    name = config.dataset_name
+    if not name and config.dataset is None:
+        if config.input_path:
+            problems.append("several inputs or a glob suggest no name for the dataset: give --dataset=<name>")
+    elif not name or name.startswith(".") or "/" in name or "," in name:
+        problems.append(
+            f"{name!r} cannot be a dataset's name (a plain folder name, without '/' and ',', not hidden): give "
+            "another --dataset"
+        )
+    if config.input_path and not config.extensions:
+        problems.append(
+            "--extensions is empty, so that no file of a folder would be read: name some, such as "
+            "--extensions=txt,jsonl"
+        )
+    if problems:
+        raise ConfigError(problems)

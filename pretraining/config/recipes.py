@@ -1,0 +1,183 @@
+"""Recipes: files of settings, and the resolved configuration written as one.
+
+A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), named by path
+or, for those that are shipped in this package's recipes folder, by bare name. Scalars are kept as the text that stands
+in the file, because the parser of flags decides what they mean: YAML alone would take 1e-3 for a string, `on` for a
+boolean and 010 for eight.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretraining.config.durations import Duration
+from pretraining.config.names import nearest
+from pretraining.config.reader import Assignment, Reader
+from pretraining.config.schema import sections_of, settings_of, values_of
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import Raw, format_value
+from pretraining.errors import ConfigError
+
+RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
+SHIPPED = Path(__file__).parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the recipes of this package by name."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
+
+
+def read_recipe(name: str) -> list[Assignment]:
+    """Return the settings of one recipe as raw text.
+
+    Args:
+        name: a path ending in .yaml, .yml or .json, or the name of a shipped recipe.
+
+    Raises:
+        ConfigError: there is no such recipe, it is not valid YAML or JSON, or it is no mapping of settings.
+    """
+    path = _find(name)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        tree = _read_json(content) if path.suffix == ".json" else yaml.load(content, Loader=_TextLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(
+            f"recipe {name} is not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}"
+        ) from error
+    if tree is None:
+        return []
+    if not isinstance(tree, dict):
+        raise ConfigError(f"recipe {name} holds no settings: write name: value on each line")
+    return _assignments(name, tree, "")
+
+
+def load_config(path: str | Path) -> TrainConfig:
+    """Read a resolved configuration back, as `dump_config` wrote it; the rules were checked before it was written.
+
+    Raises:
+        ConfigError: carries every problem of the file.
+    """
+    reader = Reader(TrainConfig)
+    reader.read(read_recipe(str(path)))
+    config = reader.build()
+    if config is None or reader.problems:
+        raise ConfigError(reader.problems)
+    return config
+
+
+def dump_config(config: Any) -> str:
+    """Write a configuration, resolved in full, as YAML by sections that `load_config` reads back equal.
+
+    Args:
+        config: a `TrainConfig`, or any other root of settings.
+    """
+    tree: dict[str, Any] = {}
+    values = values_of(config)
+    for name, setting in settings_of(type(config)).items():
+        target = tree.setdefault(setting.section, {}) if setting.section else tree
+        target[name] = _plain(values[name])
+    return yaml.dump(tree, Dumper=_FlowListDumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def _find(name: str) -> Path:
+    """Return the file of a recipe."""
+    if name.endswith(RECIPE_SUFFIXES):
+        if not Path(name).is_file():
+            raise ConfigError(f"--recipe={name}: there is no such file")
+        return Path(name)
+    shipped = shipped_recipes()
+    if name not in shipped:
+        close = nearest(name, shipped)
+        hint = f"did you mean {close}? " if close else ""
+        raise ConfigError(
+            f"--recipe={name} is not known: {hint}Shipped are {', '.join(shipped)}; a recipe of your own is given by "
+            f"its path, ending in {', '.join(RECIPE_SUFFIXES)}"
+        )
+    return shipped[name]
+
+
+def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:
+    """Flatten a mapping to assignments; names carry the keys above them."""
+    assignments = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            assignments += _assignments(recipe, value, f"{section}{key}.")
+        elif value is not None or section or key not in sections_of(TrainConfig):  # a section may have nothing under it
+            assignments.append(_assignment(recipe, f"{section}{key}", value))
+    return assignments
+
+
+def _assignment(recipe: str, name: str, value: Any) -> Assignment:
+    """Make an assignment of one entry; a list stays a list of texts."""
+    raw: Raw
+    if isinstance(value, list):
+        if any(isinstance(item, (dict, list)) for item in value):
+            raise ConfigError(f"{recipe}: {name}: a list holds plain values, not lists or mappings")
+        raw = [format_value(item) for item in value]
+        shown = f"[{', '.join(raw)}]"
+    else:
+        raw = None if value is None else format_value(value)
+        shown = "null" if raw is None else raw
+    return Assignment(name, raw, where=f"{recipe}: {name}: {shown}", flag=f"{recipe}: {name}")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML's own types, a duration as its text."""
+    if isinstance(value, Duration):
+        return value.amount if value.unit == "steps" else str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _read_json(content: str) -> Any:
+    """Parse JSON with numbers left as they are written."""
+    return json.loads(
+        content,
+        parse_int=str,
+        parse_float=str,
+        parse_constant=str,
+        object_pairs_hook=lambda pairs: _refuse_repeats(pairs, ""),
+    )
+
+
+def _refuse_repeats(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
+    """Make a mapping of pairs; a repeated key would silently hide the first."""
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"{key} stands there twice{place}")
+        mapping[key] = value
+    return mapping
+
+
+class _TextLoader(yaml.BaseLoader):
+    """YAML whose scalars are text, except null."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping, refusing repeated keys."""
+        pairs = [
+            (str(self.construct_object(key)), self.construct_object(value, deep=True)) for key, value in node.value
+        ]
+        return _refuse_repeats(pairs, f" (mapping from line {node.start_mark.line + 1})")
+
+
+# An empty value, ~ and null are null; everything else stays text.
+_TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_TextLoader.add_constructor("tag:yaml.org,2002:null", lambda loader, node: None)
+
+
+class _FlowListDumper(yaml.SafeDumper):
+    """YAML with lists on one line."""
+
+
+_FlowListDumper.add_representer(
+    list, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+)

@@ -1,0 +1,191 @@
+"""Every rule that looks at more than one setting, in one place.
+
+A rule is a function from the configuration to the problems that it sees, and names the settings it reads, so that it is
+left out where one of them could not be read and would only make a second, misleading problem. Rules use what is known
+before a run starts; what needs the number of GPUs or the data is checked where that is known (`batch.py`,
+`durations.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from pretraining.config.durations import Duration
+from pretraining.config.schema import settings_of, values_of
+from pretraining.config.training import ModelConfig, TrainConfig
+from pretraining.config.values import format_value, limit_problem
+from pretraining.config.variants import VARIANTS, resolve_shape
+from pretraining.errors import ConfigError
+
+Problems = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check over several settings.
+
+    Attributes:
+        reads: names of the settings that it looks at.
+        check: yields a sentence for each problem, naming the flag to change.
+    """
+
+    reads: frozenset[str]
+    check: Callable[[TrainConfig], Problems]
+
+
+RULES: list[Rule] = []
+
+
+def check_config(config: TrainConfig) -> None:
+    """Check a configuration that was made in Python: the type and limits of each setting, then the rules over several.
+
+    Raises:
+        ConfigError: carries every problem.
+    """
+    values = values_of(config)
+    problems = {}
+    for name, setting in settings_of(type(config)).items():
+        problem = limit_problem(setting, values[name])
+        if problem:
+            problems[name] = f"{name}={format_value(values[name])}: {problem}"
+    found = [*problems.values(), *find_problems(config, problems)]
+    if found:
+        raise ConfigError(found)
+
+
+def find_problems(config: TrainConfig, unreadable: Collection[str] = ()) -> list[str]:
+    """Return what the rules have to say about a configuration whose single values are within their limits.
+
+    Args:
+        config: the configuration.
+        unreadable: settings that hold their default only because what was given could not be read.
+    """
+    return [problem for rule in RULES if rule.reads.isdisjoint(unreadable) for problem in rule.check(config)]
+
+
+def _rule(*reads: str) -> Callable[[Callable[[TrainConfig], Problems]], Callable[[TrainConfig], Problems]]:
+    """Add a rule, which reads the named settings, to the list."""
+
+    def add(check: Callable[[TrainConfig], Problems]) -> Callable[[TrainConfig], Problems]:
+        RULES.append(Rule(frozenset(reads), check))
+        return check
+
+    return add
+
+
+@_rule(*settings_of(ModelConfig))
+def _the_model_can_be_built(config: TrainConfig) -> Problems:
+    try:
+        resolve_shape(config.model)
+    except ConfigError as error:
+        yield from error.problems
+
+
+@_rule("data_path", "use_dummy_dataset")
+def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
+    data = config.data
+    if data.data_path is None and not data.use_dummy_dataset:
+        yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
+    if data.data_path is not None and data.use_dummy_dataset:
+        yield (
+            f"two sources of data: --data_path={data.data_path} and --use_dummy_dataset=true, which makes its tokens "
+            "up; give --data_path=none or --use_dummy_dataset=false"
+        )
+
+
+@_rule("use_dummy_dataset", "datasets")
+def _made_up_data_has_no_datasets(config: TrainConfig) -> Problems:
+    if config.data.use_dummy_dataset and config.data.datasets:
+        yield (
+            f"--datasets={format_value(config.data.datasets)} names folders, and --use_dummy_dataset=true reads none; "
+            "leave one out"
+        )
+
+
+@_rule("datasets", "weights")
+def _weights_belong_to_datasets(config: TrainConfig) -> Problems:
+    datasets, weights = config.data.datasets, config.data.weights
+    if weights and not datasets:
+        yield f"--weights={format_value(weights)} are proportions of nothing: give --datasets, in the same order"
+    elif weights and len(weights) != len(datasets):
+        yield (
+            f"{len(weights)} weights for {len(datasets)} datasets: --weights={format_value(weights)} needs one for "
+            f"each of --datasets={format_value(datasets)}, in the same order"
+        )
+    for position, weight in enumerate(weights, start=1):
+        if weight <= 0:
+            yield (
+                f"--weights={format_value(weights)}: number {position} is {weight:g}, and proportions are above 0; "
+                "leave its dataset out instead"
+            )
+    for name, times in Counter(datasets).items():
+        if times > 1:
+            yield f"--datasets={format_value(datasets)} names {name} {times} times; give it once, with a larger weight"
+
+
+@_rule("sep_token", "vocab_size", "model_variant")
+def _separator_is_in_the_vocabulary(config: TrainConfig) -> Problems:
+    model = config.model
+    if model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
+        return
+    vocab_size = resolve_shape(ModelConfig(model_variant=model.model_variant, vocab_size=model.vocab_size)).vocab_size
+    if config.data.sep_token is not None and config.data.sep_token >= vocab_size:
+        yield (
+            f"--sep_token={config.data.sep_token} is outside a vocabulary of {vocab_size} (0 to {vocab_size - 1}): "
+            "change --sep_token or --vocab_size"
+        )
+
+
+@_rule("global_batch_size", "grad_accum_steps")
+def _each_micro_batch_has_a_sequence(config: TrainConfig) -> Problems:
+    size, steps = config.batch.global_batch_size, config.batch.grad_accum_steps
+    if size is not None and steps is not None and steps > size:
+        yield (
+            f"--grad_accum_steps={steps} micro-batches cannot share --global_batch_size={size} sequences, even on one "
+            f"GPU: give --grad_accum_steps={size} or less, or leave it out to have it derived"
+        )
+
+
+@_rule("num_steps")
+def _the_run_has_a_length(config: TrainConfig) -> Problems:
+    if config.run.num_steps.amount == 0:
+        yield "--num_steps=0 trains nothing: give steps (1000), tokens (5Btok) or epochs (2ep)"
+
+
+@_rule("warmup_steps", "num_steps", "global_batch_size", "seq_length")
+def _warmup_fits_the_run(config: TrainConfig) -> Problems:
+    warmup, length = config.schedule.warmup_steps, config.run.num_steps
+    if warmup is None or length.amount == 0:
+        return
+    warmup_text, length_text = f"--warmup_steps={warmup}", f"--num_steps={length}"
+    if warmup.unit != length.unit and config.batch.global_batch_size is not None:
+        tokens_per_step = config.batch.global_batch_size * config.data.seq_length
+        arithmetic = f" of {config.batch.global_batch_size} x {config.data.seq_length} tokens"
+        if warmup.unit == "tokens" and length.unit == "steps":
+            warmup = Duration(warmup.to_steps(tokens_per_step, None), "steps")
+            warmup_text += f" ({warmup} steps{arithmetic})"
+        elif warmup.unit == "steps" and length.unit == "tokens":
+            length = Duration(length.to_steps(tokens_per_step, None), "steps")
+            length_text += f" ({length} steps{arithmetic})"
+    if warmup.unit == length.unit and warmup.amount > length.amount:
+        yield f"{warmup_text} is longer than {length_text}: shorten the warm-up or lengthen the run"
+
+
+@_rule("hsdp_group_size", "sharding_strategy")
+def _groups_belong_to_hsdp(config: TrainConfig) -> Problems:
+    size, strategy = config.parallel.hsdp_group_size, config.parallel.sharding_strategy
+    if size is not None and not strategy.startswith("hsdp"):
+        yield (
+            f"--hsdp_group_size={size} needs --sharding_strategy=hsdp or hsdp_zero2, which shard inside groups; "
+            f"{strategy} has no groups. Change one or leave --hsdp_group_size out"
+        )
+
+
+@_rule("ckpt_save_path", "col_name")
+def _names_are_not_empty(config: TrainConfig) -> Problems:
+    if not config.checkpoint.ckpt_save_path:
+        yield "--ckpt_save_path is empty: name the run's folder"
+    if not config.data.col_name:
+        yield "--col_name is empty: name the column that holds the token ids"

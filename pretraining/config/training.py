@@ -1,0 +1,238 @@
+"""The settings of a training run: one dataclass a section, all under `TrainConfig`.
+
+A field's name is unique over all sections, so a flag is flat: `--learning_rate=3e-4` and
+`--optimizer.learning_rate=3e-4` mean the same. The text after each field is its help: `--help` and
+docs/configurations.md are made from it. `None` (written `none`) means "decide for me", and the help says how that is
+decided. Values are parsed in `flags.py`; rules that look at several fields live in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from pretraining.config.durations import Duration
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    units: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with its help and the limits that parsing enforces.
+
+    Args:
+        default: the value without a flag or a recipe; left out, one must be given.
+        help: what the flag does, in a sentence.
+        units: of a `Duration`: which of steps, tokens, epochs, seconds are meaningful.
+        choices: the only values allowed, in canonical spelling: lower case, underscores (any case and dashes are
+            accepted).
+        minimum: the smallest number allowed.
+        maximum: the largest number allowed.
+        below: a number that the value must stay under.
+    """
+    limits = {"units": units, "choices": choices, "minimum": minimum, "maximum": maximum, "below": below}
+    return field(default=default, metadata={"help": help, **limits})
+
+
+RUN_LENGTH = ("steps", "tokens", "epochs")
+INTERVAL = ("steps", "tokens", "epochs", "seconds")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which Llama: a named variant, any dimension of it changed under its Hugging Face name."""
+
+    model_variant: str = setting("7b", "named dimensions to start from; docs/configurations.md lists them")
+    hidden_size: int | None = setting(None, "width of the residual stream; none = the variant's", minimum=1)
+    intermediate_size: int | None = setting(None, "width of the feed-forward layer; none = the variant's", minimum=1)
+    num_hidden_layers: int | None = setting(None, "number of blocks; none = the variant's", minimum=1)
+    num_attention_heads: int | None = setting(None, "query heads; none = the variant's", minimum=1)
+    num_key_value_heads: int | None = setting(
+        None,
+        "key/value heads (grouped-query attention); none = the variant's, or num_attention_heads where it has as many",
+        minimum=1,
+    )
+    vocab_size: int | None = setting(None, "rows of the embedding; none = the variant's", minimum=2)
+    rope_theta: float | None = setting(None, "base of the rotary frequencies; none = the variant's", minimum=1)
+    rms_norm_eps: float | None = setting(None, "epsilon of RMSNorm; none = the variant's", minimum=0)
+    tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from and how they are cut into samples."""
+
+    data_path: str | None = setting(None, "root folder; each dataset is a sub-folder with token files")
+    datasets: tuple[str, ...] = setting(
+        (), "sub-folders of data_path to train on, comma list; empty = every sub-folder with token files"
+    )
+    weights: tuple[float, ...] = setting(
+        (), "proportions of the datasets, comma list in their order; empty = in proportion to their tokens"
+    )
+    seq_length: int = setting(4096, "tokens a sequence", minimum=1)
+    sep_token: int | None = setting(
+        None,
+        "token id that ends every document (not doubled where it is there already); none = nothing between documents",
+        minimum=0,
+    )
+    logical_shards: int = setting(
+        1024,
+        "pieces a dataset is cut into; the order of the data depends on it, the number of GPUs does not",
+        minimum=1,
+    )
+    num_workers: int = setting(
+        1, "threads that read ahead in each process; 0 = read in the training loop. The data is the same", minimum=0
+    )
+    file_type: str = setting("arrow", "format of the token files", choices=("arrow",))
+    col_name: str = setting("tokens", "column of the token files that holds the token ids")
+    tokenizer_path: str | None = setting(None, "folder or tokenizer.json, to print generated samples as text")
+    held_out_fraction: float = setting(
+        0.0, "fraction of the documents kept for evaluation and never trained on", minimum=0, below=1
+    )
+    index_path: str | None = setting(
+        None,
+        "folder for document indices; none = inside each dataset's, or the user's cache folder where that is read-only",
+    )
+    use_dummy_dataset: bool = setting(False, "made-up tokens, no files: for quick tests and performance benchmarks")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many sequences a step."""
+
+    batch_size: int = setting(2, "sequences that one GPU takes at once", minimum=1)
+    global_batch_size: int | None = setting(
+        None,
+        "sequences an optimizer step over all GPUs; none = batch_size x grad_accum_steps x GPUs, or the checkpoint's",
+        minimum=1,
+    )
+    grad_accum_steps: int | None = setting(
+        None, "micro-batches a step; none = derived from global_batch_size, or 1", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long, and from which seed."""
+
+    num_steps: Duration = setting(
+        Duration(1000, "steps"), "length of the run: steps, tokens (5Btok) or epochs (2ep)", units=RUN_LENGTH
+    )
+    run_steps: int | None = setting(
+        None, "stop this invocation after so many steps; the schedule still ends at num_steps", minimum=1
+    )
+    seed: int = setting(2023, "of the initial weights and of the order of the data", minimum=0)
+    deterministic: bool = setting(
+        False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How parameters, gradients and optimizer state are laid out over GPUs."""
+
+    sharding_strategy: str = setting(
+        "fsdp",
+        "ddp (zero0): everything everywhere; zero2: gradients and optimizer state sharded; fsdp (zero3): parameters "
+        "too; hsdp, hsdp_zero2: the same inside groups that are replicas of each other",
+        choices=("ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"),
+    )
+    hsdp_group_size: int | None = setting(None, "GPUs a sharding group of hsdp; none = the GPUs of a node", minimum=1)
+    mixed_precision: bool | None = setting(
+        None,
+        "compute in bfloat16; master weights, optimizer and gradient reduction stay in float32; "
+        "none = where the device has units for it (every supported GPU, some CPUs)",
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    learning_rate: float = setting(3e-4, "the peak, reached after warm-up", minimum=0)
+    weight_decay: float = setting(0.1, "decoupled; not applied to norms and embeddings", minimum=0)
+    adam_beta1: float = setting(0.9, "decay of the first moment", minimum=0, below=1)
+    adam_beta2: float = setting(0.95, "decay of the second moment", minimum=0, below=1)
+    adam_epsilon: float = setting(1e-8, "added to the root of the second moment", minimum=0)
+    grad_clip_thresh: float = setting(
+        1.0, "largest norm of the gradient; 0 = no clipping (the norm is reported all the same)", minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Linear warm-up, then half a cosine down to a fraction of the peak."""
+
+    warmup_steps: Duration | None = setting(
+        None, "linear warm-up; none = a twentieth of the run, at most 2000 steps", units=RUN_LENGTH
+    )
+    min_lr_ratio: float = setting(0.1, "learning rate at the end, as a fraction of the peak", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where runs are kept."""
+
+    ckpt_save_path: str = setting(
+        "runs/default", "the run's folder: checkpoints, logs, resolved config. A run found there is continued"
+    )
+    ckpt_load_path: str | None = setting(
+        None, "run folder or checkpoint to start from when ckpt_save_path holds none yet"
+    )
+    checkpoint_interval: Duration = setting(
+        Duration(1000, "steps"), "how often to save, 0 = never; the end of the run is always saved", units=INTERVAL
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Loss on documents that are never trained on, and a sample of text at the end."""
+
+    eval_interval: Duration = setting(
+        Duration(1000, "steps"), "how often to evaluate, where held_out_fraction > 0; 0 = never", units=INTERVAL
+    )
+    eval_batches: int = setting(16, "global batches an evaluation, the same ones each time", minimum=1)
+    sample_prompt: str = setting("", "what the generated sample continues; empty = free choice")
+    sample_tokens: int = setting(
+        64, "tokens generated at the end of the run where tokenizer_path is given; 0 = none", minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """What is shown and logged, and when."""
+
+    report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = never", units=INTERVAL)
+    tracker: tuple[str, ...] = setting(
+        ("tensorboard",),
+        "where reports go besides the terminal and metrics.jsonl, comma list; none = nowhere else",
+        choices=("tensorboard",),
+    )
+    tracker_dir: str | None = setting(None, "folder of the tracker's files; none = <ckpt_save_path>/logs")
+    progress: str = setting(
+        "auto",
+        "live: one line that is redrawn; plain: a line a report; auto: live on a terminal",
+        choices=("auto", "live", "plain"),
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run is made of."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    run: RunConfig = RunConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    report: ReportConfig = ReportConfig()

@@ -1,0 +1,204 @@
+"""The Llama family as pure data: named dimensions, and the settings that change them.
+
+`VARIANTS` is the table; `resolve_shape` lays the flags of `ModelConfig` over one of its rows and checks that the result
+can be built. The model, the planner and the export all read the same `LlamaShape`, and nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from pretraining.config.names import nearest
+from pretraining.config.training import ModelConfig
+from pretraining.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """The llama3 rule that stretches rotary frequencies to a longer context, as in the code released with Llama 3.1.
+
+    Attributes:
+        factor: how much longer the wavelengths become that do not fit the original context.
+        low_freq_factor: wavelengths above original context / low_freq_factor are stretched in full.
+        high_freq_factor: wavelengths below original context / high_freq_factor are left alone; between the two, a
+            linear blend.
+        original_max_position_embeddings: the context before stretching, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Every dimension of one Llama, under its Hugging Face name.
+
+    Attributes:
+        hidden_size: D, width of the residual stream.
+        intermediate_size: F, width of the feed-forward layer.
+        num_hidden_layers: L, number of blocks.
+        num_attention_heads: H, query heads.
+        num_key_value_heads: K, key/value heads; divides H.
+        head_dim: E = D / H; even, because rotary embeddings turn pairs.
+        vocab_size: V, rows of the embedding.
+        max_position_embeddings: the context the variant was made for, in tokens. Longer sequences may be trained.
+        rope_theta: base of the rotary frequencies.
+        rms_norm_eps: epsilon of RMSNorm.
+        tie_word_embeddings: whether the head shares the embedding's matrix.
+        rope_scaling: the llama3 rule, or None.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope_scaling: RopeScaling | None
+
+
+def _shape(
+    hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, context: int, theta: float, vocab: int
+) -> LlamaShape:
+    """Build one row of the table in the order in which it is printed."""
+    return LlamaShape(
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=vocab,
+        max_position_embeddings=context,
+        rope_theta=theta,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        rope_scaling=None,
+    )
+
+
+def _llama32(hidden: int, heads: int, layers: int) -> LlamaShape:
+    """A small Llama 3.2: tied embeddings and a context of 131072 tokens stretched from 8192."""
+    return replace(
+        _shape(hidden, heads, 8, layers, 8192, 131072, 5e5, 128256),
+        tie_word_embeddings=True,
+        rope_scaling=RopeScaling(
+            factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        ),
+    )
+
+
+def _research(hidden: int, heads: int, layers: int) -> LlamaShape:
+    """A size for experiments: full attention heads, feed-forward 8/3 of the width rounded up to a multiple of 256."""
+    feed_forward = -(-hidden * 8 // (3 * 256)) * 256
+    return _shape(hidden, heads, heads, layers, feed_forward, 2048, 1e4, 32000)
+
+
+VARIANTS: dict[str, LlamaShape] = {
+    #                      hidden heads kv layers  feed-f. context theta  vocab
+    "7b": _shape(4096, 32, 32, 32, 11008, 4096, 1e4, 32000),
+    "13b": _shape(5120, 40, 40, 40, 13824, 4096, 1e4, 32000),
+    "34b": _shape(8192, 64, 8, 48, 22016, 16384, 1e6, 32000),
+    "70b": _shape(8192, 64, 8, 80, 28672, 4096, 1e4, 32000),
+    "llama2_1.4b": _shape(2048, 16, 4, 24, 6144, 4096, 1e4, 32000),
+    "llama3_194m": _shape(1024, 8, 8, 10, 2816, 8192, 5e5, 128256),
+    "llama3_1.8b": _shape(2048, 16, 8, 24, 7168, 8192, 5e5, 128256),
+    "llama3_3.2b": _shape(3072, 24, 8, 24, 8192, 8192, 5e5, 128256),
+    "llama3_8b": _shape(4096, 32, 8, 32, 14336, 8192, 5e5, 128256),
+    "llama3_70b": _shape(8192, 64, 8, 80, 28672, 8192, 5e5, 128256),
+    "llama3.2_1b": _llama32(2048, 32, 16),
+    "llama3.2_3b": _llama32(3072, 24, 28),
+    "tiny": _research(256, 4, 6),
+    "small": _research(256, 4, 4),
+    "medium": _research(768, 12, 12),
+    "large": _research(1024, 16, 24),
+    "125m": _research(768, 12, 12),
+    "350m": _research(1024, 16, 24),
+    "760m": _research(1536, 16, 24),
+    "1b": _research(2048, 16, 24),
+}
+
+
+def resolve_shape(model: ModelConfig) -> LlamaShape:
+    """Lay the dimensions that were given over those of the named variant.
+
+    Raises:
+        ConfigError: the variant is unknown, or the dimensions do not fit each other; carries every problem.
+    """
+    variant = VARIANTS.get(model.model_variant.lower())
+    if variant is None:
+        close = nearest(model.model_variant, VARIANTS)
+        hint = f"did you mean {close}? " if close else ""
+        raise ConfigError(f"--model_variant={model.model_variant} is not known: {hint}Known are {', '.join(VARIANTS)}")
+
+    hidden = _given(model.hidden_size, variant.hidden_size)
+    heads = _given(model.num_attention_heads, variant.num_attention_heads)
+    # A variant without grouped queries stays without them when only the number of heads is changed.
+    grouped = variant.num_key_value_heads != variant.num_attention_heads
+    kv_heads = _given(model.num_key_value_heads, variant.num_key_value_heads if grouped else heads)
+    problems = _head_problems(hidden, heads, kv_heads)
+    if problems:
+        raise ConfigError(problems)
+    return replace(
+        variant,
+        hidden_size=hidden,
+        intermediate_size=_given(model.intermediate_size, variant.intermediate_size),
+        num_hidden_layers=_given(model.num_hidden_layers, variant.num_hidden_layers),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=_given(model.vocab_size, variant.vocab_size),
+        rope_theta=_given(model.rope_theta, variant.rope_theta),
+        rms_norm_eps=_given(model.rms_norm_eps, variant.rms_norm_eps),
+        tie_word_embeddings=_given(model.tie_word_embeddings, variant.tie_word_embeddings),
+    )
+
+
+def parameter_count(shape: LlamaShape) -> int:
+    """Return the number of trained parameters; a tied head is counted once.
+
+    A block holds q and o (D x HE each), k and v (D x KE each), gate, up and down (D x F each) and two norms (D each);
+    around the blocks are the embedding (V x D), the last norm (D) and, unless tied, the head (V x D).
+    """
+    width = shape.hidden_size
+    query_width = shape.num_attention_heads * shape.head_dim
+    key_width = shape.num_key_value_heads * shape.head_dim
+    block = 2 * width * query_width + 2 * width * key_width + 3 * width * shape.intermediate_size + 2 * width
+    matrices_of_vocabulary = 1 if shape.tie_word_embeddings else 2
+    return shape.num_hidden_layers * block + matrices_of_vocabulary * shape.vocab_size * width + width
+
+
+def _given(value: T | None, default: T) -> T:
+    """Return a setting, or the variant's value where it is left open."""
+    return default if value is None else value
+
+
+def _head_problems(hidden: int, heads: int, kv_heads: int) -> list[str]:
+    """Say what is wrong with the split into heads, with the arithmetic."""
+    problems = []
+    if hidden % heads:
+        problems.append(
+            f"hidden_size={hidden} does not divide among num_attention_heads={heads}: {hidden} / {heads} = "
+            f"{hidden / heads:.2f}. Change --hidden_size (a multiple of {heads}) or --num_attention_heads"
+        )
+    elif (hidden // heads) % 2:
+        problems.append(
+            f"hidden_size / num_attention_heads = {hidden} / {heads} = {hidden // heads} is odd, and rotary embeddings "
+            f"turn pairs. Change --hidden_size (a multiple of {2 * heads}) or --num_attention_heads"
+        )
+    if heads % kv_heads:
+        problems.append(
+            f"num_attention_heads={heads} does not divide among num_key_value_heads={kv_heads}: {heads} / {kv_heads} = "
+            f"{heads / kv_heads:.2f}. Change --num_attention_heads or --num_key_value_heads (a divisor of it)"
+        )
+    return problems

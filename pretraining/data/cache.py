@@ -1,0 +1,48 @@
+"""A bounded memory of what was used last, shared by the threads of a process."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class RecentlyUsed(Generic[Value]):
+    """Keeps values up to a total cost; past it, those that were not used for longest go first.
+
+    Values must be pure functions of their keys: two threads that miss at once both make the value, and either may be
+    kept.
+
+    Args:
+        limit: total cost that is kept. The newest value always stays, whatever it costs.
+        cost: of a value, in the unit of the limit.
+    """
+
+    def __init__(self, limit: int, cost: Callable[[Value], int]) -> None:
+        self._limit = limit
+        self._cost = cost
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._lock = threading.Lock()
+        self.total_cost = 0
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return the value of a key, made if it is not there."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make()
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value
+                self.total_cost += self._cost(value)
+                while self.total_cost > self._limit and len(self._values) > 1:
+                    _, dropped = self._values.popitem(last=False)
+                    self.total_cost -= self._cost(dropped)
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)

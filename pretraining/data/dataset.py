@@ -1,0 +1,226 @@
+"""From settings to a loader; what a training program calls, in this order.
+
+    listing = list_datasets(config)        once a job, then broadcast        (files.py)
+    build_indices(listing, config)         once a file system, then a barrier; it returns at once where nothing is to do
+    opened = open_datasets(listing, config)     every process
+    loader = build_loader(opened, config, plan, rank, seed, vocab_size)
+
+With `use_dummy_dataset` the first three are left out and `opened` is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pretraining.config.batch import BatchPlan
+from pretraining.config.training import DataConfig
+from pretraining.data.dummy import DummySamples
+from pretraining.data.files import DatasetFiles, Listing
+from pretraining.data.global_batch import BatchReader
+from pretraining.data.index import Index, IndexSettings, find_index, index_places
+from pretraining.data.index_build import build_index
+from pretraining.data.loader import Loader
+from pretraining.data.mixture import Mixture, Phase, integer_weights
+from pretraining.data.reader import DocumentReader, open_files
+from pretraining.data.samples import Samples, StreamSamples
+from pretraining.data.state import describe_order
+from pretraining.data.streams import order_cache
+from pretraining.errors import ConfigError, DataError
+
+SplitName = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True)
+class OpenedDataset:
+    """A dataset with its index.
+
+    Attributes:
+        files: what was listed.
+        index: mapped into memory.
+    """
+
+    files: DatasetFiles
+    index: Index
+
+    def tokens(self, split: SplitName) -> int:
+        """Tokens of a split, virtual separators included."""
+        return self.index.split(split).tokens
+
+
+@dataclass(frozen=True)
+class OpenedDatasets:
+    """All datasets of a job, sorted by name."""
+
+    datasets: tuple[OpenedDataset, ...]
+
+    @property
+    def training_tokens(self) -> int:
+        """Tokens of one pass over everything that is trained on."""
+        return sum(dataset.tokens("train") for dataset in self.datasets)
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Tokens of everything that is held out."""
+        return sum(dataset.tokens("held_out") for dataset in self.datasets)
+
+
+def build_indices(
+    listing: Listing, config: DataConfig, workers: int | None = None, say: Callable[[str], None] = lambda line: None
+) -> None:
+    """Make the index of every dataset that has no valid one. Safe to call in several processes at once.
+
+    Args:
+        listing: what to index.
+        config: how documents are read.
+        workers: threads that look at files; None = as many as cores.
+        say: told, in lines for the user, what is built and why.
+
+    Raises:
+        DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.
+    """
+    for files in listing.datasets:
+        build_index(files, _index_settings(files, config), config.index_path, workers, say)
+
+
+def open_datasets(listing: Listing, config: DataConfig) -> OpenedDatasets:
+    """Map the indices of all datasets into memory.
+
+    Raises:
+        DataError: an index is missing, or a dataset holds no documents.
+    """
+    opened = []
+    for files in listing.datasets:
+        settings = _index_settings(files, config)
+        index = find_index(files, settings, config.index_path)
+        if index is None:
+            places = " or ".join(str(place.parent) for place in index_places(files, settings, config.index_path))
+            raise DataError(
+                f"no index of dataset '{files.name}' in {places}: it was made on another machine; "
+                "give --index_path=<a folder that all machines see>"
+            )
+        if len(index.documents) == 0:
+            raise DataError(
+                f"dataset '{files.name}' is empty: its {len(files.paths):,} files in {files.folder} hold no documents"
+            )
+        opened.append(OpenedDataset(files, index))
+    return OpenedDatasets(tuple(opened))
+
+
+def build_loader(
+    opened: OpenedDatasets | None,
+    config: DataConfig,
+    plan: BatchPlan,
+    rank: int,
+    seed: int,
+    vocab_size: int,
+    split: SplitName = "train",
+    limit_steps: int | None = None,
+) -> Loader:
+    """Make the loader of one data-parallel rank.
+
+    Args:
+        opened: the datasets; None = the dummy dataset.
+        config: how samples are made.
+        plan: how a global batch is cut.
+        rank: data-parallel rank.
+        seed: of all orders.
+        vocab_size: of the model; a token that is not below it is an error.
+        split: "train", or "held_out" for evaluation.
+        limit_steps: end after so many steps; `rewind` begins again with the same samples. None = never end.
+
+    Raises:
+        ConfigError: weights do not match the datasets, or sep_token is not in the vocabulary.
+        DataError: a dataset has too few tokens for one sample.
+    """
+    if config.sep_token is not None and config.sep_token >= vocab_size:
+        raise ConfigError(
+            f"sep_token={config.sep_token} is not in the vocabulary of {vocab_size} tokens: give a smaller --sep_token"
+        )
+    sources: list[Samples]
+    if opened is None:
+        sources = [DummySamples(config.logical_shards, seed, split, vocab_size)]
+        weights = {sources[0].name: 1}
+        changes: dict[str, str] = {}
+    else:
+        given = _given_weights(opened, config)
+        # A dataset of weight 0 gives nothing; without weights every dataset has to give something.
+        used = [dataset for dataset in opened.datasets if given is None or given[dataset.files.name]]
+        _check_enough(used, config, split)
+        weights = given or integer_weights({dataset.files.name: dataset.tokens("train") for dataset in used})
+        sources = list(_stream_samples(used, config, seed, vocab_size, split))
+        changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
+    names = [source.name for source in sources]
+    phase = Phase(0, 0, plan.global_batch_size, {name: weights[name] for name in names}, dict.fromkeys(names, 0))
+    sizes = {"seq_length": config.seq_length, "logical_shards": config.logical_shards}
+    reader = BatchReader(sources, Mixture(names, [phase]), plan, rank, vocab_size=vocab_size, **sizes)
+    fingerprints = {source.name: source.fingerprint() for source in sources}
+    order = describe_order(fingerprints, [phase], seed=seed, split=split, **sizes)
+    return Loader(reader, order, num_workers=config.num_workers, limit_steps=limit_steps, changes=changes)
+
+
+def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
+    return IndexSettings(files.name, config.col_name, config.sep_token, float(config.held_out_fraction))
+
+
+def _stream_samples(
+    datasets: list[OpenedDataset], config: DataConfig, seed: int, vocab_size: int, split: SplitName
+) -> list[StreamSamples]:
+    opened, cache = open_files(), order_cache()
+    samples = []
+    for dataset in datasets:
+        reader = DocumentReader(dataset.files, dataset.index, config.sep_token, vocab_size, opened)
+        samples.append(
+            StreamSamples(
+                dataset.files,
+                dataset.index,
+                split,
+                reader,
+                seq_length=config.seq_length,
+                logical_shards=config.logical_shards,
+                seed=seed,
+                cache=cache,
+            )
+        )
+    return samples
+
+
+def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int] | None:
+    """The weights asked for as integers, by dataset; None where none were given."""
+    if not config.weights:
+        return None
+    # Weights follow the order of --datasets; where every sub-folder is meant, that of the names.
+    asked = [name.strip("/") for name in config.datasets] or [dataset.files.name for dataset in opened.datasets]
+    if len(config.weights) != len(asked):
+        raise ConfigError(
+            f"--weights gives {len(config.weights)} numbers for {len(asked)} datasets ({', '.join(asked)}): "
+            "give one for each, in this order"
+        )
+    return integer_weights(dict(zip(asked, config.weights, strict=True)))
+
+
+def _check_enough(datasets: list[OpenedDataset], config: DataConfig, split: SplitName) -> None:
+    """Refuse datasets that hold less than one sample, all in one error."""
+    problems = []
+    for dataset in datasets:
+        tokens, name = dataset.tokens(split), dataset.files.name
+        if tokens > config.seq_length:
+            continue
+        if split == "held_out":
+            problems.append(
+                f"held_out_fraction={config.held_out_fraction} keeps {tokens:,} tokens of dataset '{name}', but one "
+                f"sample takes seq_length + 1 = {config.seq_length + 1:,}: give a larger --held_out_fraction, or 0"
+            )
+        elif tokens == 0:
+            problems.append(
+                f"dataset '{name}' has no documents to train on: they are all empty, or held out by "
+                f"held_out_fraction={config.held_out_fraction}"
+            )
+        else:
+            problems.append(
+                f"seq_length is longer than the data: one sample takes seq_length + 1 = {config.seq_length + 1:,} "
+                f"tokens, but dataset '{name}' has {tokens:,} in all: give a smaller --seq_length"
+            )
+    if problems:
+        raise DataError("\n".join(problems))

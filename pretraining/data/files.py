@@ -1,0 +1,164 @@
+"""Which token files there are: `data_path/<dataset>/**/*.arrow`, listed once a job.
+
+A `Listing` is small, picklable and the same on every host: names relative to the dataset's folder, sorted by their code
+points, with sizes. Rank 0 makes it and broadcasts it, so that a hundred thousand files are asked for once and not by
+every process. Hidden files and folders (names that start with a dot) are not data: an index or a half-written file may
+be there. Symbolic links are followed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretraining.config.training import DataConfig
+from pretraining.errors import DataError
+
+_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """The token files of a dataset, in canonical order.
+
+    Attributes:
+        name: the dataset's name, its folder relative to data_path.
+        folder: absolute path of that folder.
+        paths: relative to the folder, with forward slashes, sorted.
+        sizes: in bytes.
+        digest: 128 bits of hexadecimal over paths and sizes.
+    """
+
+    name: str
+    folder: str
+    paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+    digest: str
+
+    def path(self, number: int) -> str:
+        """Absolute path of the file with this number in the canonical order."""
+        return f"{self.folder}/{self.paths[number]}"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Everything that a job reads, sorted by the datasets' names."""
+
+    datasets: tuple[DatasetFiles, ...]
+
+
+def list_datasets(config: DataConfig) -> Listing:
+    """Find the token files of the configured datasets.
+
+    Args:
+        config: `data_path`, `datasets` (empty: every sub-folder with token files) and `file_type`.
+
+    Raises:
+        DataError: a folder is missing or holds no token files.
+    """
+    if config.data_path is None:
+        raise DataError("no data: give --data_path=<folder with a sub-folder a dataset>, or --use_dummy_dataset=true")
+    root = Path(config.data_path).expanduser().absolute()
+    if not root.is_dir():
+        raise DataError(f"data_path {root} is not a folder; {_what_is_in(root.parent)}")
+    suffix = f".{config.file_type}"
+    if config.datasets:
+        names = [name.strip("/") for name in config.datasets]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError(f"--datasets names {', '.join(twice)} more than once")
+        found = {name: _scan(_existing(root, name), suffix) for name in names}
+        for name, files in found.items():
+            if not files:
+                raise DataError(f"dataset '{name}' has no *{suffix} files in {root / name}; {_what_is_in(root / name)}")
+    else:
+        found = {name: _scan(root / name, suffix) for name in _sub_folders(root)}
+        found = {name: files for name, files in found.items() if files}
+        if not found:
+            raise DataError(_nothing_found(root, suffix))
+    return Listing(tuple(_dataset(root, name, found[name]) for name in sorted(found)))
+
+
+def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
+    """Say which files were added, removed or resized between two listings (path -> bytes); empty where nothing was."""
+    added = sorted(after.keys() - before.keys())
+    removed = sorted(before.keys() - after.keys())
+    resized = sorted(path for path in before.keys() & after.keys() if before[path] != after[path])
+    changes = (("added", added), ("removed", removed), ("changed in size", resized))
+    return "; ".join(f"{what}: {_shortened(paths)}" for what, paths in changes if paths)
+
+
+def _dataset(root: Path, name: str, files: dict[str, int]) -> DatasetFiles:
+    paths = tuple(sorted(files))
+    sizes = tuple(files[path] for path in paths)
+    digest = hashlib.blake2b(digest_size=16)
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
+    return DatasetFiles(name, str(root / name), paths, sizes, digest.hexdigest())
+
+
+def _scan(folder: Path, suffix: str) -> dict[str, int]:
+    """Sizes by relative path of all files with a suffix below a folder."""
+    found: dict[str, int] = {}
+
+    def visit(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> None:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    status = entry.stat()
+                    identity = (status.st_dev, status.st_ino)
+                    if identity not in above:  # a link to a folder that we are in would go round for ever
+                        visit(entry.path, f"{prefix}{entry.name}/", above | {identity})
+                elif entry.name.endswith(suffix) and entry.is_file():
+                    found[prefix + entry.name] = entry.stat().st_size
+
+    status = folder.stat()
+    try:
+        visit(str(folder), "", frozenset({(status.st_dev, status.st_ino)}))
+    except OSError as error:
+        raise DataError(f"cannot list {error.filename or folder}: {error.strerror}") from error
+    return found
+
+
+def _sub_folders(folder: Path) -> list[str]:
+    return sorted(child.name for child in folder.iterdir() if not child.name.startswith(".") and child.is_dir())
+
+
+def _existing(root: Path, name: str) -> Path:
+    """The folder of a dataset that was asked for by name."""
+    folder = root / name
+    if folder.is_dir():
+        return folder
+    near = difflib.get_close_matches(name, _sub_folders(root), n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else f"; {_what_is_in(root)}"
+    raise DataError(f"dataset '{name}' is not in {root}{hint}")
+
+
+def _nothing_found(root: Path, suffix: str) -> str:
+    if any(child.name.endswith(suffix) for child in root.iterdir()):
+        return (
+            f"data_path {root} holds *{suffix} files itself, but datasets are its sub-folders: "
+            f"give --data_path={root.parent} --datasets={root.name}"
+        )
+    return (
+        f"no dataset in {root}: none of its sub-folders holds *{suffix} files; {_what_is_in(root)}. "
+        "`pretrain prepare` makes token files from text"
+    )
+
+
+def _what_is_in(folder: Path) -> str:
+    """Say what a folder holds, for an error message."""
+    if not folder.is_dir():
+        return f"{folder} does not exist either"
+    names = sorted(child.name + ("/" if child.is_dir() else "") for child in folder.iterdir())
+    return f"{folder} holds {_shortened(names)}" if names else f"{folder} is empty"
+
+
+def _shortened(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN:,} more"

@@ -1,0 +1,117 @@
+"""A rank's share of a global batch, from the number of the step alone.
+
+    step -> samples [begin, end) --Mixture--> (dataset, k) --Samples--> (dataset, shard, j)
+         --sorted, cut at the rank's slots--> rows of tokens
+
+The slots of a global batch are sorted by shard and dataset before they are cut among ranks, so that a rank meets few
+shards, and keeps few blocks in memory. The sorted batch is the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pretraining.config.batch import BatchPlan
+from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.data.mixture import Mixture
+from pretraining.data.samples import Samples
+from pretraining.errors import DataError
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The samples of a global batch, in the order in which ranks take them; all [global batch size] int64.
+
+    Attributes:
+        samples: global indices.
+        datasets: positions in the mixture's names.
+        shards: of the dataset.
+        numbers: of the sample within its shard.
+    """
+
+    samples: np.ndarray
+    datasets: np.ndarray
+    shards: np.ndarray
+    numbers: np.ndarray
+
+
+class BatchReader:
+    """Makes the batch of any step, for one rank; safe to call from several threads.
+
+    Args:
+        sources: the datasets, in the order of the mixture's names.
+        mixture: which of them gives each sample.
+        plan: how the global batch is cut.
+        rank: data-parallel rank.
+        seq_length: S.
+        logical_shards: the scale on which shards of datasets with fewer are compared.
+        vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Samples],
+        mixture: Mixture,
+        plan: BatchPlan,
+        rank: int,
+        *,
+        seq_length: int,
+        logical_shards: int,
+        vocab_size: int,
+    ) -> None:
+        self.sources = tuple(sources)
+        self.mixture = mixture
+        self._plan = plan
+        self._begin, self._end = plan.share(rank)
+        self._seq_length = seq_length
+        self._logical_shards = logical_shards
+        self._dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+        self._pin = torch.cuda.is_available()
+
+    def slots(self, step: int) -> Slots:
+        """The whole global batch of a step, sorted."""
+        begin, end = self.mixture.samples_of_step(step)
+        datasets, within = self.mixture.assign_step(step)
+        shards, numbers, scaled = (np.empty(end - begin, dtype=np.int64) for _ in range(3))
+        for dataset, source in enumerate(self.sources):
+            places = np.flatnonzero(datasets == dataset)
+            if len(places):
+                # The samples that a dataset gives to a batch follow each other.
+                first = int(within[places[0]])
+                shards[places], numbers[places] = source.samples(first, first + len(places))
+                scaled[places] = shards[places] * self._logical_shards // source.shards
+        order = np.lexsort((datasets, scaled))  # stable: equal slots stay in the order of their samples
+        return Slots(np.arange(begin, end)[order], datasets[order], shards[order], numbers[order])
+
+    def read(self, step: int) -> StepBatch:
+        """The rank's share of a step.
+
+        Raises:
+            DataError: a sample cannot be read; names it.
+        """
+        slots = self.slots(step)
+        size = self._plan.micro_batch_size
+        micro_batches = []
+        for number in range(self._plan.grad_accum_steps):
+            begin = min(self._begin + number * size, self._end)
+            end = min(begin + size, self._end)
+            tokens_BT = torch.empty(size, self._seq_length + 1, dtype=self._dtype, pin_memory=self._pin)
+            rows = tokens_BT.numpy()
+            for row, slot in enumerate(range(begin, end)):
+                self._read_slot(step, slots, slot, rows[row])
+            rows[end - begin :] = 0
+            micro_batches.append(MicroBatch(tokens_BT, padding=size - (end - begin)))
+        return StepBatch(step, self.mixture.samples_of_step(step)[0], micro_batches)
+
+    def _read_slot(self, step: int, slots: Slots, slot: int, row: np.ndarray) -> None:
+        dataset, shard, number = (int(values[slot]) for values in (slots.datasets, slots.shards, slots.numbers))
+        source = self.sources[dataset]
+        try:
+            source.read(shard, number, row)
+        except DataError as error:
+            where = f"step {step}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {number}"
+            raise DataError(f"{error}\n  needed for sample {slots.samples[slot]} ({where})") from error

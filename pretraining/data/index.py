@@ -1,0 +1,195 @@
+"""The index of a dataset: where every document lies and how long it is, in one file that processes map into memory.
+
+    documents   n of (byte offset of the first token, tokens, flags)        n * 16 bytes
+    files       number of each file's first document, and bytes a token     (files + 1) * 16 bytes
+    bounds      tokens before each block of `BLOCK_DOCUMENTS` documents, once for each split
+    names       JSON: path -> bytes of every file, read only to say what changed
+    header      JSON: what the index was made for, and where the parts above begin
+    trailer     length of the header, and a magic number
+
+Documents have canonical numbers: files by sorted path, rows in order. A document belongs to the held-out split by a
+hash of (dataset, path, row), so adding files or rows moves no other document; to the rest of the data path the
+documents of the other split are empty ones. Where a separator ends documents it is a virtual token: it counts in
+lengths and is written when tokens are read, never stored.
+
+An index is valid for exactly one listing and one `IndexSettings`. `index_build.py` makes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretraining.data.files import DatasetFiles
+from pretraining.errors import DataError
+
+BLOCK_DOCUMENTS = 1024
+"""Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
+SPLITS = ("train", "held_out")
+
+FORMAT_VERSION = 1
+MAGIC = b"PTINDEX\0"
+TRAILER = struct.Struct("<Q8s")
+DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
+FILE = np.dtype([("first_document", "<i8"), ("token_bytes", "<i8")])
+VIRTUAL_SEP, HELD_OUT = 1, 2  # flags of a document
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """What decides, besides the files, what is in an index. Rules that change documents at their ends belong here.
+
+    Attributes:
+        dataset: name, part of the hash that chooses held-out documents.
+        column: of the token lists.
+        sep_token: virtual token after each document that does not end with it; None = none.
+        held_out_fraction: of the documents.
+    """
+
+    dataset: str
+    column: str
+    sep_token: int | None
+    held_out_fraction: float
+
+    @property
+    def digest(self) -> str:
+        """64 bits of hexadecimal that name the settings."""
+        text = json.dumps(
+            {"format": FORMAT_VERSION, "block_documents": BLOCK_DOCUMENTS, **asdict(self)}, sort_keys=True
+        )
+        return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+
+
+class Index:
+    """An index file, mapped into memory.
+
+    Attributes:
+        header: what the file says about itself.
+        documents: [n] `DOCUMENT`.
+        first_documents: [files + 1], number of each file's first document, then n.
+        token_bytes: [files], bytes a token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map an index.
+
+        Raises:
+            DataError: the file is no whole index.
+            OSError: it cannot be read.
+        """
+        self.path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < TRAILER.size:
+                raise DataError(f"index {path} is damaged")
+            self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        header_bytes, magic = TRAILER.unpack_from(self._content, size - TRAILER.size)
+        if magic != MAGIC or header_bytes > size - TRAILER.size:
+            raise DataError(f"index {path} is damaged")
+        header_end = size - TRAILER.size
+        self.header: dict[str, Any] = json.loads(self._content[header_end - header_bytes : header_end])
+        self.documents = self._part("documents", DOCUMENT)
+        files = self._part("files", FILE)
+        self.first_documents = np.ascontiguousarray(files["first_document"])
+        self.token_bytes = np.ascontiguousarray(files["token_bytes"][:-1])
+
+    def _part(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        part = self.header["parts"][name]
+        return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
+
+    def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
+        """Whether it was made from these files with these settings."""
+        return self.header["files"] == files.digest and self.header["settings"] == settings.digest
+
+    def files_of(self, documents: np.ndarray) -> np.ndarray:
+        """Number of the file that holds each document."""
+        return np.searchsorted(self.first_documents, documents, side="right") - 1
+
+    def place(self, document: int) -> tuple[int, int]:
+        """Number of the file that holds a document, and the document's row in it."""
+        file = int(self.files_of(np.asarray(document)))
+        return file, document - int(self.first_documents[file])
+
+    def split(self, name: str) -> Split:
+        """The documents of one split."""
+        return Split(self, name, self._part(f"bounds_{name}", np.dtype("<i8")))
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Path -> bytes of the files that the index was made from."""
+        part = self.header["parts"]["names"]
+        return json.loads(self._content[part["offset"] : part["offset"] + part["count"]])
+
+
+class Split:
+    """The lengths of one split's documents; those of the other split count as empty.
+
+    Attributes:
+        document_count: of the dataset, both splits.
+        block_documents: documents a block; the last block may have fewer.
+        block_bounds: [blocks + 1] int64, tokens before each block, then all.
+    """
+
+    def __init__(self, index: Index, name: str, block_bounds: np.ndarray) -> None:
+        self._index = index
+        self._held_out = HELD_OUT if name == "held_out" else 0
+        self.block_bounds = block_bounds
+        self.block_documents = BLOCK_DOCUMENTS
+        self.document_count = len(index.documents)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the split, virtual ones included."""
+        return int(self.block_bounds[-1])
+
+    def lengths(self, begin: int, end: int) -> np.ndarray:
+        """Tokens of documents [begin, end), virtual ones included, int64."""
+        return split_lengths(self._index.documents[begin:end], self._held_out)
+
+
+def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
+    """Tokens that documents have in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
+    flags = documents["flags"]
+    lengths = documents["tokens"].astype(np.int64)
+    lengths += flags & VIRTUAL_SEP
+    lengths[(flags & HELD_OUT) != held_out] = 0
+    return lengths
+
+
+def index_places(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> list[Path]:
+    """Where an index may be, in the order in which the places are tried.
+
+    With `index_path`, only there. Otherwise in a hidden folder of the dataset or, for data that cannot be written to,
+    in the user's cache folder.
+    """
+    name = f"{settings.digest}.index"
+    if index_path is not None:
+        return [Path(index_path).expanduser().absolute() / files.name / name]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
+    return [Path(files.folder) / ".index" / name, cache / "pretraining" / "indices" / folder_key.hexdigest() / name]
+
+
+def find_index(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> Index | None:
+    """Open the index of a dataset if there is a valid one."""
+    for place in index_places(files, settings, index_path):
+        index = open_any_index(place)
+        if index is not None and index.is_for(files, settings):
+            return index
+    return None
+
+
+def open_any_index(place: Path) -> Index | None:
+    """Open whatever index is at a place; None where there is none or it is damaged (it is made anew then)."""
+    try:
+        return Index(place)
+    except (OSError, DataError, ValueError, KeyError, TypeError):
+        return None

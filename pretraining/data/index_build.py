@@ -1,0 +1,208 @@
+"""Making the index of a dataset: all its files are looked at, in parallel, and the result is renamed into place.
+
+    files --read_document_layout, on threads--> documents --in order--> temporary file --block totals, header--> rename
+
+Any number of processes may build the same index at once: each writes its own temporary file, they are all equal, and
+the last rename wins. Memory does not grow with the dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from pretraining.data.arrow import read_document_layout
+from pretraining.data.files import DatasetFiles, describe_changes
+from pretraining.data.index import (
+    BLOCK_DOCUMENTS,
+    DOCUMENT,
+    FILE,
+    HELD_OUT,
+    MAGIC,
+    SPLITS,
+    TRAILER,
+    VIRTUAL_SEP,
+    Index,
+    IndexSettings,
+    find_index,
+    index_places,
+    open_any_index,
+    split_lengths,
+)
+from pretraining.data.order import Purpose, derive_key, hash64, text_key
+from pretraining.errors import DataError
+
+_PROBLEMS_SHOWN = 10
+_BLOCKS_AT_ONCE = 4096
+_LARGEST_LENGTH = 2**32 - 2  # a length is 32 bits, and a virtual token may come on top
+
+
+def build_index(
+    files: DatasetFiles,
+    settings: IndexSettings,
+    index_path: str | None = None,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Index:
+    """Return the dataset's index, made first where there is no valid one.
+
+    Args:
+        files: the dataset.
+        settings: how its documents are read.
+        index_path: folder for indices; None = beside the data, or in the user's cache folder where that cannot be
+            written to.
+        workers: threads that look at files; None = as many as cores, at most 32.
+        say: told, in lines for the user, what is built and why.
+
+    Raises:
+        DataError: a file cannot be used, or there is no place to write the index.
+    """
+    index = find_index(files, settings, index_path)
+    if index is not None:
+        return index
+    places = index_places(files, settings, index_path)
+    change = _what_changed(files, places)
+    if change:
+        say(f"dataset '{files.name}': files changed since it was indexed ({change})")
+    say(f"indexing dataset '{files.name}': {len(files.paths):,} files, {sum(files.sizes) / 2**30:.2f} GiB")
+    refused = []
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
+        except OSError as error:
+            refused.append(f"{place.parent} ({error.strerror})")
+            continue
+        try:
+            with os.fdopen(descriptor, "w+b") as file:
+                _write_index(file, files, settings, change, workers)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
+            Path(temporary).replace(place)
+        except OSError as error:
+            raise DataError(f"cannot write the index {place}: {error.strerror or error}") from error
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return Index(place)
+    raise DataError(f"no place to write the index of dataset '{files.name}': {'; '.join(refused)}: give --index_path")
+
+
+def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
+    """Which rows of a file belong to the held-out split, [rows] bool: those whose hash is below the fraction."""
+    threshold = int(settings.held_out_fraction * 2**64)
+    if threshold >= 2**64:
+        return np.ones(rows, dtype=bool)
+    key = derive_key(Purpose.HELD_OUT, text_key(settings.dataset, path))
+    return hash64(key, np.arange(rows)) < np.uint64(threshold)
+
+
+def _what_changed(files: DatasetFiles, places: list[Path]) -> str:
+    """Which files differ from those of an older index at one of the places."""
+    for place in places:
+        older = open_any_index(place)
+        if older is not None:
+            return describe_changes(older.file_sizes, dict(zip(files.paths, files.sizes, strict=True)))
+    return ""
+
+
+def _write_index(
+    file: IO[bytes], files: DatasetFiles, settings: IndexSettings, change: str, workers: int | None
+) -> None:
+    parts: dict[str, dict[str, int]] = {}
+
+    def write(name: str, content: bytes, count: int) -> None:
+        file.write(b"\0" * (-file.tell() % 16))
+        parts[name] = {"offset": file.tell(), "count": count}
+        file.write(content)
+
+    first_documents, token_bytes = [0], []
+    for documents, width in _in_parallel(
+        lambda number: _read_file(files, settings, number), range(len(files.paths)), workers
+    ):
+        file.write(documents.tobytes())
+        first_documents.append(first_documents[-1] + len(documents))
+        token_bytes.append(width)
+    count = first_documents[-1]
+    parts["documents"] = {"offset": 0, "count": count}
+    file.flush()
+
+    table = np.zeros(len(first_documents), dtype=FILE)
+    table["first_document"], table["token_bytes"][:-1] = first_documents, token_bytes
+    write("files", table.tobytes(), len(table))
+    file.flush()
+    for split, bounds in zip(SPLITS, _block_bounds(file, count), strict=True):
+        write(f"bounds_{split}", bounds.tobytes(), len(bounds))
+    names = json.dumps(dict(zip(files.paths, files.sizes, strict=True))).encode()
+    write("names", names, len(names))
+    header = {"settings": settings.digest, "files": files.digest, "changes": change, "parts": parts}
+    text = json.dumps(header).encode()
+    file.write(text + TRAILER.pack(len(text), MAGIC))
+
+
+def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tuple[np.ndarray, int]:
+    """The documents of one file, [rows] `DOCUMENT`, and its bytes a token."""
+    path = files.path(number)
+    layout = read_document_layout(path, settings.column, settings.sep_token)
+    documents = np.zeros(len(layout.lengths), dtype=DOCUMENT)
+    too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
+    if len(too_long):
+        row = too_long[0]
+        raise DataError(
+            f"{path}, row {row}: a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})"
+        )
+    documents["offset"], documents["tokens"] = layout.offsets, layout.lengths
+    if settings.sep_token is not None:
+        documents["flags"][~layout.ends_with_sep] |= VIRTUAL_SEP
+    documents["flags"][held_out_mask(settings, files.paths[number], len(documents))] |= HELD_OUT
+    return documents, layout.width
+
+
+def _block_bounds(file: IO[bytes], count: int) -> list[np.ndarray]:
+    """Tokens before each block of the documents at the start of a file, for every split: [blocks + 1] int64."""
+    starts = np.arange(0, count, BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE)
+    totals: list[list[np.ndarray]] = [[np.zeros(1, dtype=np.int64)] for _ in SPLITS]
+    for start in starts:
+        size = min(BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE, count - int(start))
+        raw = os.pread(file.fileno(), size * DOCUMENT.itemsize, int(start) * DOCUMENT.itemsize)
+        documents = np.frombuffer(raw, dtype=DOCUMENT)
+        for split, held_out in zip(totals, (0, HELD_OUT), strict=True):
+            split.append(np.add.reduceat(split_lengths(documents, held_out), np.arange(0, size, BLOCK_DOCUMENTS)))
+    return [np.cumsum(np.concatenate(split)).astype("<i8") for split in totals]
+
+
+def _in_parallel(look: Callable[[int], Any], numbers: Iterable[int], workers: int | None) -> Iterator[Any]:
+    """Results in order, a bounded number of them ahead; all problems in one error.
+
+    Raises:
+        DataError: naming every file that cannot be used, up to a number of them.
+    """
+    threads = workers or min(32, os.cpu_count() or 1)
+    problems: list[str] = []
+    waiting: deque[Future[Any]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="index") as pool:
+        remaining = iter(numbers)
+        for number in remaining:
+            waiting.append(pool.submit(look, number))
+            if len(waiting) > 2 * threads:
+                break
+        while waiting and len(problems) < _PROBLEMS_SHOWN:
+            try:
+                result = waiting.popleft().result()
+                if not problems:
+                    yield result
+            except DataError as error:
+                problems.append(str(error))
+            waiting.extend(pool.submit(look, number) for number in [next(remaining, None)] if number is not None)
+        for future in waiting:
+            future.cancel()
+    if problems:
+        raise DataError("\n".join(problems))

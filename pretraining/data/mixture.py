@@ -1,0 +1,175 @@
+"""Which dataset gives each sample: a function of the sample's number, in exact integers.
+
+Weights are integers. They are the leaves of a Huffman tree; at a node whose children weigh l and r, the first n samples
+that reach the node send floor((2nl + w) / 2w) to the left, w = l + r: n * l / w, rounded. So n samples of the mixture
+give each dataset its weight times n up to a few roundings: one at each node on the way, those higher up shrunk by the
+shares below. In a Huffman tree these shrink at least as Fibonacci numbers grow, so their sum stays below 2: at every
+prefix each dataset is within two samples of its share. Consecutive samples reach each node as consecutive ones, so a
+batch is split with a few array operations a node, wherever it begins.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from pretraining.errors import ConfigError
+
+_LARGEST_TOTAL = 1 << 40
+_LARGEST_RANGE = 1 << 20  # 2 * range * total stays below 2**63
+
+
+def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
+    """Turn proportions into integers with the same ratios.
+
+    Decimal fractions are taken as they are written, 0.1 as 1/10. Ratios are exact unless that takes integers beyond
+    2**40 in total; then the largest total below it is used, and no positive weight becomes zero.
+
+    Raises:
+        ConfigError: a weight is negative or no number, or all are zero.
+    """
+    wrong = [f"{name}={weight}" for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)]
+    if wrong:
+        raise ConfigError(f"--weights must be numbers of at least 0, not {', '.join(wrong)}")
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    total = sum(exact.values(), Fraction(0))
+    if total == 0:
+        raise ConfigError("--weights are all 0: give at least one dataset a positive weight")
+    scale = Fraction(math.lcm(*(weight.denominator for weight in exact.values())))
+    scale /= math.gcd(*(int(weight * scale) for weight in exact.values()))
+    if total * scale > _LARGEST_TOTAL:
+        scale = _LARGEST_TOTAL / total
+    return {name: max(1, round(weight * scale)) if weight else 0 for name, weight in exact.items()}
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node of the tree: a leaf names its dataset, an inner node its children."""
+
+    weight: int
+    dataset: int = -1
+    left: int = -1
+    right: int = -1
+
+
+class WeightTree:
+    """A mixture of datasets with fixed weights.
+
+    Args:
+        weights: [datasets] integers, at least one positive. Datasets of weight 0 give no samples.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._datasets = len(weights)
+        self._nodes = [_Node(weight, dataset) for dataset, weight in enumerate(weights) if weight > 0]
+        # Ties go by the node's number: datasets in their order, then inner nodes in the order in which they are made.
+        queue = [(node.weight, number) for number, node in enumerate(self._nodes)]
+        heapq.heapify(queue)
+        while len(queue) > 1:
+            (left_weight, left), (right_weight, right) = heapq.heappop(queue), heapq.heappop(queue)
+            heapq.heappush(queue, (left_weight + right_weight, len(self._nodes)))
+            self._nodes.append(_Node(left_weight + right_weight, left=left, right=right))
+
+    def assign(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The dataset of samples [begin, end) of the mixture, and their numbers within it, both [end - begin] int64."""
+        datasets, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
+        for low in range(begin, end, _LARGEST_RANGE):
+            high = min(low + _LARGEST_RANGE, end)
+            waiting = [(len(self._nodes) - 1, low, high, np.arange(low - begin, high - begin))]
+            while waiting:
+                number, first, last, places = waiting.pop()
+                node = self._nodes[number]
+                if node.dataset >= 0:
+                    datasets[places] = node.dataset
+                    numbers[places] = np.arange(first, last)
+                    continue
+                # left_before[i]: of the samples before first + i, how many more went left than of those before first
+                twice, left_weight = 2 * node.weight, self._nodes[node.left].weight
+                left_first, remainder = divmod(2 * first * left_weight + node.weight, twice)
+                left_before = (2 * left_weight * np.arange(last - first + 1) + remainder) // twice
+                goes_left = np.diff(left_before) > 0
+                left_last = left_first + int(left_before[-1])
+                if left_last > left_first:
+                    waiting.append((node.left, left_first, left_last, places[goes_left]))
+                if last - left_last > first - left_first:
+                    waiting.append((node.right, first - left_first, last - left_last, places[~goes_left]))
+        return datasets, numbers
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples each dataset gives, [datasets]."""
+        counts = [0] * self._datasets
+        waiting = [(len(self._nodes) - 1, samples)]
+        while waiting:
+            number, count = waiting.pop()
+            node = self._nodes[number]
+            if node.dataset >= 0:
+                counts[node.dataset] = count
+                continue
+            left = (2 * count * self._nodes[node.left].weight + node.weight) // (2 * node.weight)
+            waiting += [(node.left, left), (node.right, count - left)]
+        return counts
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the run with one mixture and one batch size; it goes on until the next phase begins.
+
+    Attributes:
+        first_step: number of its first step.
+        first_sample: global index of its first sample.
+        global_batch_size: samples a step.
+        weights: of every dataset, by name.
+        base_counts: samples that each dataset has given before the phase.
+    """
+
+    first_step: int
+    first_sample: int
+    global_batch_size: int
+    weights: dict[str, int]
+    base_counts: dict[str, int]
+
+
+class Mixture:
+    """The datasets of all samples, over all phases.
+
+    Args:
+        names: of the datasets; results refer to their positions here.
+        phases: in order; the first begins at sample 0.
+    """
+
+    def __init__(self, names: Sequence[str], phases: Sequence[Phase]) -> None:
+        self.names = tuple(names)
+        self.phases = tuple(phases)
+        self._trees = [WeightTree([phase.weights.get(name, 0) for name in names]) for phase in phases]
+        self._bases = [np.array([phase.base_counts.get(name, 0) for name in names], dtype=np.int64) for phase in phases]
+
+    def _phase_of_step(self, step: int) -> int:
+        return max(number for number, phase in enumerate(self.phases) if phase.first_step <= step)
+
+    def samples_of_step(self, step: int) -> tuple[int, int]:
+        """Global indices [begin, end) of a step's samples."""
+        phase = self.phases[self._phase_of_step(step)]
+        begin = phase.first_sample + (step - phase.first_step) * phase.global_batch_size
+        return begin, begin + phase.global_batch_size
+
+    def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The dataset of each sample of a step, and the sample's number within it, both [global batch size] int64."""
+        number = self._phase_of_step(step)
+        begin, end = self.samples_of_step(step)
+        first = self.phases[number].first_sample
+        datasets, numbers = self._trees[number].assign(begin - first, end - first)
+        return datasets, numbers + self._bases[number][datasets]
+
+    def counts_before_step(self, step: int) -> dict[str, int]:
+        """Samples that each dataset has given before a step."""
+        number = self._phase_of_step(step)
+        begin, _ = self.samples_of_step(step)
+        counts = self._trees[number].counts(begin - self.phases[number].first_sample)
+        return {
+            name: int(base) + count for name, base, count in zip(self.names, self._bases[number], counts, strict=True)
+        }

@@ -1,0 +1,126 @@
+"""Token files: documents in, Arrow IPC files out.
+
+One row a document, one column `tokens` (list of uint16 or uint32), uncompressed, so that training can map the files
+into memory and read any document in place. A file is written aside and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+
+COLUMN = "tokens"
+BATCH_TOKENS = 1 << 21
+"""Tokens a record batch: 4 or 8 MB, small enough to skip to a document, large enough that a file has few."""
+LARGEST_DOCUMENT_TOKENS = 2**31 - 1 - BATCH_TOKENS
+"""So that a batch that holds it stays within Arrow's 32-bit list offsets."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A finished file: its name, what is in it, and its size on disk in bytes."""
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+
+
+class TokenWriter:
+    """Writes documents to `part_000000.arrow`, `part_000001.arrow`, … in a folder; a context, to close the last one.
+
+    Attributes:
+        files: those finished so far.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, tokens_per_file: int) -> None:
+        """Write nothing yet.
+
+        Args:
+            folder: where to write.
+            vocab_size: decides the type of a token: uint16 where it is at most 65536, else uint32.
+            tokens_per_file: a file that holds so many tokens is finished.
+        """
+        self.files: list[TokenFile] = []
+        self.dtype = token_dtype(vocab_size)
+        self._folder = folder
+        self._tokens_per_file = tokens_per_file
+        self._schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(self.dtype)))])
+        self._sink: pa.OSFile | None = None
+        self._writer: pa.RecordBatchFileWriter | None = None
+        self._file_documents = self._file_tokens = 0
+        self._pending: list[np.ndarray] = []
+        self._pending_tokens = 0
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Add a document.
+
+        Args:
+            tokens: ids, [T] of `dtype`; at most `LARGEST_DOCUMENT_TOKENS`.
+        """
+        assert len(tokens) <= LARGEST_DOCUMENT_TOKENS
+        if self._writer is None:
+            self._sink = pa.OSFile(str(self._aside), "wb")
+            self._writer = pa.ipc.new_file(self._sink, self._schema)
+        self._pending.append(tokens)
+        self._pending_tokens += len(tokens)
+        self._file_documents += 1
+        self._file_tokens += len(tokens)
+        # Empty documents take room too, if only their offset.
+        if self._pending_tokens + len(self._pending) >= BATCH_TOKENS:
+            self._flush()
+        if self._file_tokens >= self._tokens_per_file:
+            self._finish_file()
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._finish_file()
+        elif self._sink is not None:
+            self._sink.close()  # what is half written keeps its temporary name
+
+    @property
+    def _aside(self) -> Path:
+        return self._folder / f".part_{len(self.files):06d}.arrow.tmp"
+
+    def _flush(self) -> None:
+        """Write the pending documents as one record batch."""
+        if not self._pending or self._writer is None:
+            return
+        offsets = np.zeros(len(self._pending) + 1, dtype=np.int32)
+        np.cumsum([len(document) for document in self._pending], out=offsets[1:])
+        column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(self._pending)))
+        self._writer.write_batch(pa.record_batch([column], schema=self._schema))
+        self._pending, self._pending_tokens = [], 0
+
+    def _finish_file(self) -> None:
+        """Close the file under way and give it its name."""
+        if self._writer is None or self._sink is None:
+            return
+        self._flush()
+        self._writer.close()
+        self._sink.close()
+        name = f"part_{len(self.files):06d}.arrow"
+        aside = self._aside
+        with aside.open("rb+") as written:
+            os.fsync(written.fileno())
+        aside.replace(self._folder / name)
+        self.files.append(
+            TokenFile(name, self._file_documents, self._file_tokens, (self._folder / name).stat().st_size)
+        )
+        self._sink = self._writer = None
+        self._file_documents = self._file_tokens = 0
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest type that holds every id: uint16 up to 65536 entries, else uint32, as the library's own ids."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

@@ -1,0 +1,193 @@
+"""Text to token ids and back, over the `tokenizers` library.
+
+A tokenizer is a folder (or the `tokenizer.json` in it) as Hugging Face tools write and read them; `train_tokenizer`
+makes one from text: byte-level BPE, as GPT-2's, so that any text can be encoded and decoding gives it back exactly. The
+end-of-text token of a trained tokenizer has id 0.
+
+Text is only ever text here: where a document spells a special token (`<|endoftext|>` in an article about language
+models), it is encoded as the characters that it is made of, and nothing (no beginning-of-text token) is added to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from pretraining.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+# What the end of a document is called where a lone tokenizer.json comes without the files that say so.
+_USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Encodes and decodes text.
+
+    Attributes:
+        library: the tokenizer of the `tokenizers` library.
+        definition: content of its tokenizer.json.
+        config: content of its tokenizer_config.json.
+        end_of_text: id of the token that ends a document; None where there is none.
+        vocab_size: largest id plus one: the rows that an embedding needs.
+    """
+
+    library: tokenizers.Tokenizer
+    definition: bytes
+    config: bytes
+    end_of_text: int | None
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several texts, on all cores (see `library_threads`)."""
+        return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids, special tokens included. Byte sequences that are not UTF-8 show as U+FFFD."""
+        return self.library.decode(list(ids), skip_special_tokens=False)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of tokenizer.json: two tokenizers with the same one encode alike."""
+        return hashlib.sha256(self.definition).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `load_tokenizer` and AutoTokenizer read into a folder, each aside and renamed."""
+        for name, content in ((TOKENIZER_CONFIG_FILE, self.config), (TOKENIZER_FILE, self.definition)):
+            aside = folder / f".{name}.tmp"
+            aside.write_bytes(content)
+            aside.replace(folder / name)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer.
+
+    The end-of-text token is the `eos_token` of the tokenizer_config.json or special_tokens_map.json beside it, else a
+    special token with a usual name.
+
+    Args:
+        path: a tokenizer.json or the folder that holds it.
+
+    Raises:
+        DataError: there is no tokenizer, it cannot be read, or its end-of-text token is not in its vocabulary.
+    """
+    file = Path(path).expanduser()
+    try:
+        file = file / TOKENIZER_FILE if file.is_dir() else file
+        definition = file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"there is no tokenizer to read at {file} ({error.strerror}). Give the folder or the tokenizer.json of a "
+            "Hugging Face fast tokenizer, or let `pretrain prepare` train one"
+        ) from error
+    try:
+        library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"{file} is no tokenizer that the tokenizers library {tokenizers.__version__} can read ({error}). Fetch "
+            "or train it again"
+        ) from error
+    config = _read_object(file.parent / TOKENIZER_CONFIG_FILE)
+    name = _token_name(config) or _token_name(_read_object(file.parent / "special_tokens_map.json"))
+    if name is None:
+        special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+        name = next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
+    if name is not None and library.token_to_id(name) is None:
+        raise DataError(
+            f"{file.parent}: eos_token {name!r} is not in the vocabulary of {file.name}. The two files are not of one "
+            "tokenizer: fetch it again"
+        )
+    return _wrap(library, definition, config, name)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
+
+    Args:
+        texts: documents or parts of them.
+        vocab_size: entries wanted, the end-of-text token and 256 bytes included; a small text gives fewer.
+    """
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(iter(texts), trainer)
+    return _wrap(library, library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
+
+
+@contextmanager
+def library_threads(enabled: bool) -> Iterator[None]:
+    """Let the library use all cores inside one call, or keep it to the calling thread.
+
+    The library decides by the environment variable TOKENIZERS_PARALLELISM, which is set back at the end.
+    """
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if enabled else "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _wrap(
+    library: tokenizers.Tokenizer, definition: bytes, config: dict[str, Any], end_of_text: str | None
+) -> Tokenizer:
+    """Put the library's tokenizer into the state that this module promises, whatever its file says."""
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    if "tokenizer_class" not in config:
+        config = {**config, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if end_of_text is not None and "eos_token" not in config:
+        config = {**config, "eos_token": end_of_text}
+    return Tokenizer(
+        library=library,
+        definition=definition,
+        config=(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode("utf-8"),
+        end_of_text=None if end_of_text is None else library.token_to_id(end_of_text),
+        # Not the number of entries: ids may have gaps.
+        vocab_size=max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is no file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON ({error}). Mend it, or remove it to go without") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must hold a JSON object. Mend it, or remove it to go without")
+    return content
+
+
+def _token_name(config: dict[str, Any]) -> str | None:
+    """The eos_token of a Hugging Face file, which is a string or an object with the string in it."""
+    token = config.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,234 @@
+"""Which process of a job this is, and where its processes meet: one answer for every launcher.
+
+Each launcher says it in variables of its own. They are looked for in the order in which launchers nest, innermost
+first: torchrun runs inside `srun` tasks, and `mpirun` starts its daemons with `srun`, so the outer launcher's variables
+are there too and number other things.
+
+    torchrun       TORCHELASTIC_RUN_ID    also `python -m torch.distributed.launch`
+    openmpi        OMPI_COMM_WORLD_RANK
+    mpich          MPI_LOCALRANKID        Hydra, the mpirun of MPICH and of Intel MPI
+    slurm          SLURM_STEP_NUM_TASKS   a task of `srun`; the shell of a batch script lacks it and is one process
+    environment    RANK or WORLD_SIZE     set by hand or by a platform
+    single         none of these
+
+The result goes two ways: `ProcessLayout` to code that asks for ranks, `as_environment()` to libraries that read RANK
+and MASTER_ADDR.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pretraining.errors import LaunchError
+from pretraining.launch.ports import ancestor_named, free_port, port_of_name, port_of_slurm_step
+from pretraining.launch.slurm import first_node, tasks_of_nodes
+from pretraining.launch.variables import read_integer, read_port, read_text
+
+LOCALHOST = "127.0.0.1"
+NAMES_OF_THIS_HOST = (LOCALHOST, "localhost", "::1")
+
+# launcher -> the variables of rank, world size, local rank, local world size. (SLURM lists the last one for all nodes.)
+VARIABLES: dict[str, tuple[str, str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+
+# How a user gives every process the same MASTER_ADDR and MASTER_PORT.
+HOW_TO_SET = {
+    "torchrun": "start with torchrun itself, which sets both",
+    "openmpi": "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500",
+    "mpich": "mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500",
+    "slurm": "export MASTER_ADDR=<host of task 0> MASTER_PORT=29500 before srun",
+    "environment": "export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500, the same for every process",
+}
+
+
+@dataclass(frozen=True)
+class ProcessLayout:
+    """This process among all processes of the job.
+
+    Attributes:
+        rank: number of this process, from 0 to world_size - 1.
+        world_size: processes of the job.
+        local_rank: number of this process on its node.
+        local_world_size: processes of the job on this node.
+        launcher: a key of `VARIABLES`, or "single".
+        master_addr: host of rank 0.
+        master_port: port on which rank 0 answers.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+    master_addr: str
+    master_port: int
+
+    def as_environment(self) -> dict[str, str]:
+        """The variables that `init_process_group("env://")` and most libraries read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def resolve_layout(
+    environ: Mapping[str, str] = os.environ,
+    *,
+    pick_port: Callable[[], int] = free_port,
+    find_ancestor: Callable[[str], int | None] = ancestor_named,
+) -> ProcessLayout:
+    """Read the layout from the environment.
+
+    Args:
+        environ: environment variables.
+        pick_port: gives a free port, for a job of one process.
+        find_ancestor: gives the process id of the closest ancestor with a name.
+
+    Raises:
+        LaunchError: the variables contradict each other, or the place where processes meet is not given and cannot
+            be derived.
+    """
+    launcher = _launcher(environ)
+    if launcher == "single":
+        return ProcessLayout(0, 1, 0, 1, launcher, LOCALHOST, pick_port())  # it meets nobody, so any port does
+    rank, world_size, local_rank, local_world_size = _place(launcher, environ)
+    _check_ranges(launcher, rank, world_size, local_rank, local_world_size)
+    _check_agreement(launcher, environ, rank, world_size)
+    address = read_text(environ, "MASTER_ADDR")
+    if address is None:
+        address = _derive_address(launcher, environ, world_size, local_world_size)
+    port = read_port(environ)
+    if port is None and world_size == 1 and launcher != "torchrun":
+        port = pick_port()
+    elif port is None:
+        port = _derive_port(launcher, environ, world_size == local_world_size, find_ancestor)
+    return ProcessLayout(rank, world_size, local_rank, local_world_size, launcher, address, port)
+
+
+def _launcher(environ: Mapping[str, str]) -> str:
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return "openmpi"
+    # PMI_RANK alone does not tell: srun --mpi=pmi2 sets it as well.
+    if "MPI_LOCALRANKID" in environ:
+        return "mpich"
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return "slurm"
+    if read_text(environ, "RANK") is not None or (read_text(environ, "WORLD_SIZE") or "1") != "1":
+        return "environment"
+    return "single"
+
+
+def _place(launcher: str, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Rank, world size, local rank and local world size as the launcher gives them."""
+    if launcher == "environment":
+        return _place_by_hand(launcher, environ)
+    *names, local_world_name = VARIABLES[launcher]
+    rank, world_size, local_rank = (read_integer(environ, name, launcher) for name in names)
+    if launcher != "slurm":
+        return rank, world_size, local_rank, read_integer(environ, local_world_name, launcher)
+    node = read_integer(environ, "SLURM_NODEID", launcher)
+    tasks_text = environ.get(local_world_name, "")
+    tasks = tasks_of_nodes(tasks_text)
+    if sum(tasks) != world_size or not 0 <= node < len(tasks):
+        raise LaunchError(
+            f"SLURM's variables contradict each other: SLURM_STEP_NUM_TASKS={world_size}, but {local_world_name}="
+            f"{tasks_text} and SLURM_NODEID={node}. Some are left over from another step: use srun from a fresh shell."
+        )
+    return rank, world_size, local_rank, tasks[node]
+
+
+def _place_by_hand(launcher: str, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """RANK and WORLD_SIZE set by hand; the local ones follow from them where all processes are on this machine."""
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if read_text(environ, name) is None:
+            raise LaunchError(
+                f"{other}={environ[other]} is set without {name}: this process cannot know its place. "
+                "Set both, or neither for one process, or start with torchrun, srun or mpirun."
+            )
+    rank, world_size = read_integer(environ, "RANK", launcher), read_integer(environ, "WORLD_SIZE", launcher)
+    address = read_text(environ, "MASTER_ADDR") or LOCALHOST
+    local: list[int] = []
+    for name, on_one_node in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world_size)):
+        if read_text(environ, name) is not None:
+            local.append(read_integer(environ, name, launcher))
+        elif world_size == 1 or address in NAMES_OF_THIS_HOST:
+            local.append(on_one_node)
+        else:
+            raise LaunchError(
+                f"RANK={rank}, WORLD_SIZE={world_size} and MASTER_ADDR={address} are set, but {name} is not. "
+                "With several nodes set LOCAL_RANK and LOCAL_WORLD_SIZE too (0 and 1 for one process a node)."
+            )
+    return rank, world_size, local[0], local[1]
+
+
+def _check_ranges(launcher: str, rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
+    rank_name, world_name, local_rank_name, local_world_name = VARIABLES[launcher]
+    if not 0 <= rank < world_size:
+        raise LaunchError(f"{rank_name}={rank} does not fit {world_name}={world_size}: ranks go from 0 to one less.")
+    if not 0 <= local_rank < local_world_size <= world_size:
+        raise LaunchError(
+            f"{local_rank_name}={local_rank}, {local_world_size} processes on this node ({local_world_name}) and "
+            f"{world_name}={world_size} contradict each other: local ranks go from 0 to one less than the processes of "
+            "the node, which are at most all of the job's."
+        )
+
+
+def _check_agreement(launcher: str, environ: Mapping[str, str], rank: int, world_size: int) -> None:
+    """RANK and WORLD_SIZE beside SLURM's or MPI's variables must say the same, or somebody meant another layout."""
+    by_hand = read_text(environ, "RANK"), read_text(environ, "WORLD_SIZE")
+    if None not in by_hand and by_hand != (str(rank), str(world_size)):
+        raise LaunchError(
+            f"Two launchers claim this process: {launcher} says rank {rank} of {world_size}, but RANK={by_hand[0]} and "
+            f"WORLD_SIZE={by_hand[1]} are set. Unset RANK and WORLD_SIZE, or start without {launcher}."
+        )
+
+
+def _derive_address(launcher: str, environ: Mapping[str, str], world_size: int, local_world_size: int) -> str:
+    """Where rank 0 is: here if the whole job is, else where SLURM's node list begins."""
+    if launcher != "torchrun" and world_size == local_world_size:
+        return LOCALHOST
+    nodes = read_text(environ, "SLURM_STEP_NODELIST")
+    if launcher == "slurm" and nodes is not None:
+        return first_node(nodes)
+    raise LaunchError(
+        f"MASTER_ADDR is not set and {launcher} does not say on which host rank 0 runs ({world_size} processes, "
+        f"{local_world_size} of them on this node). Say it: {HOW_TO_SET[launcher]}."
+    )
+
+
+def _derive_port(
+    launcher: str, environ: Mapping[str, str], one_node: bool, find_ancestor: Callable[[str], int | None]
+) -> int:
+    """A port from what every process of this job knows and no other job shares."""
+    if launcher == "slurm":
+        job, step = (read_integer(environ, name, launcher) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        return port_of_slurm_step(job, step)
+    namespace = read_text(environ, "PMIX_NAMESPACE")
+    if launcher == "openmpi" and namespace is not None:
+        return port_of_name(namespace)
+    # Hydra gives its jobs no name, but all processes of a node descend from one proxy.
+    proxy = find_ancestor("hydra_pmi_proxy") if launcher == "mpich" and one_node else None
+    if proxy is not None:
+        return port_of_name(f"hydra {proxy}")
+    raise LaunchError(
+        f"MASTER_PORT is not set, and {launcher} says nothing that is the same in all processes of this job and in no "
+        f"other, so none can be derived. Say it: {HOW_TO_SET[launcher]}."
+    )

@@ -1,0 +1,86 @@
+"""Initial weights that depend on the seed and a parameter's name, and on nothing else.
+
+Each parameter has a random stream of its own, seeded by (seed, name). Not the number of processes, nor the sharding,
+nor which parameters come before it has a say: one process, DDP, FSDP and HSDP start from the same bits.
+
+| parameter               | initial values                    | reason                                                |
+|-------------------------|-----------------------------------|-------------------------------------------------------|
+| embed_tokens, lm_head   | normal, std 0.02                  | GPT-2; the same whether they are tied or not          |
+| q_proj, k_proj, v_proj, | normal, std 0.02                  | GPT-2, and Hugging Face's `initializer_range`         |
+| gate_proj, up_proj      |                                   |                                                       |
+| o_proj, down_proj       | normal, std 0.02 / sqrt(2 layers) | they add to the residual stream 2 x layers times;     |
+|                         |                                   | its variance then does not grow with depth (Radford   |
+|                         |                                   | et al. 2019, GPT-2, section 2.3)                      |
+| every norm              | 1                                 | normalisation alone, to begin with                    |
+
+The generator is the device's: a CPU and a GPU draw different numbers from one seed, and so may two models of GPU, whose
+kernels spread a stream over another number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pretraining.config.variants import LlamaShape
+from pretraining.model.llama import Llama
+
+BASE_STD = 0.02
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@torch.no_grad()
+def initialize_weights(model: Llama, shape: LlamaShape, seed: int, device: torch.device) -> None:
+    """Fills every parameter in place, and ties the head to the embedding where the shape says so.
+
+    Every rank draws each full tensor and keeps its own part. That needs no communication and is the same on any layout;
+    seeding a sharded tensor's own initialisation is not (on a CPU mesh each rank would fill its shard with the same
+    numbers). Only one full tensor lives at a time.
+
+    Args:
+        model: with materialised parameters (after `to_empty`), plain tensors or DTensors of any mesh.
+        shape: the dimensions that the model was built from.
+        seed: of the run.
+        device: where numbers are drawn; its generator is part of the result.
+    """
+    model.tie_weights()
+    for wrapped_name, parameter in model.named_parameters():
+        assert not parameter.is_meta, f"{wrapped_name} has no memory yet: call to_empty first"
+        full = initial_values(parameter_name(wrapped_name), parameter.shape, shape, seed, device)
+        if isinstance(parameter, DTensor):
+            # src_data_rank=None: every rank has the values already, nothing is sent.
+            sharded = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(sharded.to_local())
+        else:
+            parameter.copy_(full)
+
+
+def initial_values(name: str, size: torch.Size, shape: LlamaShape, seed: int, device: torch.device) -> Tensor:
+    """The full float32 tensor that a parameter starts from; `name` without wrappers, see the table above."""
+    full = torch.empty(size, dtype=torch.float32, device=device)
+    if name.endswith("norm.weight"):
+        return full.fill_(1.0)
+    generator = torch.Generator(device).manual_seed(stream_seed(seed, name))
+    return full.normal_(0.0, standard_deviation(name, shape), generator=generator)
+
+
+def standard_deviation(name: str, shape: LlamaShape) -> float:
+    """Of the normal distribution that a matrix is drawn from."""
+    writes_to_residual_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return BASE_STD / math.sqrt(2 * shape.num_hidden_layers) if writes_to_residual_stream else BASE_STD
+
+
+def stream_seed(seed: int, name: str) -> int:
+    """A 64-bit seed for the random stream of one parameter, the same in every process (`hash` of a string is not)."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
+
+
+def parameter_name(wrapped_name: str) -> str:
+    """The name of a parameter without the prefixes that activation checkpointing and compilation put into it."""
+    for wrapper in _WRAPPERS:
+        wrapped_name = wrapped_name.replace(wrapper, "")
+    return wrapped_name

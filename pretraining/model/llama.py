@@ -1,0 +1,127 @@
+"""The Llama decoder (Touvron et al. 2023), with the layer names of Hugging Face's `LlamaForCausalLM`.
+
+    tokens -> embed_tokens
+           -> L blocks:  x + self_attn(input_layernorm(x)),  then  x + mlp(post_attention_layernorm(x))
+           -> norm -> lm_head -> logits, or with labels (loss sum, valid count)
+
+So `llama.load_state_dict(hugging_face_model.state_dict())` works, and the other way round.
+
+Made for sharding: a parent reaches a child's parameters only by calling the child, which is when FSDP has gathered
+them, and the loss is computed inside the forward of the root, where the head is still gathered. Made for the meta
+device: nothing is computed before `forward`, so `with torch.device("meta"): Llama(shape)` takes no memory at any size;
+then shard, `to_empty`, and `init.initialize_weights`.
+
+Shapes: B batch, S sequence, D hidden, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretraining.config.variants import LlamaShape
+from pretraining.model.attention import Attention
+from pretraining.model.loss import cross_entropy_sum
+from pretraining.model.rope import Rotation, compute_rotation
+
+
+class Llama(nn.Module):
+    """A Llama with its language-model head and loss.
+
+    Attributes:
+        shape: the dimensions it was built from.
+    """
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.tie_weights()
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder blocks in order: the units of sharding, compilation and activation checkpointing."""
+        return list(self.model.layers)
+
+    def tie_weights(self) -> None:
+        """Makes the head use the embedding's parameter, where the shape says so; may be called at any time.
+
+        Needed again after `to_empty`, which gives each module that holds a shared meta tensor a new one of its own.
+        Under FSDP the embedding's is the one that is gathered and updated, so that is the one to share; FSDP also
+        needs embedding and head in one group, the root's.
+        """
+        if self.shape.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self, tokens_BS: Tensor, labels_BS: Tensor | None = None, positions_BS: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Predicts the token after each one.
+
+        Args:
+            tokens_BS: token ids, int64 [B, S].
+            labels_BS: the token that follows each one, already shifted (`labels[:, i]` is what comes after
+                `tokens[:, i]`), int64 [B, S]; -100 where nothing is to be learned.
+            positions_BS: position of each token for the rotary embedding, integers [B, S]; none = 0 .. S-1. Attention
+                reaches all earlier tokens of the sequence whatever the positions are.
+
+        Returns:
+            Without labels the logits [B, S, V], in the dtype of the parameters. With labels the cross-entropy summed
+            over valid labels (float32 scalar, nats) and their number (int64 scalar).
+        """
+        hidden_BSD = self.model(tokens_BS, positions_BS)
+        logits_BSV: Tensor = self.lm_head(hidden_BSD)
+        return logits_BSV if labels_BS is None else cross_entropy_sum(logits_BSV, labels_BS)
+
+
+class Decoder(nn.Module):
+    """Everything but the head (Hugging Face's `LlamaModel`): embedding, blocks, final norm."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
+        """Hidden states [B, S, D] of tokens [B, S]; arguments as in `Llama.forward`."""
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device)[None]
+        rotation = compute_rotation(self.shape, positions_BS)
+        x_BSD = self.embed_tokens(tokens_BS)
+        for block in self.layers:
+            x_BSD = block(x_BSD, rotation)
+        return self.norm(x_BSD)
+
+
+class DecoderBlock(nn.Module):
+    """Attention, then feed-forward, each added to the residual stream behind a norm."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, x_BSD: Tensor, rotation: Rotation) -> Tensor:
+        """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles, see `rope.py`."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation)
+        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, GLU Variants Improve Transformer): a gate decides how much of each feature passes."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D], through F features."""
+        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))

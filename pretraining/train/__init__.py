@@ -1,0 +1,1 @@
+"""The run: built from its parts (`build`), stepped (`step`), looped (`loop`)."""

@@ -1,0 +1,42 @@
+"""The training loop. Every collaborator decides for itself when to act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pretraining.checkpoint.manager import CheckpointManager
+from pretraining.data.batch import StepBatch
+from pretraining.evaluation.held_out import Evaluator
+from pretraining.observability.observer import Observer
+from pretraining.observability.throughput import Stopwatch
+from pretraining.parallel.agreement import Agreement
+from pretraining.train.state import TrainState
+from pretraining.train.step import StepContext, train_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a loop needs; `build.build_run` puts it together."""
+
+    state: TrainState
+    context: StepContext
+    batches: Iterable[StepBatch]
+    observer: Observer
+    evaluator: Evaluator
+    checkpoints: CheckpointManager
+    agreement: Agreement
+    stopwatch: Stopwatch
+
+
+def train_loop(run: Run) -> None:
+    """Train until the run is finished, or this invocation's share of it; a collective call."""
+    state = run.state
+    batches = iter(run.stopwatch.watch(run.batches, "data"))
+    with run.observer, run.checkpoints, run.agreement:
+        while not state.stopping:
+            outcome = train_step(run.context, next(batches), state.step)
+            state.advance(run.agreement.seconds(run.stopwatch.elapsed))
+            run.observer.after_step(state, outcome)
+            evaluation_loss = run.evaluator.maybe_run(state)
+            run.checkpoints.maybe_save(state, evaluation_loss)

@@ -1,0 +1,72 @@
+"""What a run says at its start and at its end, so that a person knows what is happening and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pretraining.checkpoint import store
+from pretraining.checkpoint.manager import Restorable
+from pretraining.config.batch import BatchPlan
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import LlamaShape
+from pretraining.model.flops import parameter_count
+from pretraining.observability.progress import format_seconds
+from pretraining.observability.trackers import METRICS_FILE
+from pretraining.parallel.precision import compute_dtype
+from pretraining.parallel.processes import Processes
+from pretraining.train.state import TrainState
+
+
+def announce(
+    config: TrainConfig,
+    processes: Processes,
+    shape: LlamaShape,
+    plan: BatchPlan,
+    state: TrainState,
+    restorable: Restorable | None,
+    note: Callable[[str], None],
+) -> None:
+    """Say what is about to be trained, on what, for how long, and from where."""
+    precision = str(compute_dtype(config.parallel.mixed_precision, processes.device)).removeprefix("torch.")
+    note(
+        f"model       {config.model.model_variant}, {parameter_count(shape):,} parameters, {precision}, "
+        f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}"
+    )
+    note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
+    total_tokens = state.total_steps * state.tokens_per_step
+    note(f"length      {state.total_steps} steps, {total_tokens:,} tokens")
+    if restorable is None:
+        note(f"start       from initial weights, seed {config.run.seed}")
+    else:
+        note(f"start       from {restorable.path}, step {restorable.manifest.step}")
+        if state.stop_step < state.total_steps:
+            note(f"            this invocation ends at step {state.stop_step}")
+    for path in restorable.ignored if restorable else []:
+        note(f"            {path} is incomplete: ignored")
+    note(f"run folder  {config.checkpoint.ckpt_save_path}")
+
+
+def conclude(config: TrainConfig, state: TrainState, elapsed_seconds: float, trained: bool) -> str:
+    """Where everything is, and what to run next."""
+    run = Path(config.checkpoint.ckpt_save_path)
+    checkpoint = store.checkpoint_path(run, state.step)
+    if not trained:
+        head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
+    elif state.finished:
+        tokens, time = f"{state.progress.tokens:,}", format_seconds(elapsed_seconds)
+        head = f"Finished {state.total_steps} steps, {tokens} tokens; this invocation took {time}."
+    else:
+        head = f"Stopped at step {state.step} of {state.total_steps}, as asked; the same command goes on from there."
+    lines = [
+        head,
+        f"  checkpoint   {checkpoint}",
+        f"  metrics      {run / 'logs' / METRICS_FILE}",
+        f"  config       {run / 'config.yaml'}",
+    ]
+    if "tensorboard" in config.report.tracker:
+        lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or run / 'logs'}")
+    if state.finished:
+        lines.append(f"  go on        the same command with --num_steps={2 * state.total_steps}")
+        lines.append("  start anew   the same command with another --ckpt_save_path")
+    return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""One optimizer step.
+
+The loss of a token weighs the same wherever the token is: sums of losses are divided by the number of valid tokens of
+the *global* batch, and gradients are summed over micro-batches and ranks. So how a batch is cut into micro-batches and
+ranks changes floating-point order and nothing else.
+
+The host never waits for the device here. A gradient that is not finite is found on the device, and the fused optimizer
+leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pretraining.data.batch import IGNORED_LABEL, StepBatch
+from pretraining.optim.adamw import set_learning_rate, skip_update_if
+from pretraining.optim.schedules import WarmupCosine
+from pretraining.parallel.gradients import clip_gradients, gradient_norm, local_gradients
+from pretraining.parallel.sharding import set_last_micro_batch
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a step works with.
+
+    Attributes:
+        model: sharded; returns (sum of losses, valid tokens) for inputs and labels.
+        parameters: of the model, as sharded.
+        optimizer: over them.
+        schedule: the learning rate of each step.
+        grad_clip_thresh: largest gradient norm; 0 = no clipping.
+        mesh: with axes (replicate, shard).
+        device: of this rank.
+    """
+
+    model: nn.Module
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    schedule: WarmupCosine
+    grad_clip_thresh: float
+    mesh: DeviceMesh
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step leaves behind; tensors are scalars on the device.
+
+    Attributes:
+        loss_sum: sum of the losses of this rank's valid tokens.
+        valid_tokens: valid tokens of the global batch.
+        grad_norm: of the whole gradient before clipping.
+        skipped: whether the update was left out because the gradient was not finite.
+        learning_rate: of the update.
+    """
+
+    loss_sum: torch.Tensor
+    valid_tokens: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: torch.Tensor
+    learning_rate: float
+
+
+def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
+    """Train on one global batch; a collective call.
+
+    Args:
+        context: what to train with.
+        batch: this rank's micro-batches of the global batch.
+        step: updates done before this one.
+    """
+    pairs = [
+        micro_batch.to(context.device, non_blocking=True).inputs_and_labels() for micro_batch in batch.micro_batches
+    ]
+    valid_tokens = torch.stack([(labels_BS != IGNORED_LABEL).sum() for _, labels_BS in pairs]).sum()
+    counting = dist.all_reduce(valid_tokens, async_op=True)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=context.device)
+    for index, (inputs_BS, labels_BS) in enumerate(pairs):
+        set_last_micro_batch(context.model, index == len(pairs) - 1)
+        micro_loss_sum, _ = context.model(inputs_BS, labels_BS)
+        if index == 0:
+            counting.wait()  # the count was under way during the first forward
+        (micro_loss_sum / valid_tokens.clamp(min=1)).backward()
+        loss_sum += micro_loss_sum.detach()
+    gradients = local_gradients(context.parameters)
+    norm = gradient_norm(gradients, context.mesh)
+    clip_gradients(gradients, norm, context.grad_clip_thresh)
+    skipped = ~torch.isfinite(norm)
+    learning_rate = context.schedule.at(step)
+    set_learning_rate(context.optimizer, learning_rate)
+    skip_update_if(context.optimizer, skipped)
+    context.optimizer.step()
+    context.optimizer.zero_grad(set_to_none=True)
+    return StepOutcome(loss_sum, valid_tokens, norm, skipped, learning_rate)

@@ -1,0 +1,135 @@
+"""Tokens/s of the project against `transformers`: LlamaForCausalLM and its Trainer.
+
+    python scripts/benchmark/against_trainer.py
+    python scripts/benchmark/against_trainer.py --model_variant=125m --seq_length=1024 --batch_size=16
+
+Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient clipping,
+SDPA attention, in the same precision, and report every 10 steps; the losses at the end show that the work was the same.
+Nobody evaluates or saves. The Trainer's data is in memory and writes no curves; the project's goes through its loader,
+and its reports go to metrics.jsonl and TensorBoard, as they always do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from common import Turn, batches_in_memory, device, parse, race, train_project
+
+from pretraining.config.batch import plan_batch
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import LlamaShape, resolve_shape
+from pretraining.model.init import initialize_weights
+from pretraining.model.llama import Llama
+from pretraining.parallel.precision import compute_dtype
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences in memory; the labels are shifted already, so that both sides learn from as many."""
+
+    def __init__(self, config: TrainConfig, shape: LlamaShape) -> None:
+        self._rows: list[dict[str, torch.Tensor]] = []
+        for micro_batches in batches_in_memory(config, shape):
+            for micro_batch in micro_batches:
+                for inputs_S, labels_S in zip(*micro_batch.inputs_and_labels(), strict=True):
+                    self._rows.append({"input_ids": inputs_S, "labels": labels_S, "shift_labels": labels_S})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._rows[index]
+
+
+class TakesTurns(transformers.TrainerCallback):
+    """Gives the Trainer its turns."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._loss: float | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._turn.before_step(self._loss)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self._loss = float(logs["loss"])
+
+
+def project(config: TrainConfig, turn: Turn) -> None:
+    train_project(config, turn.before_step)
+
+
+def trainer(config: TrainConfig, turn: Turn) -> None:
+    shape, plan = resolve_shape(config.model), plan_batch(config.batch, 1)
+    in_bfloat16 = compute_dtype(config.parallel.mixed_precision, device()) == torch.bfloat16
+    arguments = transformers.TrainingArguments(
+        output_dir=config.checkpoint.ckpt_save_path,
+        per_device_train_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.grad_accum_steps,
+        max_steps=int(config.run.num_steps.amount),
+        optim="adamw_torch_fused",
+        learning_rate=config.optimizer.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=config.optimizer.weight_decay,
+        adam_beta1=config.optimizer.adam_beta1,
+        adam_beta2=config.optimizer.adam_beta2,
+        adam_epsilon=config.optimizer.adam_epsilon,
+        max_grad_norm=config.optimizer.grad_clip_thresh,
+        bf16=in_bfloat16,
+        use_cpu=device().type == "cpu",
+        dataloader_pin_memory=device().type == "cuda",
+        logging_steps=int(config.report.report_interval.amount),
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+    )
+    transformers.Trainer(
+        model=_hugging_face_model(config, shape),
+        args=arguments,
+        train_dataset=Rows(config, shape),
+        callbacks=[TakesTurns(turn)],
+    ).train()
+
+
+def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
+    """LlamaForCausalLM of a shape, with the weights that the project starts from."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.rope_scaling is not None:
+        rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
+    described = transformers.LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=shape.rms_norm_eps,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        rope_parameters=rope,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        weights = Llama(shape)
+    weights.to_empty(device=device())
+    initialize_weights(weights, shape, config.run.seed, device())
+    model = transformers.LlamaForCausalLM(described)
+    model.load_state_dict(weights.state_dict())
+    return model
+
+
+if __name__ == "__main__":
+    flags, settings = parse(
+        "The project against LlamaForCausalLM and the Trainer of transformers.",
+        rounds=(10, "turns of each that count"),
+        steps=(10, "optimizer steps of a turn"),
+    )
+    print(f"against   transformers {transformers.__version__}")
+    race({"project": project, "Trainer": trainer}, settings, flags.rounds, flags.steps)

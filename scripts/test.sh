@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Set up, then lint, check types and run the tests. Arguments go to pytest:
+#
+#   bash scripts/test.sh
+#   bash scripts/test.sh tests/unit -k layout
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/setup.sh
+source scripts/setup.sh
+
+ruff check .
+ruff format --check .
+mypy pretraining main_training.py
+exec python -m pytest "$@"

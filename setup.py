@@ -1,0 +1,46 @@
+"""Package metadata. Tool settings are in pyproject.toml, the environment is made by scripts/setup.sh."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).parent / "README.md"
+
+setup(
+    name="pretraining",
+    version="0.1.0",
+    description="Llama pretraining with FSDP2: elastic exact data, the same start everywhere, nothing lost",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["pretraining", "pretraining.*"]),
+    package_data={"pretraining": ["py.typed", "config/recipes/*.yaml"]},
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "torchdata>=0.11",
+        "pyarrow>=17",
+        "fire>=0.7",
+        "numpy>=2.0",
+        "tensorboard>=2.17",
+        "pyyaml>=6.0",
+        "rich>=13.7",
+        "tokenizers>=0.20",
+        "safetensors>=0.4.5",
+        "xxhash>=3.4",
+    ],
+    extras_require={
+        # transformers and accelerate are what the model and the speed are compared with; training needs neither.
+        "dev": [
+            "accelerate>=1.1",
+            "hypothesis>=6.100",
+            "mypy>=1.15",
+            "pytest>=8.2",
+            "pytest-timeout>=2.3",
+            "ruff>=0.12",
+            "transformers>=5.0",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["pretrain = pretraining.cli:main"]},
+)

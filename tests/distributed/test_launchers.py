@@ -1,0 +1,168 @@
+"""Real launchers start real jobs: every process knows its place, all of them meet, and training runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT, run_command, run_distributed
+from slurm_cluster import SlurmCluster
+
+REPORT = ROOT / "tests" / "distributed" / "report_layout.py"
+MAIN = ROOT / "main_training.py"
+
+# Scripts take the environment that runs the tests; MPI on a small machine may need more processes than cores.
+HERE = {
+    "VIRTUAL_ENV": sys.prefix,
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def reports(output: str) -> list[dict[str, Any]]:
+    """What each process printed, by rank."""
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: line["rank"])
+
+
+def assert_two_processes_met(output: str, launcher: str) -> None:
+    first, second = reports(output)
+    for rank, report in enumerate((first, second)):
+        place = {"rank": rank, "world_size": 2, "local_rank": rank, "local_world_size": 2, "launcher": launcher}
+        assert {name: report[name] for name in place} == place
+        assert report["total"] == 3
+    assert (first["master_addr"], first["master_port"]) == (second["master_addr"], second["master_port"])
+
+
+def tiny_training(folder: Path) -> list[str]:
+    """Flags of a run of two steps on made-up tokens."""
+    return [
+        *("--use_dummy_dataset=true", "--model_variant=tiny", "--num_hidden_layers=1", "--vocab_size=256"),
+        *("--seq_length=32", "--batch_size=1", "--global_batch_size=2", "--num_steps=2", f"--ckpt_save_path={folder}"),
+    ]
+
+
+def trained_steps(folder: Path) -> int:
+    """The last step that a run reports in its metrics."""
+    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    return max(json.loads(line)["step"] for line in lines)
+
+
+def mpirun(kind: str) -> str:
+    """The mpirun of Open MPI ("openmpi") or MPICH ("mpich"), under its own name or as plain mpirun; skips without."""
+    for name in (f"mpirun.{kind}", "mpirun"):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+        if (kind == "mpich") == ("HYDRA" in version):
+            return path
+    pytest.skip(f"no mpirun of {kind} (Debian: openmpi-bin, mpich)")
+
+
+# Without a cluster
+
+
+def test_one_process_is_a_job_of_its_own() -> None:
+    (report,) = reports(run_command([sys.executable, REPORT]).stdout)
+    assert (report["launcher"], report["world_size"], report["total"]) == ("single", 1, 1)
+
+
+def test_torchrun() -> None:
+    assert_two_processes_met(run_distributed(REPORT, processes=2).stdout, "torchrun")
+
+
+def test_ranks_set_by_hand() -> None:
+    script = f"RANK=0 {sys.executable} {REPORT} & RANK=1 {sys.executable} {REPORT} && wait $!"
+    port = str(20000 + os.getpid() % 10000)
+    done = run_command(["bash", "-c", script], {"WORLD_SIZE": "2", "MASTER_PORT": port})
+    assert_two_processes_met(done.stdout, "environment")
+
+
+def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
+    """It adds --local-rank to the flags."""
+    launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--standalone"]
+    run_command([*launch, MAIN, *tiny_training(tmp_path / "run")])
+    assert trained_steps(tmp_path / "run") == 2
+
+
+# MPI
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_mpirun(kind: str) -> None:
+    done = run_command([mpirun(kind), "-n", "2", sys.executable, REPORT], HERE)
+    assert_two_processes_met(done.stdout, kind)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_mpirun_through_a_shell_in_between(kind: str) -> None:
+    done = run_command([mpirun(kind), "-n", "2", "bash", "-c", f"{sys.executable} {REPORT}; true"], HERE)
+    assert_two_processes_met(done.stdout, kind)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_the_script_for_mpi_trains(kind: str, tmp_path: Path) -> None:
+    environment = {**HERE, "NPROC": "2", "MPIRUN": mpirun(kind)}
+    run_command(["bash", "scripts/train_mpi.sh", *tiny_training(tmp_path / "run")], environment)
+    assert trained_steps(tmp_path / "run") == 2
+
+
+# SLURM
+
+
+def test_srun_with_a_task_a_process(slurm: SlurmCluster) -> None:
+    done = slurm.run(["srun", "-n", "2", sys.executable, REPORT])
+    assert_two_processes_met(done.stdout, "slurm")
+
+
+def test_srun_with_torchrun_inside(slurm: SlurmCluster) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = slurm.run(["srun", "-n", "1", *torchrun, REPORT])
+    assert_two_processes_met(done.stdout, "torchrun")
+
+
+def test_python_in_a_batch_script_is_one_process_though_the_job_has_two_tasks(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    slurm.submit(["-n", "2", "-o", output, "--wrap", f"{sys.executable} {REPORT}"])
+    (report,) = reports(output.read_text())
+    assert (report["launcher"], report["world_size"]) == ("single", 1)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_mpirun_inside_a_slurm_job(slurm: SlurmCluster, kind: str) -> None:
+    done = slurm.run(["salloc", "-n", "2", mpirun(kind), "-n", "2", sys.executable, REPORT], HERE)
+    assert_two_processes_met(done.stdout, kind)
+
+
+def test_srun_trains_with_a_task_a_process(slurm: SlurmCluster, tmp_path: Path) -> None:
+    slurm.run(["srun", "-n", "2", sys.executable, MAIN, *tiny_training(tmp_path / "run")])
+    assert trained_steps(tmp_path / "run") == 2
+
+
+def submit_training(slurm: SlurmCluster, output: Path, flags: list[str]) -> str:
+    """Submit scripts/train.slurm to the one node of the tests, which has no GPU; returns how the job ended."""
+    options = ["--nodes=1", "--gpus-per-node=0", f"--output={output}"]
+    return slurm.submit([*options, "scripts/train.slurm", *flags], {**HERE, "NPROC": "2"})
+
+
+def test_the_script_for_slurm_trains(slurm: SlurmCluster, tmp_path: Path) -> None:
+    state = submit_training(slurm, tmp_path / "output", tiny_training(tmp_path / "run"))
+    assert state == "COMPLETED", (tmp_path / "output").read_text()
+    assert trained_steps(tmp_path / "run") == 2
+
+
+def test_a_job_with_a_wrong_flag_fails_and_says_so_once(slurm: SlurmCluster, tmp_path: Path) -> None:
+    state = submit_training(slurm, tmp_path / "output", ["--modle_variant=tiny"])
+    output = (tmp_path / "output").read_text()
+    assert state == "FAILED"
+    assert output.count("model_variant") == 1, output

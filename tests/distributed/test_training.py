@@ -1,0 +1,87 @@
+"""The same run on any layout, and the same run again after a stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_runs import GOLDEN_RUN, losses_of, train_runs, write_two_datasets
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
+
+# Every strategy at least once with replicas, with shards, and with both, and with a world that divides nothing evenly.
+LAYOUTS = {
+    1: ["ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"],
+    2: ["ddp", "zero2", "fsdp"],
+    3: ["fsdp", "ddp"],
+    4: ["hsdp", "hsdp_zero2", "fsdp", "zero2", "ddp"],
+}
+
+
+@pytest.fixture(scope="module")
+def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small datasets, `first` and `second`."""
+    return write_two_datasets(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_the_loss_curve_is_the_golden_one_on_every_layout(processes: int, data_path: Path, tmp_path: Path) -> None:
+    runs = {strategy: tmp_path / strategy for strategy in LAYOUTS[processes]}
+    settings = []
+    for strategy, run in runs.items():
+        group = ["hsdp_group_size=2"] if strategy.startswith("hsdp") and processes == 4 else []
+        settings.append([*GOLDEN_RUN, *group, f"sharding_strategy={strategy}", f"ckpt_save_path={run}"])
+    train_runs(processes, data_path, settings)
+    golden = json.loads(GOLDEN.read_text())["losses"]
+    for run in runs.values():
+        assert losses_of(run) == pytest.approx(golden, rel=1e-4), run.name
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every shard of a checkpoint by file and name."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("processes", "strategy"), [(1, "fsdp"), (2, "fsdp"), (2, "ddp")])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
+    processes: int, strategy: str, data_path: Path, tmp_path: Path
+) -> None:
+    common = [
+        "num_steps=8",
+        "batch_size=2",
+        "grad_accum_steps=2",
+        f"sharding_strategy={strategy}",
+        "held_out_fraction=0.1",
+    ]
+    common += ["eval_interval=3", "eval_batches=2"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    runs = [[*common, f"ckpt_save_path={whole}"]]
+    runs += [[*common, f"ckpt_save_path={stopped}", f"run_steps={steps}"] for steps in (1, 4, 3)]
+    train_runs(processes, data_path, runs)
+    assert losses_of(stopped) == losses_of(whole)
+    expected = tensors_of(whole / "checkpoints" / "step_8_ckp")
+    resumed = tensors_of(stopped / "checkpoints" / "step_8_ckp")
+    assert expected.keys() == resumed.keys() and len(expected) > 20
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+
+
+def test_a_run_goes_on_with_any_number_of_processes_and_any_strategy(data_path: Path, tmp_path: Path) -> None:
+    common = ["num_steps=12", "batch_size=2", "global_batch_size=6"]
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    train_runs(1, data_path, [[*common, f"ckpt_save_path={whole}"]])
+    stages = [(2, "ddp"), (4, "hsdp"), (1, "zero2"), (3, "fsdp")]
+    for processes, strategy in stages:
+        stage = [
+            "num_steps=12",
+            "batch_size=2",
+            "run_steps=3",
+            f"sharding_strategy={strategy}",
+            f"ckpt_save_path={moved}",
+        ]
+        # The global batch is kept from the checkpoint; only the first stage has to name it.
+        train_runs(processes, data_path, [[*stage, *(["global_batch_size=6"] if processes == 2 else [])]])
+    assert losses_of(moved) == pytest.approx(losses_of(whole), rel=1e-4)

@@ -1,0 +1,24 @@
+"""One process of a job of several runs: reads (port, arguments) pairs as JSON and trains each run, one after the other.
+
+Started by tests under torchrun: importing torch once and training many runs is what keeps them fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+
+from pretraining.config.flags import load_train_config
+from pretraining.launch.layout import resolve_layout
+from pretraining.train.run import train
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # A run needs a meeting place of its own: in torchrun's, it would find the addresses that the run before it left.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for port, arguments in json.loads(sys.argv[1]):
+        os.environ["MASTER_PORT"] = str(port)
+        train(load_train_config(arguments), resolve_layout(os.environ))

@@ -1,0 +1,116 @@
+"""What tests of several processes share: start a script as N processes under torchrun and hand back what it printed.
+
+Import it as `from helpers import run_distributed` (pyproject.toml puts this folder on the path).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What launchers leave in the environment; a test must not inherit the layout of the job that runs it.
+LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "HYDRA_", "TORCHELASTIC_")
+LAUNCHER_NAMES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child process: ours without launchers' variables, one thread, this checkout on the path.
+
+    Args:
+        changes: variables to set on top.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    environment.update(changes or {})
+    return environment
+
+
+def run_command(
+    command: Sequence[str | Path],
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    check: bool = True,
+    cwd: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end.
+
+    Args:
+        command: program and arguments.
+        environment: variables on top of `plain_environment()`.
+        timeout: seconds; past them the command gets SIGTERM (launchers then end their workers) and the test fails.
+        check: fail the test, showing the output, unless the exit code is 0.
+        cwd: folder to run in.
+
+    Returns:
+        exit code, stdout and stderr as text.
+    """
+    arguments = [str(part) for part in command]
+    process = subprocess.Popen(
+        arguments,
+        env=plain_environment(environment),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        stdout, stderr = _stop(process)
+        raise AssertionError(_describe(arguments, f"ran past {timeout:.0f} s", stdout, stderr)) from None
+    if check and process.returncode != 0:
+        raise AssertionError(_describe(arguments, f"exited with {process.returncode}", stdout, stderr))
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def run_distributed(
+    target: str | Path | Sequence[str | Path],
+    processes: int,
+    args: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script or module as `processes` processes under torchrun on this machine (gloo on a CPU).
+
+    torchrun's own exit code is 1 whatever its workers return; look at the output to tell failures apart.
+
+    Args:
+        target: path of a script, or the arguments that name one: `["-m", "pretraining.cli", "train"]`.
+        processes: how many; 1 is torchrun with one worker.
+        args: arguments of the script.
+        environment: variables on top of `plain_environment()`.
+        timeout: seconds until the job is ended and the test fails.
+        check: fail the test, showing the output, unless every process succeeded.
+    """
+    named = [target] if isinstance(target, str | Path) else list(target)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return run_command([*launcher, *named, *args], environment=environment, timeout=timeout, check=check)
+
+
+def _stop(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a process that this module started; SIGKILL only if it outlives SIGTERM by torchrun's grace time of 30 s."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=40)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
+
+
+def _describe(arguments: list[str], outcome: str, stdout: str, stderr: str) -> str:
+    return f"{' '.join(arguments)}\n{outcome}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"

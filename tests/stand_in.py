@@ -1,0 +1,88 @@
+"""A copy of the scripts in a folder of their own, with an environment whose programs note how they are called.
+
+The scripts run unchanged. Their `python` answers questions as the real one does, but installs nothing; `pretrain` and
+`torchrun` only note their arguments; `main_training.py` notes its own and ends as it is told.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from helpers import ROOT
+
+PYTHON = """#!/usr/bin/env bash
+if [[ $1 == -m ]]; then
+    echo "python $*" >>"{calls}"
+    exit 0
+fi
+exec {real} "$@"
+"""
+
+NOTING = """#!/usr/bin/env bash
+echo "{name} $*" >>"{calls}"
+"""
+
+MAIN = """
+import os, signal, sys
+from pathlib import Path
+
+def note(text):
+    with Path({calls!r}).open("a") as calls:
+        calls.write(text + "\\n")
+
+def ended_by(number, frame):
+    note(f"signal {{signal.Signals(number).name}}")
+    sys.exit(7)
+
+note(f"main {{' '.join(sys.argv[1:])}}")
+note(f"in {{Path.cwd()}}")
+if "--wait" in sys.argv:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, ended_by)
+    sys.stdout.write("ready\\n")
+    sys.stdout.flush()
+    while True:
+        signal.pause()
+sys.exit(int(os.environ.get("EXIT_CODE", 0)))
+"""
+
+
+class StandIn:
+    """A repository made of the scripts and programs that note their calls.
+
+    Attributes:
+        root: its folder.
+        environment: the virtual environment that its scripts will use.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.environment = root / "environment"
+        self._calls = root / "calls"
+        shutil.copytree(ROOT / "scripts", root / "scripts")
+        shutil.copy(ROOT / "setup.py", root)
+        (root / "main_training.py").write_text(MAIN.format(calls=str(self._calls)))
+        (self.environment / "bin").mkdir(parents=True)
+        self.add_program("python", PYTHON.format(real=sys.executable, calls=self._calls))
+        for name in ("torchrun", "pretrain"):
+            self.add_program(name, NOTING.format(name=name, calls=self._calls))
+
+    def add_program(self, name: str, text: str) -> None:
+        """Put a program into the environment."""
+        path = self.environment / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def variables(self, **more: str) -> dict[str, str]:
+        """What to run the scripts with: the environment active, no GPU."""
+        return {"VIRTUAL_ENV": str(self.environment), "CUDA_VISIBLE_DEVICES": "", **more}
+
+    def calls(self) -> list[str]:
+        """What was called so far, a line a call; the set-up's calls of pip left out."""
+        return [line for line in self.all_calls() if not line.startswith("python -m pip")]
+
+    def all_calls(self) -> list[str]:
+        """What was called so far, a line a call."""
+        return self._calls.read_text().splitlines() if self._calls.exists() else []

@@ -1,0 +1,87 @@
+"""A dataset small enough to train on in a test, runs on it, and what they reported."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from helpers import run_distributed
+
+VOCABULARY = 64
+
+# A model of some 30,000 parameters, in float32 so that runs compare to rounding.
+TINY = [
+    "model_variant=tiny",
+    "hidden_size=32",
+    "intermediate_size=64",
+    "num_hidden_layers=3",
+    "num_attention_heads=4",
+    "num_key_value_heads=2",
+    f"vocab_size={VOCABULARY}",
+    "seq_length=32",
+    "mixed_precision=false",
+    "learning_rate=1e-3",
+    "report_interval=1",
+    "tracker=none",
+    "progress=plain",
+]
+
+
+# The settings of the golden loss curve: a global batch that most numbers of processes do not divide, and two datasets.
+GOLDEN_RUN = [
+    "num_steps=30",
+    "global_batch_size=10",
+    "batch_size=2",
+    "datasets=first,second",
+    "weights=3,1",
+]
+
+
+def write_two_datasets(root: Path) -> Path:
+    """Write two small datasets, `first` and `second`, and return their folder."""
+    write_dataset(root / "first")
+    write_dataset(root / "second", documents=200, seed=1)
+    return root
+
+
+def write_dataset(folder: Path, documents: int = 400, seed: int = 0) -> None:
+    """Write documents in which the next token mostly follows from the last one, so that there is something to learn."""
+    generator = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    rows = []
+    for _ in range(documents):
+        length = int(generator.integers(5, 120))
+        steps = generator.choice([1, 2, 7], size=length, p=[0.7, 0.2, 0.1])
+        start = generator.integers(VOCABULARY)
+        rows.append(((start + np.cumsum(steps)) % (VOCABULARY - 1) + 1).astype(np.uint16))
+    table = pa.table({"tokens": pa.array(rows, pa.list_(pa.uint16()))})
+    with pa.ipc.new_file(folder / "part-0.arrow", table.schema) as writer:
+        writer.write_table(table)
+
+
+def train_runs(processes: int, data_path: Path, runs: Sequence[Sequence[str]], timeout: float = 240.0) -> None:
+    """Train several runs in one job of `processes` processes; each run is a list of overrides on top of `TINY`."""
+    common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8"]
+    worker = Path(__file__).parent / "distributed" / "training_worker.py"
+    jobs = [(port, [*common, *run]) for port, run in zip(free_ports(len(runs)), runs, strict=True)]
+    run_distributed(worker, processes, [json.dumps(jobs)], timeout=timeout)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nothing listens on now; all open at once, so that they differ."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def losses_of(run: Path) -> list[float]:
+    """The loss of each step, as the run reported it."""
+    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]

@@ -1,0 +1,164 @@
+"""Rules over several settings: each one refuses what it is about, and lets the rest pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pretraining.config.durations import Duration
+from pretraining.config.rules import RULES, check_config, find_problems
+from pretraining.config.schema import build, settings_of
+from pretraining.config.training import DataConfig, RunConfig, TrainConfig
+from pretraining.errors import ConfigError
+
+
+def duration(text: str) -> Duration:
+    return Duration.parse(text)
+
+
+def config_of(**values: Any) -> TrainConfig:
+    source = {} if "data_path" in values or "use_dummy_dataset" in values else {"data_path": "d"}
+    return build(TrainConfig, source | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"data_path": None}, "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"),
+        (
+            {"data_path": "d", "use_dummy_dataset": True},
+            "two sources of data: --data_path=d and --use_dummy_dataset=true, which makes its tokens up; give "
+            "--data_path=none or --use_dummy_dataset=false",
+        ),
+        (
+            {"use_dummy_dataset": True, "datasets": ("a",)},
+            "--datasets=a names folders, and --use_dummy_dataset=true reads none; leave one out",
+        ),
+        (
+            {"datasets": ("a", "b"), "weights": (1.0,)},
+            "1 weights for 2 datasets: --weights=1.0 needs one for each of --datasets=a,b, in the same order",
+        ),
+        ({"weights": (1.0,)}, "--weights=1.0 are proportions of nothing: give --datasets, in the same order"),
+        (
+            {"datasets": ("a", "b"), "weights": (1.0, 0.0)},
+            "--weights=1.0,0.0: number 2 is 0, and proportions are above 0; leave its dataset out instead",
+        ),
+        ({"datasets": ("a", "b", "a")}, "--datasets=a,b,a names a 2 times; give it once, with a larger weight"),
+        (
+            {"sep_token": 32000},
+            "--sep_token=32000 is outside a vocabulary of 32000 (0 to 31999): change --sep_token or --vocab_size",
+        ),
+        (
+            {"sep_token": 5, "vocab_size": 5},
+            "--sep_token=5 is outside a vocabulary of 5 (0 to 4): change --sep_token or --vocab_size",
+        ),
+        (
+            {"global_batch_size": 4, "grad_accum_steps": 8},
+            "--grad_accum_steps=8 micro-batches cannot share --global_batch_size=4 sequences, even on one GPU: give "
+            "--grad_accum_steps=4 or less, or leave it out to have it derived",
+        ),
+        (
+            {"num_steps": duration("0tok")},
+            "--num_steps=0 trains nothing: give steps (1000), tokens (5Btok) or epochs (2ep)",
+        ),
+        (
+            {"num_steps": duration("100"), "warmup_steps": duration("200")},
+            "--warmup_steps=200 is longer than --num_steps=100: shorten the warm-up or lengthen the run",
+        ),
+        (
+            {"num_steps": duration("1ep"), "warmup_steps": duration("2ep")},
+            "--warmup_steps=2ep is longer than --num_steps=1ep: shorten the warm-up or lengthen the run",
+        ),
+        (
+            {"num_steps": duration("10"), "warmup_steps": duration("1Mtok"), "global_batch_size": 4, "seq_length": 100},
+            "--warmup_steps=1Mtok (2500 steps of 4 x 100 tokens) is longer than --num_steps=10: shorten the warm-up or "
+            "lengthen the run",
+        ),
+        (
+            {"num_steps": duration("1ktok"), "warmup_steps": duration("9"), "global_batch_size": 4, "seq_length": 100},
+            "--warmup_steps=9 is longer than --num_steps=1ktok (3 steps of 4 x 100 tokens): shorten the warm-up or "
+            "lengthen the run",
+        ),
+        (
+            {"hsdp_group_size": 4},
+            "--hsdp_group_size=4 needs --sharding_strategy=hsdp or hsdp_zero2, which shard inside groups; fsdp has no "
+            "groups. Change one or leave --hsdp_group_size out",
+        ),
+        ({"ckpt_save_path": ""}, "--ckpt_save_path is empty: name the run's folder"),
+        ({"col_name": ""}, "--col_name is empty: name the column that holds the token ids"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any], problem: str) -> None:
+    assert find_problems(config_of(**values)) == [problem]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"use_dummy_dataset": True},
+        {"datasets": ("a", "b")},
+        {"datasets": ("a", "b"), "weights": (1.0, 3.0)},
+        {"sep_token": 31999},
+        {"seq_length": 100_000},  # longer than the variant's context
+        {"global_batch_size": 4, "grad_accum_steps": 4},
+        {"num_steps": duration("100"), "warmup_steps": duration("100")},
+        {"num_steps": duration("100"), "warmup_steps": duration("0")},
+        {"num_steps": duration("100"), "warmup_steps": duration("1Ttok")},  # not known before the batch is
+        {"num_steps": duration("1ep"), "warmup_steps": duration("5000"), "global_batch_size": 4},
+        {"num_steps": duration("1ktok"), "warmup_steps": duration("3"), "global_batch_size": 4, "seq_length": 100},
+        {"hsdp_group_size": 4, "sharding_strategy": "hsdp"},
+        {"hsdp_group_size": 4, "sharding_strategy": "hsdp_zero2"},
+        {"checkpoint_interval": duration("0")},
+    ],
+)
+def test_settings_that_fit_pass(values: dict[str, Any]) -> None:
+    assert find_problems(config_of(**values)) == []
+
+
+def test_all_problems_of_the_model_are_told() -> None:
+    assert len(find_problems(config_of(num_attention_heads=30, num_key_value_heads=7))) == 2
+
+
+def test_a_separator_is_checked_even_where_the_heads_are_wrong() -> None:
+    assert len(find_problems(config_of(num_attention_heads=30, sep_token=32000))) == 2
+
+
+def test_an_unknown_variant_has_no_vocabulary_to_check() -> None:
+    assert len(find_problems(config_of(model_variant="gpt", sep_token=10**6))) == 1
+
+
+def test_a_rule_is_left_out_where_a_setting_that_it_reads_could_not_be_read() -> None:
+    config = config_of(num_steps=duration("100"), warmup_steps=duration("200"))
+    assert find_problems(config, {"num_steps"}) == []
+    assert len(find_problems(config, {"seed"})) == 1
+
+
+def test_rules_read_settings_that_exist() -> None:
+    assert frozenset().union(*(rule.reads for rule in RULES)) <= set(settings_of(TrainConfig))
+
+
+def test_a_configuration_made_in_python_is_checked_like_flags() -> None:
+    check_config(TrainConfig(data=DataConfig(use_dummy_dataset=True)))
+    wrong = TrainConfig(data=DataConfig(held_out_fraction=1.5), run=RunConfig(num_steps=1000))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        check_config(wrong)
+    assert error.value.problems == (
+        "held_out_fraction=1.5: it must be below 1",
+        "num_steps=1000: a duration, as Duration.parse makes it, is needed",
+        "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo",
+    )
+
+
+def test_a_problem_of_one_value_keeps_its_rules_silent() -> None:
+    config = config_of(vocab_size=-1, sep_token=3)
+    with pytest.raises(ConfigError, match=r"^vocab_size=-1: the smallest value is 2$"):
+        check_config(config)
+
+
+def test_changing_a_checked_configuration_can_be_checked_again() -> None:
+    config = config_of()
+    check_config(config)
+    check_config(replace(config, run=replace(config.run, seed=1)))

@@ -1,0 +1,192 @@
+"""One setting's value: what each type accepts, its limits, and the text that reads back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pretraining.config.durations import Duration
+from pretraining.config.schema import settings_of
+from pretraining.config.training import setting
+from pretraining.config.values import describe_type, format_value, limit_problem, parse_value
+
+
+@dataclass(frozen=True)
+class Example:
+    """One setting of each kind."""
+
+    text: str = setting("", "a text")
+    path: str | None = setting(None, "a path")
+    count: int = setting(1, "a count", minimum=1)
+    maybe: int | None = setting(None, "a count or not")
+    rate: float = setting(0.5, "a rate", minimum=0, below=1)
+    ratio: float = setting(0.5, "a ratio", maximum=1)
+    on: bool = setting(False, "a switch")
+    perhaps: bool | None = setting(None, "a switch or not")
+    length: Duration = setting(Duration(1, "steps"), "a length", units=("steps", "tokens"))
+    every: Duration | None = setting(None, "an interval")
+    kind: str = setting("one", "a kind", choices=("one", "two_three"))
+    kinds: tuple[str, ...] = setting((), "kinds", choices=("one", "two_three"))
+    names: tuple[str, ...] = setting((), "names")
+    shares: tuple[float, ...] = setting((), "shares")
+
+
+SETTINGS = settings_of(Example)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "value"),
+    [
+        ("text", "", ""),
+        ("text", "none", "none"),
+        ("text", " a=b, c ", " a=b, c "),
+        ("text", "false", "false"),
+        ("path", "12345e67", "12345e67"),
+        ("path", "none", None),
+        ("path", "Null", None),
+        ("path", "", None),
+        ("path", None, None),
+        ("path", "./none", "./none"),
+        ("count", "5_000", 5000),
+        ("count", "1e6", 1_000_000),
+        ("count", "2.5e3", 2500),
+        ("count", "8.0", 8),
+        ("count", " 8 ", 8),
+        ("maybe", "None", None),
+        ("maybe", "-3", -3),
+        ("rate", "1e-3", 0.001),
+        ("rate", "0", 0.0),
+        ("rate", ".25", 0.25),
+        ("ratio", "-1_0.5", -10.5),
+        *[("on", word, True) for word in ("true", "True", "TRUE", "1", "yes", "on", " on ")],
+        *[("on", word, False) for word in ("false", "False", "0", "no", "off")],
+        ("perhaps", "none", None),
+        ("perhaps", "no", False),
+        ("length", "5Btok", Duration(5_000_000_000, "tokens")),
+        ("every", "none", None),
+        ("every", "30min", Duration(1800, "seconds")),
+        ("kind", "ONE", "one"),
+        ("kind", "Two-Three", "two_three"),
+        ("kinds", "one,TWO-THREE", ("one", "two_three")),
+        ("kinds", "none", ()),
+        ("names", "a", ("a",)),
+        ("names", "a,b/c", ("a", "b/c")),
+        ("names", "[a, 'b', \"c\"]", ("a", "b", "c")),
+        ("names", "(a,b)", ("a", "b")),
+        ("names", "lang=en/dataset=x,y", ("lang=en/dataset=x", "y")),
+        ("names", "[]", ()),
+        ("names", "[ ]", ()),
+        ("names", "", ()),
+        ("names", "null", ()),
+        ("names", None, ()),
+        ("names", ["a,b", "c"], ("a,b", "c")),
+        ("shares", "1,2.5", (1.0, 2.5)),
+        ("shares", ["1", "2.5"], (1.0, 2.5)),
+    ],
+)
+def test_a_text_means_this_value(name: str, raw: Any, value: object) -> None:
+    parsed = parse_value(SETTINGS[name], raw)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "message"),
+    [
+        ("text", None, "a text is needed, not null"),
+        ("text", ["a"], "a text is needed, not a list"),
+        ("count", "abc", "a whole number is needed, as 5000"),
+        ("count", "1.5", "a whole number is needed"),
+        ("count", "none", "a whole number is needed"),
+        ("count", "0", "the smallest value is 1"),
+        ("count", "1e30", "it must be below 2^63"),
+        ("rate", "fast", "a number is needed, as 0.1"),
+        ("rate", "nan", "a number is needed"),
+        ("rate", "inf", "a number is needed"),
+        ("rate", "1e999", "a finite number is needed"),
+        ("rate", "-0.1", "the smallest value is 0"),
+        ("rate", "1", "it must be below 1"),
+        ("ratio", "1.1", "the largest value is 1"),
+        ("on", "maybe", "true or false is needed"),
+        ("on", "", "true or false is needed"),
+        ("length", "soon", "'soon' is no duration"),
+        ("length", "2ep", "epochs mean nothing here, give steps or tokens"),
+        ("kind", "on", "not known (did you mean one?), use one of one, two_three"),
+        ("kind", "x", "not known, use one of one, two_three"),
+        ("kinds", "one,x", "not known"),
+        ("names", "a,,b", "an empty item"),
+        ("names", "a,", "an empty item"),
+        ("shares", "1,x", "a number is needed"),
+    ],
+)
+def test_what_cannot_be_read_says_what_is_needed(name: str, raw: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_value(SETTINGS[name], raw)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("text", 3, "a text is needed"),
+        ("path", "none", "'none' reads as none: write None, or ./none for a path"),
+        ("count", 2.0, "a whole number is needed"),
+        ("count", True, "a whole number is needed"),
+        ("rate", True, "a number is needed"),
+        ("rate", float("nan"), "a finite number is needed"),
+        ("on", 1, "true or false is needed"),
+        ("length", 1000, "a duration, as Duration.parse makes it, is needed"),
+        ("kind", "ONE", "not known, use one of one, two_three"),
+        ("names", ["a"], "a tuple is needed"),
+        ("names", "a", "a tuple is needed"),
+        ("shares", (1, "2"), "a number is needed"),
+    ],
+)
+def test_a_value_made_in_python_is_held_to_type_and_limits(name: str, value: object, problem: str) -> None:
+    assert limit_problem(SETTINGS[name], value) == problem
+
+
+@pytest.mark.parametrize(("name", "value"), [("rate", 0), ("maybe", None), ("shares", (1, 2.5)), ("kinds", ())])
+def test_a_good_value_made_in_python_has_no_problem(name: str, value: object) -> None:
+    assert limit_problem(SETTINGS[name], value) is None
+
+
+@pytest.mark.parametrize("value", [None, True, False, 3, -2, 0.1, 1e-8, 1e22, Duration(1800, "seconds")])
+def test_a_formatted_value_reads_back(value: object) -> None:
+    name = {
+        type(None): "maybe",
+        bool: "on",
+        int: "maybe",
+        float: "ratio",
+        Duration: "every",
+    }[type(value)]
+    if isinstance(value, float) and value > 1:
+        value = -value
+    assert parse_value(SETTINGS[name], format_value(value)) == value
+
+
+def test_a_formatted_tuple_is_a_comma_list() -> None:
+    assert format_value(("a", 1.5, True)) == "a,1.5,true"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("text", "text"),
+        ("path", "text, or none"),
+        ("count", "whole number, at least 1"),
+        ("rate", "number, at least 0, below 1"),
+        ("ratio", "number, at most 1"),
+        ("on", "true or false"),
+        ("length", "steps or tokens"),
+        ("every", "steps, tokens, epochs or seconds, or none"),
+        ("kind", "one of one, two_three"),
+        ("kinds", "any of one, two_three"),
+        ("names", "texts, comma list"),
+        ("shares", "numbers, comma list"),
+    ],
+)
+def test_a_type_is_described_in_words(name: str, text: str) -> None:
+    assert describe_type(SETTINGS[name]) == text

@@ -1,0 +1,99 @@
+"""What a dataset's samples are, the slow and obvious way: lists are made in full, numbers are Python integers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+BLOCKS, DOCUMENTS, ROUNDS = 1, 2, 3
+
+Place = tuple[int, int]  # document, position in it
+
+
+def mix(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def keyed_hash(key: int, item: int) -> int:
+    return mix(key ^ mix((item + GOLDEN) & MASK))
+
+
+def key_of(*parts: int) -> int:
+    key = 0
+    for part in parts:
+        key = keyed_hash(key, part)
+    return key
+
+
+def text_number(*texts: str) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(b"".join(text.encode() + b"\0" for text in texts), digest_size=8).digest(), "little"
+    )
+
+
+@dataclass
+class Oracle:
+    """The samples of documents of given lengths."""
+
+    lengths: Sequence[int]
+    block: int
+    shards: int
+    seq_length: int
+    key: tuple[int, int]
+
+    def shard_documents(self) -> list[list[int]]:
+        """A document belongs to the shard that the position of its first token falls into."""
+        total = sum(self.lengths)
+        shards: list[list[int]] = [[] for _ in range(self.shards)]
+        before = 0
+        for document, length in enumerate(self.lengths):
+            if length:
+                shards[before * self.shards // total].append(document)
+            before += length
+        return shards
+
+    def one_pass(self, shard: int, number: int) -> list[Place]:
+        """All tokens of a shard in the order of a pass."""
+        documents = self.shard_documents()[shard]
+        block_key, document_key = key_of(BLOCKS, *self.key, shard, number), key_of(DOCUMENTS, *self.key, shard, number)
+        blocks = sorted(
+            {document // self.block for document in documents}, key=lambda item: keyed_hash(block_key, item)
+        )
+        order = [
+            document
+            for block in blocks
+            for document in sorted(
+                (document for document in documents if document // self.block == block),
+                key=lambda item: keyed_hash(document_key, item),
+            )
+        ]
+        return [(document, position) for document in order for position in range(self.lengths[document])]
+
+    def shard_samples(self, shard: int, passes: int) -> list[list[Place]]:
+        """The whole samples of a shard's first passes."""
+        stream = [place for number in range(passes + 1) for place in self.one_pass(shard, number)]
+        tokens = len(stream) // (passes + 1)
+        return [
+            stream[sample * self.seq_length : (sample + 1) * self.seq_length + 1]
+            for sample in range(passes * tokens // self.seq_length)
+        ]
+
+    def sample_order(self, passes: int) -> list[tuple[int, int]]:
+        """(shard, sample of the shard) in the dataset's order."""
+        totals = [sum(self.lengths[document] for document in documents) for documents in self.shard_documents()]
+        order = []
+        for number in range(passes):
+            first = [number * total // self.seq_length for total in totals]
+            last = [(number + 1) * total // self.seq_length for total in totals]
+            key = key_of(ROUNDS, *self.key, number)
+            for turn in range(max(end - begin for begin, end in zip(first, last, strict=True))):
+                turn_key = keyed_hash(key, turn)
+                there = [shard for shard in range(self.shards) if first[shard] + turn < last[shard]]
+                there.sort(key=lambda shard: keyed_hash(turn_key, shard))
+                order += [(shard, first[shard] + turn) for shard in there]
+        return order

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from unit.data.stream_oracle import Oracle, text_number
+from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
+
+from pretraining.config.training import DataConfig
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.files import list_datasets
+from pretraining.data.index import BLOCK_DOCUMENTS
+from pretraining.data.streams import shard_count
+from pretraining.errors import ConfigError, DataError
+
+SEP = 999
+
+
+def config(root: Path, **changes: object) -> DataConfig:
+    return replace(DataConfig(data_path=str(root), seq_length=16, num_workers=0, logical_shards=4), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch_documents", [1, 7])
+def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, batch_documents: int) -> None:
+    documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=6)
+    documents[5] = [1, 2, SEP]  # ends with the separator already
+    for number, begin in enumerate(range(0, len(documents), 500)):
+        write_documents(
+            tmp_path / "web" / f"{number}.arrow", documents[begin : begin + 500], batch_documents=batch_documents
+        )
+    made = loader(config(tmp_path, sep_token=SEP, seq_length=50, logical_shards=3), plan(16), seed=42)
+    whole = [document if document[-1:] == [SEP] else [*document, SEP] for document in documents]
+    oracle = Oracle([len(document) for document in whole], BLOCK_DOCUMENTS, 3, 50, (42, text_number("web", "train")))
+    samples = {shard: oracle.shard_samples(shard, 2) for shard in range(3)}
+    order = oracle.sample_order(2)
+    for step in range(len(order) // 16):
+        taken = sorted(order[step * 16 : (step + 1) * 16], key=lambda pair: pair[0])
+        expected = [[whole[document][at] for document, at in samples[shard][number]] for shard, number in taken]
+        assert rows(next(made)) == expected
+
+
+def test_one_pass_gives_every_token_once(tmp_path: Path) -> None:
+    documents = [[number] * (number % 7) for number in range(800)]
+    write_documents(tmp_path / "web/x.arrow", documents)
+    made = loader(config(tmp_path, seq_length=1), plan(sum(map(len, documents))))
+    first = next(made).micro_batches[0].tokens_BT[:, 0].tolist()
+    assert Counter(first) == Counter(token for document in documents for token in document)
+
+
+def test_what_is_listed_once_is_opened_anywhere(tmp_path: Path) -> None:
+    settings = config(make_root(tmp_path, web=60, code=40))
+    listing = list_datasets(settings)
+    build_indices(listing, settings)
+    build_indices(listing, settings)
+    received = pickle.loads(pickle.dumps(listing))
+    datasets = open_datasets(received, settings)
+    documents = [*random_documents(60, 0), *random_documents(40, 1)]
+    assert datasets.training_tokens == sum(map(len, documents)) and datasets.held_out_tokens == 0
+    with_separators = opened(replace(settings, sep_token=SEP, held_out_fraction=0.5))
+    assert with_separators.training_tokens + with_separators.held_out_tokens == sum(map(len, documents)) + 100
+
+
+def test_without_weights_datasets_are_taken_in_proportion_to_their_tokens(tmp_path: Path) -> None:
+    settings = config(make_root(tmp_path, web=300, code=100))
+    datasets = opened(settings)
+    made = build_loader(datasets, settings, plan(1000), 0, 0, 1000)
+    made.load_state_dict({**made.state_dict(), "next_sample": 10_000})
+    share = datasets.datasets[1].tokens("train") / datasets.training_tokens
+    assert made.state_dict()["counts"]["web"] == pytest.approx(10_000 * share, abs=2)
+
+
+def test_weights_go_with_the_datasets_they_were_given_with(tmp_path: Path) -> None:
+    root = make_root(tmp_path, web=100, code=100, books=100)
+    given = loader(config(root, datasets=("web", "books", "code/"), weights=(0.7, 0.2, 0.1)), plan(10))
+    sorted_by_name = loader(config(root, weights=(0.2, 0.1, 0.7)), plan(10))
+    for _ in range(10):
+        assert rows(next(given)) == rows(next(sorted_by_name))
+    assert given.state_dict()["counts"] == {"books": 20, "code": 10, "web": 70}
+
+
+def test_a_dataset_of_weight_zero_may_be_too_small_to_train_on(tmp_path: Path) -> None:
+    root = make_root(tmp_path, web=100)
+    write_documents(root / "tiny/x.arrow", [[1]])
+    made = loader(config(root, weights=(0.0, 1.0)), plan(4))
+    next(made)
+    assert made.state_dict()["counts"] == {"web": 4}
+
+
+def test_weights_that_do_not_match_the_datasets_are_refused(tmp_path: Path) -> None:
+    root = make_root(tmp_path, web=100, code=100)
+    with pytest.raises(ConfigError, match=r"--weights gives 3 numbers for 2 datasets \(code, web\)"):
+        loader(config(root, weights=(1.0, 2.0, 3.0)))
+
+
+def test_a_separator_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sep_token=1000 is not in the vocabulary of 1000 tokens"):
+        loader(config(make_root(tmp_path, web=50), sep_token=1000), vocab_size=1000)
+
+
+def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [])
+    with pytest.raises(DataError, match=r"dataset 'web' is empty: its 1 files in .*web hold no documents"):
+        loader(config(tmp_path))
+
+
+def test_documents_without_tokens_are_none_to_train_on(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[], []])
+    with pytest.raises(DataError, match="dataset 'web' has no documents to train on"):
+        loader(config(tmp_path))
+
+
+def test_a_sequence_longer_than_the_data_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1] * 16])
+    write_documents(tmp_path / "code/x.arrow", [[1] * 9])
+    with pytest.raises(
+        DataError, match=r"takes seq_length \+ 1 = 17 tokens, but dataset 'code' has 9(.|\n)*'web' has 16 in all"
+    ):
+        loader(config(tmp_path))
+    assert next(loader(config(tmp_path, seq_length=8))).step == 0
+
+
+def test_a_held_out_split_without_a_sample_is_refused(tmp_path: Path) -> None:
+    settings = config(make_root(tmp_path, web=100))
+    with pytest.raises(DataError, match=r"held_out_fraction=0.0 keeps 0 tokens of dataset 'web', but one sample takes"):
+        build_loader(opened(settings), settings, plan(2), 0, 0, 1000, split="held_out")
+    everything = replace(settings, held_out_fraction=1.0)
+    with pytest.raises(DataError, match="has no documents to train on: they are all empty, or held out by"):
+        loader(everything)
+
+
+def test_an_index_that_is_not_there_is_named_with_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = config(make_root(tmp_path, web=50))
+    with pytest.raises(DataError, match=r"no index of dataset 'web' in .*/web/\.index or .*cache.*--index_path="):
+        open_datasets(list_datasets(settings), settings)
+
+
+def test_short_datasets_are_mixed_from_whole_samples(tmp_path: Path) -> None:
+    """A sample that is longer than its shard would repeat documents; a small dataset has fewer shards instead."""
+    documents = [[number] for number in range(900)]
+    write_documents(tmp_path / "web/x.arrow", documents)
+    made = loader(config(tmp_path, seq_length=100, logical_shards=1024), plan(8))
+    assert made.reader.sources[0].shards == shard_count(900, 100, 1024) == 1
+    tokens = np.concatenate([np.array(row[:-1]) for row in rows(next(made))])
+    assert len(np.unique(tokens)) == 800
+
+
+def test_loaders_of_one_process_share_what_they_opened_and_do_not_disturb_each_other(tmp_path: Path) -> None:
+    settings = config(make_root(tmp_path, web=400), sep_token=SEP, held_out_fraction=0.3)
+    variants = [
+        settings,
+        replace(settings, logical_shards=7),
+        replace(settings, seq_length=5),
+        replace(settings, seq_length=90),
+    ]
+    shared = opened(settings)
+    together = [build_loader(shared, variant, plan(4), 0, 7, 1000) for variant in variants]
+    together.append(build_loader(shared, settings, plan(4), 0, 7, 1000, split="held_out"))
+    alone = [build_loader(opened(variant), variant, plan(4), 0, 7, 1000) for variant in variants]
+    alone.append(build_loader(opened(settings), settings, plan(4), 0, 7, 1000, split="held_out"))
+    for _ in range(15):
+        assert [rows(next(made)) for made in together] == [rows(next(made)) for made in alone]
+    assert len(shared.open_files) == 2

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import numpy as np
+from unit.data.token_files import loader, plan, rows
+
+from pretraining.config.training import DataConfig
+from pretraining.data.dummy import DummySamples
+
+CONFIG = DataConfig(use_dummy_dataset=True, seq_length=16, num_workers=0)
+
+
+def test_every_token_is_followed_by_the_next_number() -> None:
+    micro_batch = next(loader(CONFIG, vocab_size=50)).micro_batches[0]
+    tokens_BS, labels_BS = micro_batch.inputs_and_labels()
+    assert ((tokens_BS + 1) % 50 == labels_BS).all()
+    assert tokens_BS.shape == (8, 16)
+
+
+def test_a_sample_is_a_function_of_its_number_seed_and_split() -> None:
+    def read(seed: int, split: str, number: int) -> list[int]:
+        row = np.zeros(5, dtype=np.uint16)
+        DummySamples(4, seed, split, 40_000).read(0, number, row)
+        return row.tolist()
+
+    assert read(1, "train", 10**15) == read(1, "train", 10**15)
+    variants = [read(1, "train", 5), read(2, "train", 5), read(1, "held_out", 5), read(1, "train", 6)]
+    assert len({tuple(variant) for variant in variants}) == 4
+
+
+def test_it_goes_through_the_same_loader() -> None:
+    whole = loader(CONFIG, plan(6))
+    parts = [loader(CONFIG, plan(6, ranks=4), rank) for rank in range(4)]
+    for _ in range(5):
+        assert rows(next(whole)) == [row for part in parts for row in rows(next(part))]
+    assert whole.state_dict()["next_sample"] == 30

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from unit.data.token_files import random_documents, write_documents
+
+from pretraining.config.training import DataConfig
+from pretraining.data import index_build
+from pretraining.data.files import DatasetFiles, list_datasets
+from pretraining.data.index import BLOCK_DOCUMENTS, Index, IndexSettings, find_index, index_places
+from pretraining.data.index_build import build_index, held_out_mask
+from pretraining.errors import DataError
+
+SETTINGS = IndexSettings("web", "tokens", None, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def files(root: Path) -> DatasetFiles:
+    return list_datasets(DataConfig(data_path=str(root), datasets=("web",))).datasets[0]
+
+
+def lengths_of(index: Index, split: str = "train") -> list[int]:
+    return index.split(split).lengths(0, len(index.documents)).tolist()
+
+
+def test_it_holds_every_document_in_canonical_order(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/b.arrow", [[1], [1, 2]])
+    write_documents(tmp_path / "web/a/x.arrow", [[], [1, 2, 3]], batch_documents=1)
+    write_documents(tmp_path / "web/empty.arrow", [])
+    write_documents(tmp_path / "web/z.arrow", [[5] * 9])
+    index = build_index(files(tmp_path), SETTINGS)
+    assert lengths_of(index) == [0, 3, 1, 2, 9]
+    assert index.first_documents.tolist() == [0, 2, 4, 4, 5]
+    assert [index.place(document) for document in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
+    assert index.split("train").tokens == 15 and index.split("held_out").tokens == 0
+
+
+def test_blocks_are_totals_of_their_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = random_documents(2 * BLOCK_DOCUMENTS + 100, largest=5)
+    write_documents(tmp_path / "web/x.arrow", documents)
+    settings = dataclasses.replace(SETTINGS, held_out_fraction=0.3)
+    for at_once in (4096, 1):
+        monkeypatch.setattr(index_build, "_BLOCKS_AT_ONCE", at_once)
+        index = build_index(files(tmp_path), settings, index_path=str(tmp_path / f"index{at_once}"))
+        for split in ("train", "held_out"):
+            starts = np.concatenate(([0], np.cumsum(lengths_of(index, split))))
+            expected = [*starts[:-1:BLOCK_DOCUMENTS].tolist(), int(starts[-1])]
+            assert index.split(split).block_bounds.tolist() == expected
+
+
+def test_a_separator_is_counted_where_it_is_not_there_already(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 9], [1, 2], [], [9]])
+    index = build_index(files(tmp_path), dataclasses.replace(SETTINGS, sep_token=9))
+    assert lengths_of(index) == [2, 3, 1, 1]
+
+
+def test_splits_share_no_document_and_lose_none(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1]] * 4000)
+    index = build_index(files(tmp_path), dataclasses.replace(SETTINGS, held_out_fraction=0.1, sep_token=5))
+    train, held_out = np.array(lengths_of(index)), np.array(lengths_of(index, "held_out"))
+    assert ((train == 2) ^ (held_out == 2)).all() and (train + held_out == 2).all()
+    assert 300 < np.count_nonzero(held_out) < 500
+
+
+def test_held_out_documents_stay_so_when_files_and_rows_are_added(tmp_path: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, held_out_fraction=0.2)
+    documents = [[1]] * 300
+    write_documents(tmp_path / "web/m.arrow", documents)
+    before = lengths_of(build_index(files(tmp_path), settings), "held_out")
+    write_documents(tmp_path / "web/a.arrow", documents[:50])
+    write_documents(tmp_path / "web/m.arrow", documents * 2)
+    after = lengths_of(build_index(files(tmp_path), settings), "held_out")
+    assert after[50:350] == before
+    assert held_out_mask(settings, "m.arrow", 300).tolist() == [length == 1 for length in before]
+
+
+def test_more_is_held_out_as_the_fraction_grows() -> None:
+    few, more, everything = (
+        held_out_mask(dataclasses.replace(SETTINGS, held_out_fraction=fraction), "x", 1000)
+        for fraction in (0.1, 0.5, 1.0)
+    )
+    assert (few <= more).all() and more.sum() > few.sum() and everything.all()
+
+
+def test_which_documents_are_held_out_is_the_same_in_every_release() -> None:
+    settings = dataclasses.replace(SETTINGS, held_out_fraction=0.1)
+    assert np.flatnonzero(held_out_mask(settings, "part.arrow", 60)).tolist() == [5, 17, 51]
+
+
+def test_it_is_built_once(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1]])
+    said: list[str] = []
+    first = build_index(files(tmp_path), SETTINGS, say=said.append)
+    changed = first.path.stat().st_mtime_ns
+    assert build_index(files(tmp_path), SETTINGS, say=said.append).path.stat().st_mtime_ns == changed
+    assert len(said) == 1 and said[0].startswith("indexing dataset 'web': 1 files")
+
+
+def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1]])
+    write_documents(tmp_path / "web/y.arrow", [[1]], column="ids")
+    different = [
+        SETTINGS,
+        dataclasses.replace(SETTINGS, sep_token=0),
+        dataclasses.replace(SETTINGS, held_out_fraction=0.1),
+        dataclasses.replace(SETTINGS, column="ids"),
+        dataclasses.replace(SETTINGS, dataset="code"),
+    ]
+    assert len({settings.digest for settings in different}) == 5
+    (tmp_path / "web/y.arrow").unlink()
+    build_index(files(tmp_path), SETTINGS)
+    assert find_index(files(tmp_path), different[1], None) is None
+
+
+def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1]])
+    write_documents(tmp_path / "web/y.arrow", [[1]])
+    build_index(files(tmp_path), SETTINGS)
+    write_documents(tmp_path / "web/x.arrow", [[1] * 999])
+    (tmp_path / "web/y.arrow").rename(tmp_path / "web/z.arrow")
+    assert find_index(files(tmp_path), SETTINGS, None) is None
+    said: list[str] = []
+    index = build_index(files(tmp_path), SETTINGS, say=said.append)
+    change = "added: z.arrow; removed: y.arrow; changed in size: x.arrow"
+    assert said[0] == f"dataset 'web': files changed since it was indexed ({change})"
+    assert index.header["changes"] == change and lengths_of(index) == [999, 1]
+
+
+@pytest.mark.parametrize("keep", [0, 5, 40, -1])
+def test_a_damaged_index_is_made_anew(tmp_path: Path, keep: int) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+    path = build_index(files(tmp_path), SETTINGS).path
+    path.write_bytes(path.read_bytes()[:keep])
+    assert find_index(files(tmp_path), SETTINGS, None) is None
+    assert lengths_of(build_index(files(tmp_path), SETTINGS)) == [2]
+
+
+def test_indices_of_read_only_data_lie_in_the_cache_folder(tmp_path: Path, cache_folder: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+    (tmp_path / "web/.index").write_text("a file where the folder would be: it cannot be written to")
+    index = build_index(files(tmp_path), SETTINGS)
+    assert cache_folder in index.path.parents
+    found = find_index(files(tmp_path), SETTINGS, None)
+    assert found is not None and found.path == index.path
+
+
+def test_index_path_decides_the_place(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+    index = build_index(files(tmp_path), SETTINGS, index_path=str(tmp_path / "indices"))
+    assert index.path.parent == tmp_path / "indices/web" and not (tmp_path / "web/.index").exists()
+
+
+def test_no_place_for_an_index_is_an_error_that_names_the_flag(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(DataError, match=r"no place to write the index of dataset 'web': .*taken/web.*--index_path"):
+        build_index(files(tmp_path), SETTINGS, index_path=str(tmp_path / "taken"))
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(index_build.os, "fsync", full)
+    with pytest.raises(DataError, match=r"cannot write the index .*: No space left on device"):
+        build_index(files(tmp_path), SETTINGS)
+    assert list((tmp_path / "web/.index").iterdir()) == []
+
+
+def test_several_may_build_at_once(tmp_path: Path) -> None:
+    for number in range(10):
+        write_documents(tmp_path / f"web/{number}.arrow", random_documents(20, seed=number))
+    listed, built = files(tmp_path), []
+    threads = [
+        threading.Thread(target=lambda: built.append(build_index(listed, SETTINGS, workers=2))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({tuple(lengths_of(index)) for index in built}) == 1 and len(built) == 4
+    assert [path.name for path in (tmp_path / "web/.index").iterdir()] == [f"{SETTINGS.digest}.index"]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_all_files_that_cannot_be_used_are_named_at_once(tmp_path: Path, workers: int) -> None:
+    for number in range(9):
+        write_documents(tmp_path / f"web/{number}.arrow", [[1]], column="ids" if number in (3, 7) else "tokens")
+    with pytest.raises(DataError, match=r"web/3\.arrow has no column(.|\n)*web/7\.arrow has no column"):
+        build_index(files(tmp_path), SETTINGS, workers=workers)
+    assert not index_places(files(tmp_path), SETTINGS, None)[0].exists()
+
+
+def test_a_long_list_of_unusable_files_is_cut(tmp_path: Path) -> None:
+    for number in range(50):
+        (tmp_path / "web").mkdir(exist_ok=True)
+        (tmp_path / f"web/{number:02}.arrow").write_bytes(b"")
+    with pytest.raises(DataError) as raised:
+        build_index(files(tmp_path), SETTINGS, workers=1)
+    assert len(str(raised.value).splitlines()) == 10
+
+
+def test_a_document_longer_than_32_bits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1], [1] * 6])
+    monkeypatch.setattr(index_build, "_LARGEST_LENGTH", 5)
+    with pytest.raises(DataError, match=r"x\.arrow, row 1: a document of 6 tokens is too long"):
+        build_index(files(tmp_path), SETTINGS)

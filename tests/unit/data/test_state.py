@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.data.token_files import loader, make_root, plan, write_documents
+
+from pretraining.config.training import DataConfig
+from pretraining.data.dataset import build_loader
+from pretraining.data.state import saved_global_batch_size
+from pretraining.errors import DataError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    root = make_root(tmp_path / "data", web=100, code=60)
+    return DataConfig(data_path=str(root), seq_length=16, logical_shards=4, num_workers=0)
+
+
+@pytest.fixture
+def state(config: DataConfig) -> dict[str, Any]:
+    made = loader(config, plan(8))
+    next(made)
+    return made.state_dict()
+
+
+def refusal(state: dict[str, Any], config: DataConfig, batch: int = 8, seed: int = 7) -> str:
+    with pytest.raises(DataError) as raised:
+        loader(config, plan(batch), seed=seed).load_state_dict(state)
+    return str(raised.value)
+
+
+def test_the_state_holds_what_the_order_depends_on(state: dict[str, Any]) -> None:
+    assert state["version"] == 1 and state["next_sample"] == 8 and state["seed"] == 7
+    assert state["seq_length"] == 16 and state["logical_shards"] == 4 and state["split"] == "train"
+    assert state["datasets"].keys() == {"code", "web"}
+    (phase,) = state["phases"]
+    assert phase["first_sample"] == 0 and phase["global_batch_size"] == 8
+    assert phase["weights"].keys() == phase["base_counts"].keys() == {"code", "web"}
+    assert sum(state["counts"].values()) == 8
+
+
+def test_the_batch_size_to_go_on_with_is_in_the_state(state: dict[str, Any]) -> None:
+    assert saved_global_batch_size(state) == 8
+    with pytest.raises(DataError, match="names no global batch size"):
+        saved_global_batch_size({"phases": []})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_length": 8}, "seq_length was 16 and is 8"),
+        ({"logical_shards": 5}, "logical_shards was 4 and is 5"),
+        ({"datasets": ("web",)}, "datasets are gone: code"),
+        ({"weights": (1.0, 1.0)}, "weights were code 0.3"),
+        ({"sep_token": 3}, "dataset 'web' is read otherwise: col_name, sep_token or held_out_fraction differ"),
+        ({"use_dummy_dataset": True}, "datasets are gone: code, web"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    config: DataConfig, state: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    text = refusal(state, replace(config, **changes))
+    assert message in text and "start a new run in another --ckpt_save_path" in text
+
+
+def test_another_seed_and_batch_are_refused_in_one_error(config: DataConfig, state: dict[str, Any]) -> None:
+    text = refusal(state, config, batch=9, seed=6)
+    assert "seed was 7 and is 6" in text and "global_batch_size was 8 and is 9" in text
+
+
+def test_another_split_is_refused(config: DataConfig) -> None:
+    config = replace(config, held_out_fraction=0.5)
+    text = refusal(loader(config, plan(8)).state_dict() | {"split": "held_out"}, config)
+    assert "split was held_out and is train" in text
+
+
+def test_an_added_dataset_is_refused(config: DataConfig, state: dict[str, Any]) -> None:
+    write_documents(Path(config.data_path or "") / "books/x.arrow", [[1] * 50])
+    assert "datasets were added: books" in refusal(state, config)
+
+
+def test_changed_files_are_refused_and_named(config: DataConfig, state: dict[str, Any]) -> None:
+    write_documents(Path(config.data_path or "") / "web/three.arrow", [[1] * 50])
+    text = refusal(state, config)
+    assert "dataset 'web' has other files: 2 with" in text and "3 with" in text
+    assert "(added: three.arrow); new files belong in a new dataset" in text
+
+
+def test_another_vocabulary_of_dummy_tokens_is_refused() -> None:
+    config = DataConfig(use_dummy_dataset=True, num_workers=0)
+    state = build_loader(None, config, plan(2), 0, 0, 100).state_dict()
+    with pytest.raises(DataError, match="dataset 'dummy' differs: vocab_size was 100 and is 200"):
+        build_loader(None, config, plan(2), 0, 0, 200).load_state_dict(state)
+
+
+def test_a_state_with_more_phases_is_refused(config: DataConfig, state: dict[str, Any]) -> None:
+    state["phases"] = [state["phases"][0]] * 2
+    assert "the state has 2 phases of the mixture, this run has 1" in refusal(state, config)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.clear(), "version None, but this release reads version 1"),
+        (lambda state: state.update(version=2), "version 2, but this release reads version 1"),
+        (lambda state: state.pop("seed"), "damaged: KeyError: 'seed'"),
+        (lambda state: state.update(datasets=3), "damaged: AttributeError"),
+        (lambda state: state.update(next_sample="x"), "damaged: TypeError"),
+        (lambda state: state.update(next_sample=-8), "damaged: ValueError"),
+        (lambda state: state.update(next_sample=9), "sample 9 is not the first of a step"),
+    ],
+)
+def test_a_damaged_state_is_refused(
+    config: DataConfig, state: dict[str, Any], damage: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    damage(state)
+    assert message in refusal(state, config)
+
+
+def test_a_refused_state_leaves_the_loader_where_it_was(config: DataConfig, state: dict[str, Any]) -> None:
+    made = loader(config, plan(8))
+    next(made)
+    with pytest.raises(DataError):
+        made.load_state_dict(state | {"seed": 1})
+    assert made.next_step == 1

@@ -1,0 +1,154 @@
+"""Training, loading and using a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, library_threads, load_tokenizer, train_tokenizer
+from pretraining.errors import DataError
+
+TEXTS = ["def add(a, b):\n    return a + b\n" * 20, "The quick brown fox jumps over the lazy dog.\n" * 20]
+TRAINED = train_tokenizer(TEXTS, 300)
+
+
+def write_word_tokenizer(folder: Path, vocabulary: dict[str, int], special: list[str]) -> None:
+    library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(special)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(library.to_str())
+
+
+@given(st.text())
+def test_decoding_gives_any_text_back(text: str) -> None:
+    assert TRAINED.decode(TRAINED.encode(text)) == text
+
+
+def test_end_of_text_is_id_0_and_the_vocabulary_is_as_asked() -> None:
+    assert (TRAINED.end_of_text, TRAINED.vocab_size) == (0, 300)
+    assert TRAINED.decode([0]) == END_OF_TEXT
+
+
+def test_a_special_token_spelt_in_a_text_is_text() -> None:
+    ids = TRAINED.encode(f"a{END_OF_TEXT}b")
+    assert 0 not in ids
+    assert TRAINED.decode(ids) == f"a{END_OF_TEXT}b"
+
+
+def test_a_batch_encodes_like_single_texts() -> None:
+    assert TRAINED.encode_batch(TEXTS) == [TRAINED.encode(text) for text in TEXTS]
+
+
+def test_training_gives_the_same_bytes_on_any_number_of_threads() -> None:
+    with library_threads(False):
+        alone = train_tokenizer(iter(TEXTS), 300)
+    with library_threads(True):
+        together = train_tokenizer(iter(TEXTS), 300)
+    assert alone.definition == together.definition == TRAINED.definition
+
+
+def test_a_short_text_gives_a_smaller_vocabulary() -> None:
+    assert train_tokenizer(["ab"], 1000).vocab_size == 258
+
+
+def test_the_environment_is_as_before_after_library_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "yes")
+    with library_threads(False):
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "yes"
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    with library_threads(True):
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_saved_and_loaded_it_is_the_same_tokenizer(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path)
+    for path in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path)):
+        loaded = load_tokenizer(path)
+        assert (loaded.sha256, loaded.config) == (TRAINED.sha256, TRAINED.config)
+        assert (loaded.end_of_text, loaded.vocab_size) == (0, 300)
+        assert loaded.encode(TEXTS[0]) == TRAINED.encode(TEXTS[0])
+
+
+def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    TRAINED.save(tmp_path)
+    automatic = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert automatic(TEXTS[0])["input_ids"] == TRAINED.encode(TEXTS[0])
+    assert (automatic.eos_token, automatic.eos_token_id) == (END_OF_TEXT, 0)
+    assert automatic.decode(TRAINED.encode(TEXTS[0])) == TEXTS[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": "stop"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "stop", "lstrip": False}}),
+        ("special_tokens_map.json", {"eos_token": "stop"}),
+    ],
+)
+def test_end_of_text_is_what_the_folder_says(tmp_path: Path, name: str, content: dict[str, object]) -> None:
+    write_word_tokenizer(tmp_path, {"?": 0, "a": 1, "stop": 2, "</s>": 3}, ["</s>"])
+    (tmp_path / name).write_text(json.dumps(content))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.end_of_text == 2
+    (tmp_path / "copy").mkdir()
+    loaded.save(tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").end_of_text == 2
+
+
+def test_end_of_text_of_a_lone_file_is_a_special_token_with_a_usual_name(tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path / "llama", {"?": 0, "a": 1, "</s>": 2}, ["</s>"])
+    assert load_tokenizer(tmp_path / "llama").end_of_text == 2
+    write_word_tokenizer(tmp_path / "none", {"?": 0, "a": 1}, [])
+    assert load_tokenizer(tmp_path / "none").end_of_text is None
+
+
+def test_the_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path, {"?": 0, "a": 70_000}, [])
+    assert load_tokenizer(tmp_path).vocab_size == 70_001
+
+
+def test_texts_are_never_cut_or_padded(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_str(TRAINED.definition.decode())
+    library.enable_truncation(4)
+    library.enable_padding(length=8)
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    assert load_tokenizer(tmp_path).encode_batch(["a", TEXTS[0]]) == TRAINED.encode_batch(["a", TEXTS[0]])
+
+
+DEFINITION = TRAINED.definition.decode()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no tokenizer to read at .*tokenizer.json.*train one"),
+        ({"tokenizer.json": "{}"}, "is no tokenizer that the tokenizers library .* can read"),
+        ({"tokenizer.json": DEFINITION, "tokenizer_config.json": "{"}, "tokenizer_config.json cannot be read as JSON"),
+        ({"tokenizer.json": DEFINITION, "special_tokens_map.json": "[]"}, "must hold a JSON object"),
+        (
+            {"tokenizer.json": DEFINITION, "tokenizer_config.json": '{"eos_token": "x!"}'},
+            "'x!' is not in the vocabulary",
+        ),
+    ],
+)
+def test_a_broken_tokenizer_is_one_clear_error(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_the_wrapper_can_be_compared_by_its_hash() -> None:
+    other: Tokenizer = train_tokenizer(["other words"], 300)
+    assert other.sha256 != TRAINED.sha256

@@ -1,0 +1,75 @@
+"""Small token files for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from pretraining.config.batch import BatchPlan
+from pretraining.config.training import DataConfig
+from pretraining.data.batch import StepBatch
+from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
+from pretraining.data.files import list_datasets
+from pretraining.data.loader import Loader
+
+
+def write_documents(
+    path: Path,
+    documents: Sequence[Sequence[int] | None],
+    kind: pa.DataType | None = None,
+    batch_documents: int = 10**9,
+    column: str = "tokens",
+) -> None:
+    """Write an Arrow file of one column, `batch_documents` rows a record batch."""
+    kind = kind or pa.list_(pa.uint16())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    schema = pa.schema([(column, kind)])
+    with pa.ipc.new_file(str(path), schema) as writer:
+        for begin in range(0, len(documents), batch_documents):
+            rows = [None if row is None else list(row) for row in documents[begin : begin + batch_documents]]
+            writer.write_batch(pa.record_batch([pa.array(rows, type=kind)], schema=schema))
+
+
+def random_documents(count: int, seed: int = 0, largest: int = 40, vocab_size: int = 1000) -> list[list[int]]:
+    """Documents of 0 to `largest` tokens."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, vocab_size, generator.integers(0, largest + 1)).tolist() for _ in range(count)]
+
+
+def make_root(root: Path, seed: int = 0, **datasets: int) -> Path:
+    """A data_path with a dataset of so many documents a keyword, two files each."""
+    for number, (name, count) in enumerate(datasets.items()):
+        documents = random_documents(count, seed + number)
+        write_documents(root / name / "one.arrow", documents[: count // 3], batch_documents=7)
+        write_documents(root / name / "two.arrow", documents[count // 3 :])
+    return root
+
+
+def opened(config: DataConfig) -> OpenedDatasets:
+    listing = list_datasets(config)
+    build_indices(listing, config)
+    return open_datasets(listing, config)
+
+
+def plan(global_batch: int, ranks: int = 1, accumulation: int = 1) -> BatchPlan:
+    share = -(-global_batch // ranks)
+    return BatchPlan(global_batch, -(-share // accumulation), accumulation, ranks)
+
+
+def loader(
+    config: DataConfig, batch: BatchPlan | None = None, rank: int = 0, seed: int = 7, vocab_size: int = 1000
+) -> Loader:
+    datasets = None if config.use_dummy_dataset else opened(config)
+    return build_loader(datasets, config, batch or plan(8), rank, seed, vocab_size)
+
+
+def rows(batch: StepBatch) -> list[list[int]]:
+    """All sequences of a batch that are not padding."""
+    found: list[list[int]] = []
+    for micro_batch in batch.micro_batches:
+        filled = len(micro_batch.tokens_BT) - micro_batch.padding
+        found += micro_batch.tokens_BT[:filled].tolist()
+    return found

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from pretraining.config.durations import Duration, Progress
+from pretraining.config.intervals import Interval
+from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.evaluation.held_out import Evaluator
+from pretraining.observability.throughput import Stopwatch
+from pretraining.train.state import TrainState
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+class LossIsInput(nn.Module):
+    """The loss of a position is its input token; positions with ignored labels do not count."""
+
+    def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        valid = labels_BS != -100
+        return (tokens_BS * valid).sum().float(), valid.sum()
+
+
+def evaluator_with(opened: list[int], reports: list[tuple[int, float]], every: int = 3) -> Evaluator:
+    first = MicroBatch(torch.tensor([[1, 1, 1], [1, 1, 1]], dtype=torch.int32))
+    second = MicroBatch(torch.tensor([[7, 7, 7], [9, 9, 9]], dtype=torch.int32), padding=1)
+
+    @contextmanager
+    def open_batches() -> Iterator[list[StepBatch]]:
+        opened.append(1)
+        yield [StepBatch(0, 0, [first]), StepBatch(1, 2, [second])]
+
+    return Evaluator(
+        model=LossIsInput(),
+        open_batches=open_batches,
+        device=torch.device("cpu"),
+        interval=Interval(Duration(every, "steps"), None),
+        activity=Stopwatch().activity,
+        report=lambda progress, loss: reports.append((progress.steps, loss)),
+    )
+
+
+def test_the_loss_is_the_mean_over_valid_tokens_of_all_batches() -> None:
+    reports: list[tuple[int, float]] = []
+    state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
+    state.advance(0.0)
+    loss = evaluator_with([], reports).maybe_run(state)
+    assert loss == pytest.approx((4 * 1 + 2 * 7) / 6)
+    assert reports == [(1, loss)]
+
+
+def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run() -> None:
+    reports: list[tuple[int, float]] = []
+    opened: list[int] = []
+    evaluator = evaluator_with(opened, reports)
+    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(0, 0))
+    while not state.stopping:
+        state.advance(0.0)
+        evaluator.maybe_run(state)
+    assert [step for step, _ in reports] == [3, 6, 8] and len(opened) == 3
+
+
+def test_without_held_out_documents_there_is_no_evaluation() -> None:
+    evaluator = Evaluator(
+        model=LossIsInput(),
+        open_batches=None,
+        device=torch.device("cpu"),
+        interval=Interval(Duration(1, "steps"), None),
+        activity=Stopwatch().activity,
+        report=lambda progress, loss: pytest.fail("reported"),
+    )
+    state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
+    state.advance(0.0)
+    assert evaluator.maybe_run(state) is None

@@ -1,0 +1,58 @@
+"""Counts of parameters and operations, against the model itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretraining.config.variants import VARIANTS, LlamaShape
+from pretraining.model.flops import flops_per_token, matmul_parameters, parameter_count
+from pretraining.model.llama import Llama
+
+every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def meta_model(shape: LlamaShape) -> Llama:
+    with torch.device("meta"):
+        return Llama(shape)
+
+
+@every_variant
+def test_parameter_count_is_that_of_the_model(shape: LlamaShape) -> None:
+    assert parameter_count(shape) == sum(parameter.numel() for parameter in meta_model(shape).parameters())
+
+
+@every_variant
+def test_matmul_parameters_are_those_of_linear_layers(shape: LlamaShape) -> None:
+    """The head counts, tied or not; the embedding look-up does not."""
+    linear = [module for module in meta_model(shape).modules() if isinstance(module, nn.Linear)]
+    assert matmul_parameters(shape) == sum(module.weight.numel() for module in linear)
+
+
+@pytest.mark.parametrize("name", ["7b", "llama2_1.4b", "llama3.2_1b", "tiny"])
+def test_flops_are_six_a_matmul_parameter_and_half_the_attention_matrix(name: str) -> None:
+    """Against torch's own counter of a forward pass: backward is twice a forward, and causality halves attention."""
+    shape, length = VARIANTS[name], 256
+    model = meta_model(shape)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.int64, device="meta"))
+    operations = counter.get_flop_counts()["Global"]
+    matrices = operations.pop(torch.ops.aten.mm)
+    attention = sum(operations.values())
+    assert 3 * matrices == 6 * matmul_parameters(shape) * length
+    assert 3 * attention / 2 == (flops_per_token(shape, length) - 6 * matmul_parameters(shape)) * length
+
+
+@pytest.mark.parametrize(
+    ("variant", "seq_length", "expected"),
+    [
+        # 6 x (6 738 415 616 - 32000 x 4096 - 65 x 4096) + 6 x 32 x 4096 x 4096
+        ("7b", 4096, 6 * 6_607_077_376 + 3_221_225_472),
+        # The head is the embedding, and counts once: 6 x (1 235 814 400 - 33 x 2048) + 6 x 16 x 2048 x 8192
+        ("llama3.2_1b", 8192, 6 * 1_235_746_816 + 1_610_612_736),
+    ],
+)
+def test_worked_examples(variant: str, seq_length: int, expected: int) -> None:
+    assert flops_per_token(VARIANTS[variant], seq_length) == expected

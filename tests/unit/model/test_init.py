@@ -1,0 +1,133 @@
+"""Initial weights are a function of the seed and the parameter's name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pretraining.config.variants import LlamaShape
+from pretraining.model.init import initial_values, initialize_weights, parameter_name, standard_deviation, stream_seed
+from pretraining.model.llama import Llama
+
+CPU = torch.device("cpu")
+GOLDEN_SEED = 4713062163890586102
+GOLDEN_VALUES = [0.02617712, -0.03312612, -0.01798517, -0.02941476]
+SHAPE = LlamaShape(
+    hidden_size=128,
+    intermediate_size=320,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=384,
+    max_position_embeddings=64,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    rope_scaling=None,
+)
+
+
+def initial_weights(shape: LlamaShape = SHAPE, seed: int = 0) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Llama(shape)
+    model.to_empty(device="cpu")
+    initialize_weights(model, shape, seed, CPU)
+    return dict(model.named_parameters())
+
+
+def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(1)
+    first = initial_weights()
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = initial_weights()
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_seed_changes_every_matrix() -> None:
+    first, second = initial_weights(seed=0), initial_weights(seed=1)
+    assert all(not torch.equal(first[name], second[name]) for name in first if first[name].dim() == 2)
+
+
+def test_parameters_of_one_size_differ_by_their_names() -> None:
+    weights = initial_weights()
+    matrices = [tensor.flatten()[:8] for tensor in weights.values() if tensor.dim() == 2]
+    assert len({tuple(matrix.tolist()) for matrix in matrices}) == len(matrices)
+
+
+def test_other_parameters_do_not_matter() -> None:
+    """The first blocks of a deeper model start alike, but for the residual projections' scale."""
+    shallow, deep = initial_weights(), initial_weights(replace(SHAPE, num_hidden_layers=5))
+    for name, tensor in shallow.items():
+        if standard_deviation(name, SHAPE) == 0.02:
+            assert torch.equal(tensor, deep[name])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_table_holds(layers: int) -> None:
+    shape = replace(SHAPE, num_hidden_layers=layers)
+    for name, tensor in initial_weights(shape).items():
+        if name.endswith("norm.weight"):
+            assert torch.equal(tensor, torch.ones(shape.hidden_size))
+            continue
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        expected = 0.02 / math.sqrt(2 * layers) if residual else 0.02
+        # The standard error of n normal numbers' deviation is std / sqrt(2n), that of their mean std / sqrt(n).
+        count = tensor.numel()
+        assert tensor.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * count)), name
+        assert abs(tensor.mean().item()) < 5 * expected / math.sqrt(count), name
+
+
+def test_golden_values() -> None:
+    """No release changes what a seed means (on a CPU, to the rounding of its cosine and logarithm)."""
+    assert stream_seed(2023, "model.norm.weight") == GOLDEN_SEED
+    values = initial_values("lm_head.weight", torch.Size((4, 8)), SHAPE, 2023, CPU)
+    torch.testing.assert_close(values[0, :4], torch.tensor(GOLDEN_VALUES), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_to_empty_then_initialise_gives_a_whole_model(tied: bool) -> None:
+    shape = replace(SHAPE, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = Llama(shape)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))  # what memory may hold
+    initialize_weights(model, shape, 0, CPU)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_model_without_memory_is_refused() -> None:
+    with torch.device("meta"):
+        model = Llama(SHAPE)
+    with pytest.raises(AssertionError, match="to_empty"):
+        initialize_weights(model, SHAPE, 0, CPU)
+
+
+def test_bfloat16_parameters_hold_the_rounded_float32_values() -> None:
+    model = Llama(SHAPE).to(torch.bfloat16)
+    initialize_weights(model, SHAPE, 0, CPU)
+    expected = initial_weights()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name].to(torch.bfloat16))
+
+
+def test_checkpoint_and_compile_wrappers_do_not_change_the_values() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Llama(SHAPE)
+    model.model.layers = nn.ModuleList(torch.compile(checkpoint_wrapper(block)) for block in model.blocks)  # type: ignore[misc]
+    names = [name for name, _ in model.named_parameters()]
+    assert "model.layers.0._orig_mod._checkpoint_wrapped_module.self_attn.q_proj.weight" in names
+    initialize_weights(model, SHAPE, 0, CPU)
+    expected = initial_weights()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[parameter_name(name)])

@@ -1,0 +1,286 @@
+"""The model computes what Hugging Face's Llama computes, from the same weights under the same names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretraining.config.variants import VARIANTS, LlamaShape, RopeScaling
+from pretraining.model.init import initialize_weights
+from pretraining.model.llama import Llama
+from pretraining.model.rope import compute_rotation
+
+SHAPE = LlamaShape(
+    hidden_size=48,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=12,
+    vocab_size=97,
+    max_position_embeddings=256,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    rope_scaling=None,
+)
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+SHAPES = {
+    "multi_head": SHAPE,
+    "grouped_queries": replace(SHAPE, num_key_value_heads=2),
+    "one_key_value_head": replace(SHAPE, num_key_value_heads=1, num_hidden_layers=3),
+    "tied": replace(SHAPE, tie_word_embeddings=True),
+    "llama3_scaling": replace(SHAPE, rope_theta=5e5, rope_scaling=SCALING),
+    "all_at_once": replace(
+        SHAPE, num_key_value_heads=2, tie_word_embeddings=True, rope_theta=5e5, rope_scaling=SCALING
+    ),
+    "other_dimensions": replace(
+        SHAPE,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        rms_norm_eps=1e-2,
+        vocab_size=33,
+    ),
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+def build(shape: LlamaShape, seed: int = 0) -> Llama:
+    model = Llama(shape)
+    initialize_weights(model, shape, seed, torch.device("cpu"))
+    return model
+
+
+def hugging_face(shape: LlamaShape) -> Any:
+    """Hugging Face's model of this shape, with weights large enough that a wrong one shows in the logits."""
+    transformers = pytest.importorskip("transformers")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.rope_scaling is not None:
+        rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=shape.rms_norm_eps,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        rope_parameters=rope,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def twins(shape: LlamaShape) -> tuple[Any, Llama]:
+    """Hugging Face's model and ours, with equal weights."""
+    theirs, ours = hugging_face(shape), Llama(shape)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def draw_tokens(shape: LlamaShape, batch: int, length: int) -> Tensor:
+    return torch.randint(shape.vocab_size, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+@every_shape
+def test_logits_equal_hugging_face(shape: LlamaShape) -> None:
+    theirs, ours = twins(shape)
+    tokens = draw_tokens(shape, batch=2, length=150)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
+@every_shape
+def test_loss_and_gradients_equal_hugging_face(shape: LlamaShape) -> None:
+    theirs, ours = twins(shape)
+    tokens = draw_tokens(shape, batch=2, length=40)
+
+    loss_sum, valid_count = ours(tokens[:, :-1], tokens[:, 1:])
+    loss = loss_sum / valid_count
+    loss.backward()
+    expected = theirs(tokens, labels=tokens).loss  # shifts the labels itself
+    expected.backward()
+
+    assert valid_count == 2 * 39
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, atol=1e-5, rtol=1e-4)
+
+
+@every_shape
+def test_state_dicts_are_interchangeable(shape: LlamaShape) -> None:
+    theirs, ours = hugging_face(shape), build(shape)
+    theirs.load_state_dict(ours.state_dict())
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    tokens = draw_tokens(shape, batch=1, length=20)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_positions_equal_hugging_face() -> None:
+    theirs, ours = twins(SHAPE)
+    tokens = draw_tokens(SHAPE, batch=2, length=12)
+    positions = torch.stack((torch.arange(12), torch.cat((torch.arange(5), torch.arange(7)))))
+    # Given an explicit mask, Hugging Face leaves attention causal over the whole sequence, like ours.
+    causal = torch.full((12, 12), float("-inf")).triu(1).expand(2, 1, 12, 12)
+    expected = theirs(tokens, position_ids=positions, attention_mask=causal).logits
+    torch.testing.assert_close(ours(tokens, positions_BS=positions), expected, atol=1e-5, rtol=0)
+
+
+def test_positions_count_from_zero_unless_given() -> None:
+    model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=2, length=10)
+    assert torch.equal(model(tokens), model(tokens, positions_BS=torch.arange(10).expand(2, 10)))
+
+
+def test_only_distances_between_positions_matter() -> None:
+    model, tokens = twins(SHAPE)[1], draw_tokens(SHAPE, batch=2, length=10)
+    shifted = model(tokens, positions_BS=torch.arange(10).expand(2, 10) + 100)
+    torch.testing.assert_close(shifted, model(tokens), atol=1e-4, rtol=0)
+
+
+def test_positions_that_restart_change_what_follows_and_nothing_before() -> None:
+    model, tokens = twins(SHAPE)[1], draw_tokens(SHAPE, batch=1, length=10)
+    restarted = model(tokens, positions_BS=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]))
+    plain = model(tokens)
+    torch.testing.assert_close(restarted[:, :4], plain[:, :4])
+    assert ((restarted - plain)[:, 4:].abs().amax(dim=-1) > 1e-3).all()
+
+
+def test_a_token_does_not_see_the_future() -> None:
+    model, tokens = build(SHAPES["grouped_queries"]), draw_tokens(SHAPE, batch=1, length=10)
+    changed = tokens.clone()
+    changed[0, 6] = (changed[0, 6] + 1) % SHAPE.vocab_size
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :6], after[:, :6])
+    assert not torch.equal(before[:, 6:], after[:, 6:])
+
+
+@every_shape
+def test_gradients_reach_every_parameter_and_are_finite(shape: LlamaShape) -> None:
+    model, tokens = build(shape), draw_tokens(shape, batch=2, length=16)
+    loss_sum, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss_sum.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+def test_ignored_labels_teach_nothing() -> None:
+    model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=2, length=9)
+    labels = tokens[:, 1:].clone()
+    labels[1] = -100
+    loss_sum, valid_count = model(tokens[:, :-1], labels)
+    first_alone, first_count = model(tokens[:1, :-1], tokens[:1, 1:])
+    assert valid_count == first_count == 8
+    torch.testing.assert_close(loss_sum, first_alone)
+
+
+def test_a_batch_of_padding_has_loss_zero_count_zero_and_zero_gradients() -> None:
+    model, tokens = build(SHAPES["tied"]), draw_tokens(SHAPE, batch=2, length=8)
+    loss_sum, valid_count = model(tokens, torch.full_like(tokens, -100))
+    loss_sum.backward()
+    assert loss_sum == 0
+    assert valid_count == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_an_untrained_model_knows_nothing() -> None:
+    """The loss starts near ln(vocabulary): logits are small."""
+    model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=4, length=65)
+    loss_sum, valid_count = model(tokens[:, :-1], tokens[:, 1:])
+    assert (loss_sum / valid_count).item() == pytest.approx(torch.tensor(97.0).log().item(), abs=0.05)
+
+
+def test_bfloat16_parameters_leave_rotation_and_loss_in_float32() -> None:
+    shape = SHAPES["all_at_once"]
+    model = build(shape).to(torch.bfloat16)
+    rotations = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, arguments: rotations.append(arguments[1]))
+    tokens = draw_tokens(shape, batch=2, length=33)
+    loss_sum, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss_sum.backward()
+
+    cos, sin = compute_rotation(shape, torch.arange(32)[None])
+    assert len(rotations) == 2
+    for block_cos, block_sin in rotations:
+        assert block_cos.dtype == block_sin.dtype == torch.float32
+        assert torch.equal(block_cos, cos)
+        assert torch.equal(block_sin, sin)
+    assert loss_sum.dtype == torch.float32
+    assert model(tokens).dtype == torch.bfloat16
+    expected, _ = build(shape)(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(loss_sum, expected, rtol=2e-3, atol=0)
+
+
+def test_norms_take_their_mean_in_float32() -> None:
+    """A bfloat16 sum of 4096 nines would stop growing at 2304, and the result would be off by a third."""
+    norm = Llama(replace(SHAPE, hidden_size=4096, num_hidden_layers=0)).model.norm.to(torch.bfloat16)
+    x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
+    assert torch.equal(norm(x), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_builds_on_the_meta_device_without_memory(name: str) -> None:
+    with torch.device("meta"):
+        model = Llama(VARIANTS[name])
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert len(model.blocks) == VARIANTS[name].num_hidden_layers
+
+
+def test_forward_runs_on_the_meta_device() -> None:
+    shape = VARIANTS["llama3.2_1b"]
+    with torch.device("meta"):
+        model = Llama(shape)
+        tokens = torch.zeros(2, 128, dtype=torch.int64)
+    assert model(tokens).shape == (2, 128, shape.vocab_size)
+    loss_sum, valid_count = model(tokens, tokens)
+    assert loss_sum.shape == valid_count.shape == ()
+
+
+def test_nothing_but_parameters_is_state() -> None:
+    """So there is nothing to fill after `to_empty` but parameters, and nothing for a checkpoint to forget."""
+    model = build(SHAPES["all_at_once"])
+    assert not list(model.buffers())
+
+
+def test_a_tied_head_is_the_embedding_again_after_to_empty() -> None:
+    shape = SHAPES["tied"]
+    with torch.device("meta"):
+        model = Llama(shape)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_an_untied_head_stays_its_own() -> None:
+    model = build(SHAPE)
+    model.tie_weights()
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+def test_blocks_compute_the_same_when_recomputed() -> None:
+    """Activation checkpointing sees all inputs of a block, the rotation among them, as arguments."""
+    from torch.utils.checkpoint import checkpoint
+
+    model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=1, length=8)
+    rotation = compute_rotation(SHAPE, torch.arange(8)[None])
+    x = model.model.embed_tokens(tokens)
+    plain = model.blocks[0](x, rotation)
+    recomputed = checkpoint(model.blocks[0], x, rotation, use_reentrant=False)
+    assert torch.equal(plain, recomputed)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from pretraining.config.durations import Duration, Progress
+from pretraining.config.intervals import Interval
+from pretraining.observability.observer import Observer
+from pretraining.observability.progress import Report
+from pretraining.observability.throughput import Stopwatch
+from pretraining.train.state import TrainState
+from pretraining.train.step import StepOutcome
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+@dataclass
+class Recorder:
+    """A display, a tracker and a clock that keep what they are told."""
+
+    reports: list[Report] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    closed: int = 0
+    now: float = 0.0
+
+    def show(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self.logged.append((step, values))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def observe(recorder: Recorder, losses: list[float], *, every: int, skipped: tuple[int, ...] = ()) -> Observer:
+    """Observe steps of 10 tokens and 2 seconds with the given mean losses."""
+    observer = Observer(
+        interval=Interval(Duration(every, "steps"), None),
+        total_steps=len(losses),
+        flops_per_token=1e12,
+        peak_tflops=20.0,
+        device=torch.device("cpu"),
+        stopwatch=Stopwatch(lambda: recorder.now),
+        display=recorder,
+        trackers=[recorder],
+    )
+    state = TrainState(len(losses), len(losses), 10, Progress(0, 0))
+    with observer:
+        for index, loss in enumerate(losses):
+            recorder.now += 2.0
+            state.advance(recorder.now)
+            observer.after_step(
+                state,
+                StepOutcome(
+                    loss_sum=torch.tensor(loss * 10),
+                    valid_tokens=torch.tensor(10),
+                    grad_norm=torch.tensor(0.5),
+                    skipped=torch.tensor(index in skipped),
+                    learning_rate=0.1,
+                ),
+            )
+    return observer
+
+
+def test_a_report_is_the_mean_over_its_interval_and_the_last_step_is_always_reported() -> None:
+    recorder = Recorder()
+    observer = observe(recorder, [1.0, 3.0, 5.0, 5.0, 8.0], every=2)
+    assert [(report.step, report.loss) for report in recorder.reports] == [(2, 2.0), (4, 5.0), (5, 8.0)]
+    assert observer.last_loss == 8.0
+    assert recorder.closed == 2  # display and tracker
+
+
+def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:
+    recorder = Recorder()
+    observe(recorder, [1.0] * 4, every=2)
+    report = recorder.reports[0]
+    assert report.step_seconds == 2.0
+    assert report.tokens_per_second_per_gpu == report.tokens_per_second_per_gpu_overall == 5.0
+    assert report.tokens_per_day == 5.0 * 86400
+    assert report.mfu == pytest.approx(5.0 / 20.0)  # 5 tokens/s at 1 TFLOP each, of 20 TFLOP/s
+    assert report.time_left_seconds == pytest.approx(4.0)
+    assert report.memory_gib > 0 and report.memory_reserved_gib is None
+
+
+def test_a_skipped_step_is_counted_and_does_not_spoil_the_mean() -> None:
+    recorder = Recorder()
+    observe(recorder, [1.0, math.nan, 3.0], every=3, skipped=(1,))
+    assert recorder.reports[0].loss == 2.0 and recorder.reports[0].skipped_updates == 1
+
+
+def test_an_interval_of_skipped_steps_has_no_loss_and_json_gets_null() -> None:
+    recorder = Recorder()
+    observe(recorder, [math.nan], every=1, skipped=(0,))
+    assert math.isnan(recorder.reports[0].loss)
+    assert recorder.logged[0][1]["loss"] is None
+
+
+def test_trackers_get_the_canonical_names() -> None:
+    recorder = Recorder()
+    observe(recorder, [1.0], every=1)
+    step, values = recorder.logged[0]
+    names = {
+        "tokens_seen",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second_per_gpu",
+        "mfu",
+        "step_seconds",
+        "memory_gib",
+    }
+    assert step == 1 and names <= values.keys()
+
+
+def test_an_evaluation_is_shown_and_kept() -> None:
+    recorder = Recorder()
+    observer = observe(recorder, [1.0], every=1)
+    observer.after_evaluation(Progress(7, 70), 2.0)
+    assert recorder.logged[-1] == (7, {"tokens_seen": 70, "evaluation_loss": 2.0})
+    assert "evaluation_loss 2.0000" in recorder.notes[-1] and "7.39" in recorder.notes[-1]

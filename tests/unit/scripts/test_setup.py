@@ -1,0 +1,158 @@
+"""setup.sh makes or takes an environment, installs torch first, does it once, and says what stops it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from helpers import run_command
+from stand_in import StandIn
+
+REAL_PYTHON_WITHOUT_PACKAGES = f'exec {sys.executable} -S "$@"'
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> StandIn:
+    return StandIn(tmp_path)
+
+
+def set_up(stand_in: StandIn, variables: Mapping[str, str], check: bool = True) -> subprocess.CompletedProcess[str]:
+    return run_command(["bash", stand_in.root / "scripts" / "setup.sh"], variables, check=check, timeout=60)
+
+
+def installs(stand_in: StandIn) -> list[str]:
+    return [call.partition("pip install ")[2] for call in stand_in.all_calls() if "pip install" in call]
+
+
+def change_python(stand_in: StandIn, old: str, new: str) -> None:
+    python = stand_in.environment / "bin" / "python"
+    text = python.read_text()
+    assert old in text
+    python.write_text(text.replace(old, new))
+
+
+def python_without(command: str) -> str:
+    """A python whose `-m` calls that begin with `command` fail."""
+    fails = f'#!/usr/bin/env bash\n[[ $* == "-m {command}"* ]] && exit 1\n'
+    return f'{fails}[[ $1 == -m ]] && exit 0\nexec {sys.executable} "$@"\n'
+
+
+def test_a_torch_that_fits_is_kept(stand_in: StandIn) -> None:
+    done = set_up(stand_in, stand_in.variables())
+    assert installs(stand_in) == [f"--editable {stand_in.root}[dev]"]
+    assert "torch is there, kept" in done.stderr
+
+
+def test_without_torch_the_pinned_one_comes_before_everything_else(stand_in: StandIn) -> None:
+    change_python(stand_in, f'exec {sys.executable} "$@"', REAL_PYTHON_WITHOUT_PACKAGES)
+    set_up(stand_in, stand_in.variables())
+    assert installs(stand_in) == ["torch==2.13.0", f"--editable {stand_in.root}[dev]"]
+
+
+def test_a_second_call_installs_nothing(stand_in: StandIn) -> None:
+    set_up(stand_in, stand_in.variables())
+    before = stand_in.all_calls()
+    done = set_up(stand_in, stand_in.variables())
+    assert stand_in.all_calls() == before
+    assert done.stderr == f"setup: {stand_in.environment} is ready\n"
+
+
+@pytest.mark.parametrize("file", ["setup.py", "scripts/setup.sh"])
+def test_changed_requirements_are_installed(stand_in: StandIn, file: str) -> None:
+    set_up(stand_in, stand_in.variables())
+    with (stand_in.root / file).open("a") as text:
+        text.write("# changed\n")
+    set_up(stand_in, stand_in.variables())
+    assert len(installs(stand_in)) == 2
+
+
+def test_a_torch_that_disappeared_is_installed_again(stand_in: StandIn) -> None:
+    set_up(stand_in, stand_in.variables())
+    change_python(stand_in, f'exec {sys.executable} "$@"', REAL_PYTHON_WITHOUT_PACKAGES)
+    set_up(stand_in, stand_in.variables())
+    assert "torch==2.13.0" in installs(stand_in)
+
+
+def test_a_conda_environment_is_used_where_one_is_active(stand_in: StandIn) -> None:
+    done = set_up(stand_in, {"VIRTUAL_ENV": "", "CONDA_PREFIX": str(stand_in.environment)})
+    assert f"{stand_in.environment} is ready" in done.stderr
+
+
+def test_without_an_active_environment_dot_venv_is_made(stand_in: StandIn) -> None:
+    """A real venv; its pip is taken away so that nothing is installed into it."""
+    wrapper = stand_in.root / "python-here"
+    wrapper.write_text(f'#!/usr/bin/env bash\n[[ $* == "-m venv"* ]] && exec {sys.executable} "$@" --without-pip\n')
+    with wrapper.open("a") as text:
+        text.write(f'exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": str(wrapper), "PIP_NO_INDEX": "1"}
+    done = set_up(stand_in, {**variables, "PIP_FIND_LINKS": "/nowhere"}, check=False)
+    assert f"making {stand_in.root}/.venv" in done.stderr
+    assert (stand_in.root / ".venv" / "bin" / "python").exists()
+    assert done.returncode == 1
+    assert "could not install torch 2.13.0" in done.stderr and "PIP_INDEX_URL" in done.stderr
+
+
+# What stops it
+
+
+def assert_stops(stand_in: StandIn, variables: Mapping[str, str], reason: str) -> None:
+    done = set_up(stand_in, variables, check=False)
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert not (stand_in.environment / ".pretraining-setup").exists()
+
+
+def test_a_python_that_is_too_old_stops_it(stand_in: StandIn) -> None:
+    old = stand_in.root / "python3.9"
+    old.write_text("#!/usr/bin/env bash\nexit 1\n")
+    old.chmod(0o755)
+    variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": str(old)}
+    assert_stops(stand_in, variables, f"PYTHON={old} is not a Python 3.11 or newer")
+
+
+def test_no_python_at_all_stops_it(stand_in: StandIn) -> None:
+    tools = stand_in.root / "tools"
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": "", "PATH": str(tools)}
+    assert_stops(stand_in, variables, "no Python 3.11 or newer on PATH")
+
+
+def test_an_active_environment_with_an_old_python_stops_it(stand_in: StandIn) -> None:
+    stand_in.add_program("python", "#!/usr/bin/env bash\nexit 1\n")
+    assert_stops(stand_in, stand_in.variables(), "has a Python older than 3.11")
+
+
+def test_an_active_environment_that_is_gone_stops_it(stand_in: StandIn) -> None:
+    assert_stops(stand_in, {"VIRTUAL_ENV": "/nowhere"}, "/nowhere has no bin/python")
+
+
+def test_a_broken_dot_venv_stops_it(stand_in: StandIn) -> None:
+    (stand_in.root / ".venv" / "bin").mkdir(parents=True)
+    (stand_in.root / ".venv" / "bin" / "python").symlink_to("/nowhere/python")
+    assert_stops(stand_in, {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""}, "Remove the folder and run this again")
+
+
+def test_a_python_without_venv_stops_it_and_leaves_nothing_half_made(stand_in: StandIn) -> None:
+    stand_in.add_program("python", python_without("venv"))
+    python = str(stand_in.environment / "bin" / "python")
+    variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": python}
+    assert_stops(stand_in, variables, "python3-venv")
+    assert not (stand_in.root / ".venv").exists()
+
+
+def test_an_environment_that_can_have_no_pip_stops_it(stand_in: StandIn) -> None:
+    text = f'#!/usr/bin/env bash\n[[ $1 == -m ]] && exit 1\nexec {sys.executable} "$@"\n'
+    stand_in.add_program("python", text)
+    assert_stops(stand_in, stand_in.variables(), "has no pip and cannot make one")
+
+
+def test_an_install_that_fails_stops_it(stand_in: StandIn) -> None:
+    stand_in.add_program("python", python_without("pip install"))
+    assert_stops(stand_in, stand_in.variables(), "could not install pretraining's requirements")

@@ -1,0 +1,193 @@
+"""train.sh: which processes it starts, when it is the demo, and what goes in and out unchanged."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from helpers import plain_environment, run_command
+from stand_in import StandIn
+
+CHOICE = "--use_dummy_dataset=true"
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> StandIn:
+    made = StandIn(tmp_path)
+    run_command(["bash", made.root / "scripts" / "setup.sh"], made.variables())
+    return made
+
+
+def train(
+    stand_in: StandIn, *flags: str, check: bool = True, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", *flags]
+    environment = stand_in.variables(**variables)
+    return run_command(command, environment, timeout=60, check=check, cwd=cwd or stand_in.root)
+
+
+def write_flags(stand_in: StandIn, flags: str) -> None:
+    """Edit the block of flags at the top of train.sh."""
+    script = stand_in.root / "scripts" / "train.sh"
+    before, opening, after = script.read_text().partition("FLAGS=(\n")
+    script.write_text(f"{before}{opening}    {flags}\n{after}")
+
+
+# The demo
+
+
+def test_without_flags_the_demo_is_prepared_and_trained(stand_in: StandIn) -> None:
+    train(stand_in)
+    data, run = stand_in.root / "data" / "demo", stand_in.root / "runs" / "demo"
+    prepare, main, _ = stand_in.calls()
+    assert prepare == f"pretrain prepare --source=stdlib --vocab_size=4096 --output_path={data}"
+    assert main == (
+        f"main --recipe=demo --data_path={data} --tokenizer_path={data}/tokenizer.json --ckpt_save_path={run}"
+    )
+
+
+def test_prepared_data_of_the_demo_is_used_again(stand_in: StandIn) -> None:
+    done = stand_in.root / "data" / "demo" / "stdlib" / "prepare.json"
+    done.parent.mkdir(parents=True)
+    done.touch()
+    train(stand_in)
+    assert [call.split()[0] for call in stand_in.calls()] == ["main", "in"]
+
+
+def test_other_flags_change_the_demo_and_win_over_its_own(stand_in: StandIn) -> None:
+    train(stand_in, "--num_steps=5", "--ckpt_save_path=elsewhere")
+    assert stand_in.calls()[1].endswith(f"{stand_in.root}/runs/demo --num_steps=5 --ckpt_save_path=elsewhere")
+
+
+def test_the_demo_stops_where_its_data_cannot_be_prepared(stand_in: StandIn) -> None:
+    stand_in.add_program("pretrain", "#!/usr/bin/env bash\nexit 3\n")
+    assert train(stand_in, check=False).returncode == 3
+    assert stand_in.calls() == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--recipe=my.yaml"],
+        ["--config", "my.yaml"],
+        ["--data_path=/data"],
+        ["--data-path", "/data"],
+        ["data_path=/data"],
+        ["--data.data_path=/data"],
+        ["-data_path=/data"],
+        ["--use_dummy_dataset"],
+        ["num_steps=5", "model.model_variant=tiny"],
+    ],
+)
+def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(stand_in: StandIn, flags: list[str]) -> None:
+    train(stand_in, *flags)
+    assert stand_in.calls()[0] == f"main {' '.join(flags)}"
+
+
+@pytest.mark.parametrize("flags", [["--ckpt_save_path", "data_path"], ["--sample_prompt=data_path"]])
+def test_a_value_that_looks_like_a_name_chooses_nothing(stand_in: StandIn, flags: list[str]) -> None:
+    train(stand_in, *flags)
+    assert stand_in.calls()[0].startswith("pretrain prepare")
+
+
+def test_the_block_of_flags_comes_before_the_command_line(stand_in: StandIn) -> None:
+    write_flags(stand_in, '--data_path=/data "--sample_prompt=two  words"')
+    train(stand_in, "--data_path=/other")
+    assert stand_in.calls()[0] == "main --data_path=/data --sample_prompt=two  words --data_path=/other"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_goes_to_the_program_at_once(stand_in: StandIn, flag: str) -> None:
+    train(stand_in, flag, NPROC="4")
+    assert stand_in.calls()[0] == f"main {flag}"
+
+
+# Processes
+
+
+def processes_of(stand_in: StandIn, variables: Mapping[str, str]) -> str:
+    """The number of processes that torchrun is told, or "one" where it is not used."""
+    command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", CHOICE]
+    run_command(command, stand_in.variables(**variables), timeout=60)
+    first = stand_in.calls()[0]
+    if first.startswith("main"):
+        return "one"
+    return first.partition("--nproc-per-node=")[2].split()[0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "processes"),
+    [
+        ({}, "one"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "one"),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, "one"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,5"}, "3"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,5", "NPROC": "2"}, "2"),
+        ({"NPROC": "2"}, "2"),
+    ],
+)
+def test_one_process_a_gpu_unless_told_otherwise(stand_in: StandIn, variables: dict[str, str], processes: str) -> None:
+    assert processes_of(stand_in, variables) == processes
+
+
+@pytest.mark.parametrize(("listing", "processes"), [("GPU 0: A\nGPU 1: A\n  MIG 1g: B", "2"), ("", "one")])
+def test_without_a_choice_of_devices_the_driver_says_how_many(stand_in: StandIn, listing: str, processes: str) -> None:
+    stand_in.add_program("nvidia-smi", f"#!/usr/bin/env bash\nprintf '{listing}\\n'\n")
+    script = stand_in.root / "scripts" / "train.sh"
+    script.write_text(
+        script.read_text().replace("set -euo pipefail\n", "set -euo pipefail\nunset CUDA_VISIBLE_DEVICES\n", 1)
+    )
+    assert processes_of(stand_in, {}) == processes
+
+
+def test_several_processes_are_torchruns(stand_in: StandIn) -> None:
+    train(stand_in, CHOICE, NPROC="2")
+    (call,) = stand_in.calls()
+    assert call.startswith("torchrun --standalone --nproc-per-node=2 --signals-to-handle=SIGTERM,")
+    assert call.endswith(f"{stand_in.root}/main_training.py {CHOICE}")
+
+
+def test_several_machines_meet_where_they_are_told(stand_in: StandIn) -> None:
+    train(stand_in, CHOICE, NPROC="1", NNODES="2", NODE_RANK="1", MASTER_ADDR="node01")
+    expected = "torchrun --nnodes=2 --node-rank=1 --master-addr=node01 --master-port=29500 --nproc-per-node=1"
+    assert stand_in.calls()[0].startswith(expected)
+
+
+def test_several_machines_that_are_not_told_where_to_meet_do_not_start(stand_in: StandIn) -> None:
+    done = train(stand_in, CHOICE, NNODES="2", NODE_RANK="0", check=False)
+    assert done.returncode != 0 and "MASTER_ADDR" in done.stderr
+    assert stand_in.calls() == []
+
+
+# In and out
+
+
+def test_relative_paths_stay_relative_to_the_callers_folder(stand_in: StandIn, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    train(stand_in, "--data_path=mine", cwd=elsewhere)
+    assert stand_in.calls() == ["main --data_path=mine", f"in {elsewhere}"]
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_the_exit_code_of_one_process_is_returned(stand_in: StandIn, code: int) -> None:
+    assert train(stand_in, CHOICE, check=False, EXIT_CODE=str(code)).returncode == code
+
+
+def test_the_exit_code_of_torchrun_is_returned(stand_in: StandIn) -> None:
+    stand_in.add_program("torchrun", "#!/usr/bin/env bash\nexit 9\n")
+    assert train(stand_in, CHOICE, check=False, NPROC="2").returncode == 9
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_the_one_process(stand_in: StandIn, number: signal.Signals) -> None:
+    command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE, "--wait"]
+    environment = plain_environment(stand_in.variables())
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 7
+    assert stand_in.calls()[-1] == f"signal {number.name}"

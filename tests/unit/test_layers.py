@@ -1,0 +1,146 @@
+"""The house's order: a part imports only from the rows below it, not from its siblings; settings need no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, plain_environment
+
+# Lowest row first; parts in one row are siblings.
+ROWS = (
+    ("errors",),
+    ("config", "launch"),
+    ("model", "data", "optim", "parallel", "observability"),
+    ("checkpoint", "evaluation"),
+    ("train",),
+    ("planner",),
+    ("cli", "__init__", "main_training"),
+)
+ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
+TORCH_FREE = ("errors", "config", "launch")
+
+PACKAGE = ROOT / "pretraining"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of_file(path: Path) -> str:
+    """`pretraining/config/flags.py` -> config, `pretraining/errors.py` -> errors."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(source: str, package: str) -> Iterator[str]:
+    """Dotted names of everything that a source imports, inside functions too; `from a import b` gives `a.b`.
+
+    Args:
+        source: Python code.
+        package: dotted package of the code, which relative imports start from.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def modules_of_file(path: Path) -> list[str]:
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    return list(imported_modules(path.read_text(encoding="utf-8"), package))
+
+
+def parts_imported(modules: list[str]) -> set[str]:
+    """The parts of this project among dotted names; a name of the package itself is its `__init__`."""
+    parts = set()
+    for name in modules:
+        top, *rest = name.split(".")
+        if top == "main_training":
+            parts.add(top)
+        elif top == "pretraining":
+            known = bool(rest) and ((PACKAGE / rest[0]).is_dir() or (PACKAGE / f"{rest[0]}.py").exists())
+            parts.add(rest[0] if known else "__init__")
+    return parts
+
+
+def violations(part: str, imported: set[str]) -> list[str]:
+    """Which of the imported parts this part may not see."""
+    return sorted(other for other in imported - {part} if ROW_OF[other] >= ROW_OF[part])
+
+
+def test_every_part_has_a_row() -> None:
+    assert {part_of_file(path) for path in FILES} <= set(ROW_OF)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downwards_only(path: Path) -> None:
+    assert violations(part_of_file(path), parts_imported(modules_of_file(path))) == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if part_of_file(path) in TORCH_FREE], ids=lambda path: path.stem
+)
+def test_settings_and_launch_name_no_torch(path: Path) -> None:
+    assert [name for name in modules_of_file(path) if name.split(".")[0] in ("torch", "torchdata")] == []
+
+
+def test_settings_and_launch_load_no_torch() -> None:
+    """Not through another library or the package's `__init__` either: `--help` answers at once."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES if part_of_file(path) in TORCH_FREE
+    ]
+    program = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, *names], check=True, env=plain_environment(), timeout=60)
+
+
+def test_only_the_composition_root_sees_every_part() -> None:
+    seen_by_builder = {*ROWS[2], *ROWS[3]}
+    see_all = [path for path in FILES if seen_by_builder <= parts_imported(modules_of_file(path))]
+    assert set(see_all) <= {PACKAGE / "train" / "build.py"}
+
+
+def test_package_files_are_docstrings_only() -> None:
+    """Names are imported from the modules that define them; only `pretraining` itself offers some."""
+    for path in PACKAGE.glob("*/**/__init__.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        assert len(body) == 1 and isinstance(body[0], ast.Expr), path
+
+
+# The walk itself
+
+
+def test_the_walk_sees_all_forms_of_imports() -> None:
+    source = """
+import pretraining.model.rope as rope
+from pretraining.data import batch
+from pretraining import Trainer
+from ..optim import adamw
+from . import state
+def late():
+    import torch.distributed
+"""
+    found = list(imported_modules(source, "pretraining.checkpoint"))
+    assert found == [
+        "pretraining.model.rope",
+        "pretraining.data.batch",
+        "pretraining.Trainer",
+        "pretraining.optim.adamw",
+        "pretraining.checkpoint.state",
+        "torch.distributed",
+    ]
+
+
+def test_upward_and_sideways_imports_are_violations() -> None:
+    assert violations("model", {"model", "config", "errors"}) == []
+    assert violations("model", {"data"}) == ["data"]
+    assert violations("config", {"launch", "train"}) == ["launch", "train"]
+    assert violations("train", {"__init__"}) == ["__init__"]
