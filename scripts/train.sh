@@ -88,6 +88,9 @@ else
     launcher=(torchrun --nnodes="$nodes" --node-rank="${NODE_RANK:?number of this machine, from 0}"
         --master-addr="${MASTER_ADDR:?host of machine 0}" --master-port="${MASTER_PORT:-29500}")
 fi
+# Share the cores; torchrun would give each process one, with a warning.
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 echo "train: $processes processes on this machine, $nodes machine(s)" >&2
 
 # In a process group of its own torchrun does not see Ctrl-C itself: it gets each signal once, from here, and hands it to

@@ -56,8 +56,8 @@ def find_checkpoint(config: CheckpointConfig) -> Restorable | None:
     path = _named_checkpoint(source)
     if path is None:
         raise CheckpointError(
-            f"--ckpt_load_path={source} holds no complete checkpoint: it is neither one (a folder with {store.MANIFEST}) "
-            f"nor a run with some in {store.CHECKPOINTS}/."
+            f"--ckpt_load_path={source} holds no complete checkpoint: it is neither one (a folder with "
+            f"{store.MANIFEST}) nor a run with some in {store.CHECKPOINTS}/."
         )
     return Restorable(path, store.read_manifest(path), False, ignored)
 

@@ -71,8 +71,8 @@ def load_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     except CheckpointException as error:
         rank, (cause, _) = sorted(error.failures.items())[0]
         raise CheckpointError(
-            f"{folder} cannot be loaded (rank {rank}: {type(cause).__name__}: {cause}). Remove or repair it to start from "
-            "an older checkpoint."
+            f"{folder} cannot be loaded (rank {rank}: {type(cause).__name__}: {cause}). Remove or repair it to start "
+            "from an older checkpoint."
         ) from None
 
 

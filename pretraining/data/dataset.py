@@ -11,7 +11,7 @@ With `use_dummy_dataset` the first three are left out and `opened` is None.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pretraining.config.batch import BatchPlan
@@ -23,10 +23,10 @@ from pretraining.data.index import Index, IndexSettings, find_index, index_place
 from pretraining.data.index_build import build_index
 from pretraining.data.loader import Loader
 from pretraining.data.mixture import Mixture, Phase, integer_weights
-from pretraining.data.reader import DocumentReader, open_files
+from pretraining.data.reader import DocumentReader, OpenFiles, open_files
 from pretraining.data.samples import Samples, StreamSamples
 from pretraining.data.state import describe_order
-from pretraining.data.streams import order_cache
+from pretraining.data.streams import OrderCache, order_cache
 from pretraining.errors import ConfigError, DataError
 
 SplitName = Literal["train", "held_out"]
@@ -51,9 +51,17 @@ class OpenedDataset:
 
 @dataclass(frozen=True)
 class OpenedDatasets:
-    """All datasets of a job, sorted by name."""
+    """All datasets of a job, and what the loaders of a process share.
+
+    Attributes:
+        datasets: sorted by name.
+        open_files: a bounded number of them.
+        orders: the orders of blocks and documents that were used last.
+    """
 
     datasets: tuple[OpenedDataset, ...]
+    open_files: OpenFiles = field(default_factory=open_files)
+    orders: OrderCache = field(default_factory=order_cache)
 
     @property
     def training_tokens(self) -> int:
@@ -149,7 +157,7 @@ def build_loader(
         used = [dataset for dataset in opened.datasets if given is None or given[dataset.files.name]]
         _check_enough(used, config, split)
         weights = given or integer_weights({dataset.files.name: dataset.tokens("train") for dataset in used})
-        sources = list(_stream_samples(used, config, seed, vocab_size, split))
+        sources = [_stream_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     names = [source.name for source in sources]
     phase = Phase(0, 0, plan.global_batch_size, {name: weights[name] for name in names}, dict.fromkeys(names, 0))
@@ -165,25 +173,19 @@ def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
 
 
 def _stream_samples(
-    datasets: list[OpenedDataset], config: DataConfig, seed: int, vocab_size: int, split: SplitName
-) -> list[StreamSamples]:
-    opened, cache = open_files(), order_cache()
-    samples = []
-    for dataset in datasets:
-        reader = DocumentReader(dataset.files, dataset.index, config.sep_token, vocab_size, opened)
-        samples.append(
-            StreamSamples(
-                dataset.files,
-                dataset.index,
-                split,
-                reader,
-                seq_length=config.seq_length,
-                logical_shards=config.logical_shards,
-                seed=seed,
-                cache=cache,
-            )
-        )
-    return samples
+    dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, vocab_size: int, split: SplitName
+) -> StreamSamples:
+    reader = DocumentReader(dataset.files, dataset.index, config.sep_token, vocab_size, opened.open_files)
+    return StreamSamples(
+        dataset.files,
+        dataset.index,
+        split,
+        reader,
+        seq_length=config.seq_length,
+        logical_shards=config.logical_shards,
+        seed=seed,
+        cache=opened.orders,
+    )
 
 
 def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int] | None:

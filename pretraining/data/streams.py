@@ -115,7 +115,7 @@ class TokenStream:
         shards: how they are cut.
         seq_length: S.
         key: parts that make this dataset's orders its own: (seed, dataset).
-        cache: shared memory for orders.
+        cache: memory for orders, shared with other streams over the same documents.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class TokenStream:
             order = keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)
             return blocks[order], _starts(totals[order])
 
-        return self._cache.get((self._key, shard, pass_number), make)
+        return self._cache.get((self._key, len(self._shards), shard, pass_number), make)
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """The documents of a block in the order of a pass, [n], and the tokens of the block before each, [n + 1]."""
@@ -192,7 +192,7 @@ class TokenStream:
             order = keyed_order(derive_key(Purpose.DOCUMENTS, *self._key, shard, pass_number), documents)
             return documents[order], _starts(self._lengths.lengths(begin, end)[order])
 
-        return self._cache.get((self._key, shard, pass_number, block), make)
+        return self._cache.get((self._key, len(self._shards), shard, pass_number, block), make)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

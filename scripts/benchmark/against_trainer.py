@@ -3,10 +3,10 @@
     python scripts/benchmark/against_trainer.py
     python scripts/benchmark/against_trainer.py --model_variant=125m --seq_length=1024 --batch_size=16
 
-Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient clipping,
-SDPA attention, in the same precision, and report every 10 steps; the losses at the end show that the work was the same.
-Nobody evaluates or saves. The Trainer's data is in memory and writes no curves; the project's goes through its loader,
-and its reports go to metrics.jsonl and TensorBoard, as they always do.
+Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient
+clipping, SDPA attention, in the same precision, and report every 10 steps; the losses at the end show that the work was
+the same. Nobody evaluates or saves. The Trainer has its rows in memory and writes no curves; the project's batches come
+from its loader, and its reports go to metrics.jsonl and TensorBoard, as they always do.
 """
 
 from __future__ import annotations
@@ -101,26 +101,13 @@ def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling is not None:
         rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
-    described = transformers.LlamaConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=shape.max_position_embeddings,
-        rms_norm_eps=shape.rms_norm_eps,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        rope_parameters=rope,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    dimensions = {name: value for name, value in vars(shape).items() if not name.startswith("rope_")}
+    described = transformers.LlamaConfig(**dimensions, rope_parameters=rope, use_cache=False)
     with torch.device("meta"):
         weights = Llama(shape)
     weights.to_empty(device=device())
     initialize_weights(weights, shape, config.run.seed, device())
-    model = transformers.LlamaForCausalLM(described)
+    model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="sdpa")
     model.load_state_dict(weights.state_dict())
     return model
 

@@ -33,6 +33,6 @@ def test_every_process_gets_the_signal_once(tmp_path: Path, number: signal.Signa
 def test_a_process_that_fails_makes_the_script_fail(tmp_path: Path) -> None:
     stand_in = StandIn(tmp_path)
     stand_in.add_program("torchrun", TORCHRUN)
-    command = ["bash", stand_in.root / "scripts" / "train.sh", "--use_dummy_dataset=true"]
+    command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", "--use_dummy_dataset=true"]
     done = run_command(command, stand_in.variables(NPROC="2", EXIT_CODE="5"), check=False)
     assert done.returncode == 1

@@ -4,6 +4,7 @@ import pickle
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,3 +166,14 @@ def test_loaders_of_one_process_share_what_they_opened_and_do_not_disturb_each_o
     for _ in range(15):
         assert [rows(next(made)) for made in together] == [rows(next(made)) for made in alone]
     assert len(shared.open_files) == 2
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    for name in ("one", "two"):
+        write_documents(tmp_path / f"data/web/{name}.arrow", random_documents(300))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["inputs"].shape == (8, 1024) and names["state"]["next_sample"] == 32

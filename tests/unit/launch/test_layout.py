@@ -291,9 +291,6 @@ def test_rank_and_world_size_that_repeat_what_srun_says_are_fine() -> None:
     assert resolve({**SLURM, "RANK": "6", "WORLD_SIZE": "8"}) == resolve(SLURM)
 
 
-# What it is used for
-
-
 def test_the_layout_as_environment_resolves_to_itself() -> None:
     layout = resolve(SLURM)
     again = resolve(layout.as_environment())

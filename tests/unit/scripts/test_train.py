@@ -150,6 +150,14 @@ def test_several_processes_are_torchruns(stand_in: StandIn) -> None:
     assert call.endswith(f"{stand_in.root}/main_training.py {CHOICE}")
 
 
+def test_the_processes_of_a_machine_share_its_cores(stand_in: StandIn) -> None:
+    stand_in.add_program("nproc", "#!/usr/bin/env bash\necho 64\n")
+    stand_in.add_program("torchrun", '#!/usr/bin/env bash\necho "$OMP_NUM_THREADS threads"\n')
+    assert train(stand_in, CHOICE, NPROC="8", OMP_NUM_THREADS="").stdout == "8 threads\n"
+    assert train(stand_in, CHOICE, NPROC="8", OMP_NUM_THREADS="3").stdout == "3 threads\n"
+    assert train(stand_in, CHOICE, NPROC="100", OMP_NUM_THREADS="").stdout == "1 threads\n"
+
+
 def test_several_machines_meet_where_they_are_told(stand_in: StandIn) -> None:
     train(stand_in, CHOICE, NPROC="1", NNODES="2", NODE_RANK="1", MASTER_ADDR="node01")
     expected = "torchrun --nnodes=2 --node-rank=1 --master-addr=node01 --master-port=29500 --nproc-per-node=1"
