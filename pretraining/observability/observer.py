@@ -89,6 +89,7 @@ class Observer:
         self.last_loss: float | None = None
 
     def __enter__(self) -> Observer:
+        self._display.open()
         self._stopwatch.lap()  # what went before was setting up, not training
         return self
 

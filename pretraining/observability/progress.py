@@ -39,6 +39,9 @@ class Report:
 class ProgressDisplay(Protocol):
     """Shows reports and notes to a person."""
 
+    def open(self) -> None:
+        """Begin; notes may come before."""
+
     def show(self, report: Report) -> None:
         """Show the newest report."""
 
@@ -51,6 +54,9 @@ class ProgressDisplay(Protocol):
 
 class Silent:
     """Shows nothing: for every rank but one."""
+
+    def open(self) -> None:
+        """Nothing to begin."""
 
     def show(self, report: Report) -> None:
         """Show nothing."""
@@ -68,6 +74,9 @@ class PlainLines:
     def __init__(self, total_steps: int, peak_tflops: float | None) -> None:
         self._total_steps = total_steps
         self._peak_tflops = peak_tflops
+
+    def open(self) -> None:
+        """Nothing to begin."""
 
     def show(self, report: Report) -> None:
         """Print the report."""
@@ -96,6 +105,9 @@ class LiveLine:
             redirect_stdout=False,
         )
         self._task = self._progress.add_task("training", total=total_steps, numbers="starting")
+
+    def open(self) -> None:
+        """Draw the line for the first time."""
         self._progress.start()
 
     def show(self, report: Report) -> None:

@@ -25,6 +25,9 @@ T = TypeVar("T")
 # Long enough for rank 0 to index a large dataset while the others wait for it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 
+# How gloo and NCCL say that a process at the other end of a connection is gone.
+SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -84,8 +87,18 @@ def join_processes(
     try:
         _refuse_shared_devices(device)
         yield Processes(rank, world_size, local_rank, local_world_size, device)
-    finally:
-        dist.destroy_process_group()
+    except PretrainError as error:
+        if error.rank is None:
+            dist.destroy_process_group()
+        raise
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
+            raise
+        lost = LaunchError("another process of the job has ended; what it printed last says why.")
+        lost.rank = rank
+        raise lost from error
+    # After any other error this process may be alone with it, and taking leave would wait for the others: it just ends.
+    dist.destroy_process_group()
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

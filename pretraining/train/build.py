@@ -9,8 +9,8 @@ no hang.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -198,7 +198,7 @@ def _assemble(
     )
     announce(config, processes, parts.shape, parts.plan, state, parts.restorable, observer.note)
     return Run(
-        state, context, _naming_rank(loader, processes.rank), observer, evaluator, checkpoints, Agreement(), stopwatch
+        state, context, _batches(loader, processes.rank), observer, evaluator, checkpoints, Agreement(), stopwatch
     )
 
 
@@ -244,16 +244,17 @@ def _held_out_batches(parts: Parts) -> Callable[[], AbstractContextManager[Itera
     @contextmanager
     def open_batches() -> Iterator[Iterable[StepBatch]]:
         loader.rewind()
-        with loader:
-            yield _naming_rank(loader, parts.processes.rank)
+        with closing(_batches(loader, parts.processes.rank)) as batches:
+            yield batches
 
     return open_batches
 
 
-def _naming_rank(batches: Iterable[StepBatch], rank: int) -> Iterator[StepBatch]:
-    """The same batches; an error in reading them, which other ranks know nothing of, says where it was met."""
+def _batches(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
+    """The loader's batches until closed; an error in reading them, which only this rank knows of, names the rank."""
     try:
-        yield from batches
+        with loader:
+            yield from loader
     except PretrainError as error:
         error.rank = rank
         raise

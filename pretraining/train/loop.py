@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 
 from pretraining.checkpoint.manager import CheckpointManager
@@ -21,7 +22,7 @@ class Run:
 
     state: TrainState
     context: StepContext
-    batches: Iterable[StepBatch]
+    batches: Generator[StepBatch, None, None]
     observer: Observer
     evaluator: Evaluator
     checkpoints: CheckpointManager
@@ -32,8 +33,8 @@ class Run:
 def train_loop(run: Run) -> None:
     """Train until the run is finished, or this invocation's share of it; a collective call."""
     state = run.state
-    batches = iter(run.stopwatch.watch(run.batches, "data"))
-    with run.observer, run.checkpoints, run.agreement:
+    batches = run.stopwatch.watch(run.batches, "data")
+    with run.observer, run.checkpoints, run.agreement, closing(run.batches):
         while not state.stopping:
             outcome = train_step(run.context, next(batches), state.step)
             state.advance(run.agreement.seconds(run.stopwatch.elapsed))

@@ -31,10 +31,9 @@ def train(config: TrainConfig, layout: ProcessLayout) -> None:
     ) as processes:
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
         run = build_run(config, processes)
-        is_new_work = not run.state.stopping
-        if is_new_work:
-            train_loop(run)
-        _finish(config, processes, run, prompt, is_new_work)
+        has_work = not run.state.stopping
+        train_loop(run)
+        _finish(config, processes, run, prompt, has_work)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from pretraining.train.loop import train_loop
 # do the same updates, and their losses can be compared. Nothing is evaluated or saved before the race is over.
 RACE = ("use_dummy_dataset=true", "warmup_steps=0", "min_lr_ratio=1", "weight_decay=0", "report_interval=10")
 ON_GPU = ("model_variant=125m", "seq_length=1024", "batch_size=16")
-ON_CPU = ("model_variant=tiny", "vocab_size=4096", "seq_length=256", "batch_size=8", "global_batch_size=16")
+ON_CPU = ("model_variant=tiny", "vocab_size=4096", "seq_length=256", "batch_size=4", "global_batch_size=8")
 
 
 class Over(Exception):
@@ -119,9 +119,13 @@ def announce() -> None:
 
 
 def machine() -> str:
-    """GPU, CPU, cores and versions, in a line."""
+    """GPU, CPU, cores, threads and versions, in a line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [f"{_cpu_name()}, {cores} cores", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+    parts = [
+        f"{_cpu_name()}, {cores} cores, {torch.get_num_threads()} threads",
+        f"torch {torch.__version__}",
+        f"Python {platform.python_version()}",
+    ]
     if torch.cuda.is_available():
         parts.insert(0, torch.cuda.get_device_name())
     return "; ".join(parts)

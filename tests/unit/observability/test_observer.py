@@ -28,6 +28,9 @@ class Recorder:
     closed: int = 0
     now: float = 0.0
 
+    def open(self) -> None:
+        assert self.closed == 0
+
     def show(self, report: Report) -> None:
         self.reports.append(report)
 

@@ -66,6 +66,7 @@ def test_mfu_is_left_out_where_the_peak_is_not_known_and_skips_show_only_when_th
 
 def test_plain_lines_are_one_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainLines(100, None)
+    display.open()
     display.show(REPORT)
     display.note("a note")
     display.close()
@@ -76,6 +77,7 @@ def test_plain_lines_are_one_a_report(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_live_line_is_redrawn_and_notes_stay_above_it() -> None:
     screen = io.StringIO()
     display = LiveLine(100, 989.4, Console(file=screen, force_terminal=True, width=120))
+    display.open()
     display.show(REPORT)
     display.note("evaluation [1] done")
     display.close()
@@ -88,11 +90,11 @@ def test_auto_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert isinstance(choose_display("plain", 10, None), PlainLines)
     live = choose_display("live", 10, None)
     assert isinstance(live, LiveLine)
-    live.close()
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     display = Silent()
+    display.open()
     display.show(REPORT)
     display.note("a note")
     display.close()

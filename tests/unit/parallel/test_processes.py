@@ -16,6 +16,19 @@ def test_one_process_joins_itself_without_an_address_and_leaves() -> None:
     assert not dist.is_initialized()
 
 
+def test_the_end_of_another_process_is_said_in_a_line_and_not_waited_for() -> None:
+    with (
+        pytest.raises(LaunchError, match="another process of the job has ended") as raised,
+        join_processes(0, 1, 0, 1, {}),
+    ):
+        raise RuntimeError("[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+    assert raised.value.rank == 0
+    dist.destroy_process_group()  # left behind on purpose: taking leave may wait for the dead
+    with pytest.raises(RuntimeError, match="shape mismatch"), join_processes(0, 1, 0, 1, {}):
+        raise RuntimeError("shape mismatch")
+    dist.destroy_process_group()
+
+
 @pytest.mark.usefixtures("single_process")
 def test_results_and_errors_come_back() -> None:
     assert on_rank_zero(lambda: [1, 2]) == [1, 2]

@@ -1,0 +1,107 @@
+"""Tokens/s, step time, MFU and memory of the project's training loop on one device, with made-up data.
+
+    python scripts/benchmark/throughput.py                        # 125m, 1b and a 7b as deep as fits, on a GPU
+    python scripts/benchmark/throughput.py --model_variant=tiny --vocab_size=4096 --seq_length=256 --batch_size=4
+
+With settings given, only what they describe is measured, on a GPU or a CPU. The numbers are those of the run's own
+metrics.jsonl: the median of all reports after the first.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Over, announce, device, markdown_table, parse, train_project
+
+from pretraining.config.flags import load_train_config
+from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.parallel.precision import compute_dtype
+
+COMMON = ("use_dummy_dataset=true", "report_interval=5", "tracker=none", "progress=plain")
+LARGEST_BATCHES = {"125m": (1024, (64, 32, 16, 8, 4)), "1b": (4096, (8, 4, 2, 1))}
+DEPTHS_OF_7B = (32, 30, 28, 26, 24, 20, 16, 12, 8, 6, 4, 2)
+
+# Each row of the table: settings to try, from the largest down, until one fits into memory.
+SWEEP = [
+    [[f"model_variant={name}", f"seq_length={length}", f"batch_size={size}"] for size in sizes]
+    for name, (length, sizes) in LARGEST_BATCHES.items()
+] + [[["model_variant=7b", "seq_length=4096", "batch_size=1", f"num_hidden_layers={depth}"] for depth in DEPTHS_OF_7B]]
+
+HEADER = ("model", "parameters", "layers", "sequence", "batch", "dtype", "tokens/s", "step, ms", "MFU", "peak GiB")
+
+
+def measure(settings: list[str], steps: int) -> tuple[str, ...] | None:
+    """A row of the table, or None where the model does not fit into the device's memory."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        config = load_train_config([*COMMON, f"num_steps={steps + 1}", *settings, f"ckpt_save_path={folder}/run"])
+        done = -1
+
+        def enough(loss: float | None) -> None:
+            nonlocal done
+            done += 1
+            if done == steps:
+                raise Over
+
+        with Path(folder, "log").open("w") as log, redirect_stdout(log):
+            try:
+                train_project(config, enough)
+            except torch.OutOfMemoryError:
+                return None
+        lines = Path(folder, "run", "logs", "metrics.jsonl").read_text().splitlines()
+    reports = [json.loads(line) for line in lines][1:]
+
+    def median(name: str) -> float:
+        return statistics.median(report[name] for report in reports)
+
+    shape = resolve_shape(config.model)
+    dtype = compute_dtype(config.parallel.mixed_precision, device())
+    return (
+        config.model.model_variant,
+        f"{parameter_count(shape) / 1e6:,.0f}M",
+        str(shape.num_hidden_layers),
+        str(config.data.seq_length),
+        str(config.batch.batch_size * (config.batch.grad_accum_steps or 1)),
+        str(dtype).removeprefix("torch."),
+        f"{median('tokens_per_second_per_gpu'):,.0f}",
+        f"{1000 * median('step_seconds'):,.0f}",
+        "-" if reports[0]["mfu"] is None else f"{median('mfu'):.1%}",
+        f"{max(report['memory_gib'] for report in reports):.1f}",
+    )
+
+
+def in_new_process(*arguments: Any) -> tuple[str, ...] | None:
+    """`measure` where no earlier run has left memory behind."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        return executor.submit(measure, *arguments).result()
+
+
+def main() -> None:
+    flags, settings = parse("Throughput of the training loop.", steps=(30, "optimizer steps, in reports of 5"))
+    if flags.steps < 10:
+        sys.exit("--steps must be 10 or more: the first 5 warm up, and each report takes 5")
+    announce()
+    if not settings and not torch.cuda.is_available():
+        sys.exit("no GPU here: describe a model that suits a CPU, for example --model_variant=tiny --seq_length=256")
+    rows = []
+    for attempts in [[settings]] if settings else SWEEP:
+        for attempt in attempts:
+            row = in_new_process(attempt, flags.steps)
+            if row is not None:
+                rows.append(row)
+                break
+            print(f"does not fit: {' '.join(attempt)}", flush=True)
+    if rows:
+        print("\n" + markdown_table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()

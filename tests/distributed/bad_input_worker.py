@@ -1,0 +1,20 @@
+"""One process of a job that makes several mistakes: runs each command line it is given and says how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from pretraining.cli import main
+
+if __name__ == "__main__":
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for number, (port, arguments) in enumerate(json.loads(sys.argv[1])):
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            main(["train", *arguments])
+            status = 0
+        except SystemExit as ending:
+            status = int(ending.code or 0)
+        print(f"mistake {number} rank {os.environ['RANK']} status {status}", flush=True)
