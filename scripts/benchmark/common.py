@@ -29,6 +29,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.dataset import build_loader
+from pretraining.errors import ConfigError
 from pretraining.model.flops import parameter_count
 from pretraining.parallel.precision import compute_dtype
 from pretraining.parallel.processes import join_processes
@@ -112,6 +113,14 @@ def parse(description: str, **numbers: tuple[int, str]) -> tuple[argparse.Namesp
     return flags, [argument.lstrip("-") for argument in rest]
 
 
+def read_settings(settings: Sequence[str]) -> TrainConfig:
+    """The configuration of a run; a mistake in it ends the benchmark."""
+    try:
+        return load_train_config(settings)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
 def announce() -> None:
     """Print on what this runs, and what was typed."""
     print(f"machine   {machine()}")
@@ -154,7 +163,7 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], rounds: i
     """
     announce()
     defaults = ON_GPU if torch.cuda.is_available() else ON_CPU
-    config = load_train_config([*RACE, *defaults, f"num_steps={(rounds + 1) * steps + 1}", *settings])
+    config = read_settings([*RACE, *defaults, f"num_steps={(rounds + 1) * steps + 1}", *settings])
     print(f"model     {_describe(config)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         lanes = _run_race(contenders, config, Path(folder), rounds, steps)
@@ -244,7 +253,7 @@ def _contend(contender: Contender, config: TrainConfig, connection: Connection, 
     with log.open("w") as file, redirect_stdout(file):
         try:
             contender(config, Turn(connection, steps))
-        except (Over, EOFError):  # EOFError: the referee has gone
+        except (Over, EOFError, BrokenPipeError):  # the last two: the referee has gone
             return
 
 

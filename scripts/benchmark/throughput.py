@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Over, announce, device, markdown_table, parse, train_project
+from common import Over, announce, device, markdown_table, parse, read_settings, train_project
 
-from pretraining.config.flags import load_train_config
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.parallel.precision import compute_dtype
 
@@ -42,7 +41,7 @@ HEADER = ("model", "parameters", "layers", "sequence", "batch", "dtype", "tokens
 def measure(settings: list[str], steps: int) -> tuple[str, ...] | None:
     """A row of the table, or None where the model does not fit into the device's memory."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        config = load_train_config([*COMMON, f"num_steps={steps + 1}", *settings, f"ckpt_save_path={folder}/run"])
+        config = read_settings([*COMMON, f"num_steps={steps + 1}", *settings, f"ckpt_save_path={folder}/run"])
         done = -1
 
         def enough(loss: float | None) -> None:
