@@ -1,12 +1,11 @@
 """torchrun that lets its workers have the last word.
 
-The arguments are torchrun's. torchrun answers a worker's failure with its own traceback, a table and exit code 1,
-whatever the worker returned, and a signal with another traceback: after a clean error message of a worker, that buries
-the message. Here the job ends as its first failed worker did:
+The arguments are torchrun's, which answers a worker's failure with a traceback of its own, a table and exit code 1,
+whatever the worker returned, and a signal with another traceback. That buries what the worker said. Here instead:
 
-- a worker exits with a code: nothing is added, because it has said what is wrong, and the job exits with the same code;
-- a signal ends a worker, which then could not say anything: one line says which and where, the exit code is 128 + number;
-- a signal ends torchrun: it hands the signal to its workers, waits for them, and exits with 128 + number.
+- a worker exits with a code: it has said what is wrong, so nothing is added, and the job exits with the same code;
+- a signal ends a worker, which could not say anything: one line says which and where; exit code 128 + number;
+- a signal comes to torchrun: it hands it to its workers and waits for them; exit code 128 + number.
 
 Errors of torchrun itself (wrong arguments, machines that do not meet) are shown as they are.
 """
@@ -14,6 +13,7 @@ Errors of torchrun itself (wrong arguments, machines that do not meet) are shown
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import socket
 import sys
@@ -22,17 +22,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-# What torchrun logs as warnings and errors though it is only how any job ends, and a banner about a default.
-TALKATIVE = ("torch.distributed.run", "torch.distributed.elastic.multiprocessing.api") + (
-    "torch.distributed.elastic.agent.server.api",
-)
-EXPECTED = ("failed (exitcode", "Sending process", "Closing process", "Setting OMP_NUM_THREADS")
+# What torchrun logs as warnings and errors though it is only how jobs end, and its banner about a default.
+LOGS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
+EXPECTED = re.compile(r"failed \(exitcode|(Sending|Closing) process|Received .* death signal|\W*Setting OMP_NUM_THR")
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of torchrun's log says more than that the job ends; a filter."""
-    message = record.getMessage().strip("*\n ")
-    return not message.startswith(EXPECTED) and "death signal, shutting down" not in message
+    """Whether a message of torchrun's log says more than how jobs end; a filter."""
+    return not EXPECTED.match(record.getMessage())
 
 
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
@@ -41,26 +38,25 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     torchrun looks only every 100 ms and counts in seconds. SIGKILL comes from outside (no memory left, the scheduler),
     so of failures in the same second it is the cause, and others are workers that lost their peer.
     """
-    _, first = error.get_first_failure()
+    first_rank, first = error.get_first_failure()
     for rank, failure in error.failures.items():
         if failure.exitcode == -signal.SIGKILL and failure.timestamp == first.timestamp:
             return rank, failure
-    return error.get_first_failure()
+    return first_rank, first
 
 
 def run(arguments: list[str]) -> int:
     """Run torchrun to its end; returns the exit code."""
-    for name in TALKATIVE:
-        logging.getLogger(name).addFilter(is_news)
+    for log in LOGS:
+        logging.getLogger(f"torch.distributed.{log}").addFilter(is_news)
     try:
         main(arguments)
     except ChildFailedError as error:
         rank, failure = first_failure(error)
         if failure.exitcode > 0:
             return failure.exitcode
-        host, name = socket.gethostname(), failure.signal_name()
-        where = f"rank {rank} (local rank {failure.local_rank}) on {host}"
-        print(f"error: {where} was ended by signal {-failure.exitcode} ({name})", file=sys.stderr)
+        worker = f"rank {rank} (local rank {failure.local_rank}) on {socket.gethostname()}"
+        print(f"error: {worker} was ended by signal {-failure.exitcode} ({failure.signal_name()})", file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as stopped:
         return 128 + stopped.sigval

@@ -83,9 +83,9 @@ if [[ $processes == 1 && $nodes == 1 ]]; then
 fi
 
 if [[ $nodes == 1 ]]; then
-    launcher=(torchrun --standalone)
+    meeting=(--standalone)
 else
-    launcher=(torchrun --nnodes="$nodes" --node-rank="${NODE_RANK:?number of this machine, from 0}"
+    meeting=(--nnodes="$nodes" --node-rank="${NODE_RANK:?number of this machine, from 0}"
         --master-addr="${MASTER_ADDR:?host of machine 0}" --master-port="${MASTER_PORT:-29500}")
 fi
 # Share the cores; torchrun would give each process one, with a warning.
@@ -96,8 +96,8 @@ echo "train: $processes processes on this machine, $nodes machine(s)" >&2
 # In a process group of its own torchrun does not see Ctrl-C itself: it gets each signal once, from here, and hands it to
 # its workers. SIGUSR1 has to be asked for.
 set -m
-"${launcher[@]}" --nproc-per-node="$processes" --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    "$root/main_training.py" "${arguments[@]}" &
+python "$root/scripts/torchrun.py" "${meeting[@]}" --nproc-per-node="$processes" \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$root/main_training.py" "${arguments[@]}" &
 child=$!
 for signal in TERM INT HUP USR1; do
     # shellcheck disable=SC2064  # the signal's name now, not when it comes

@@ -1,7 +1,8 @@
 """A copy of the scripts in a folder of their own, with an environment whose programs note how they are called.
 
-The scripts run unchanged. Their `python` answers questions as the real one does, but installs nothing; `pretrain` and
-`torchrun` only note their arguments; `main_training.py` notes its own and ends as it is told.
+The scripts run unchanged, but for torchrun.py, which only notes its arguments unless the real one is asked for. Their
+`python` answers questions as the real one does, but installs nothing; `pretrain` only notes its arguments;
+`main_training.py` notes its own and ends as it is told.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ NOTING = """#!/usr/bin/env bash
 echo "{name} $*" >>"{calls}"
 """
 
+TORCHRUN = """
+import sys
+from pathlib import Path
+
+with Path({calls!r}).open("a") as calls:
+    calls.write(f"torchrun {{' '.join(sys.argv[1:])}}\\n")
+"""
+
 MAIN = """
 import os, signal, sys
 from pathlib import Path
@@ -38,6 +47,8 @@ def ended_by(number, frame):
 
 note(f"main {{' '.join(sys.argv[1:])}}")
 note(f"in {{Path.cwd()}}")
+if f"--killed={{os.environ.get('RANK')}}" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
 if "--wait" in sys.argv:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, ended_by)
@@ -55,19 +66,22 @@ class StandIn:
     Attributes:
         root: its folder.
         environment: the virtual environment that its scripts will use.
+        torchrun: scripts/torchrun.py, to be written by tests that want another than the noting one.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, real_torchrun: bool = False) -> None:
         self.root = root
         self.environment = root / "environment"
+        self.torchrun = root / "scripts" / "torchrun.py"
         self._calls = root / "calls"
         shutil.copytree(ROOT / "scripts", root / "scripts")
         shutil.copy(ROOT / "setup.py", root)
         (root / "main_training.py").write_text(MAIN.format(calls=str(self._calls)))
+        if not real_torchrun:
+            self.torchrun.write_text(TORCHRUN.format(calls=str(self._calls)))
         (self.environment / "bin").mkdir(parents=True)
         self.add_program("python", PYTHON.format(real=sys.executable, calls=self._calls))
-        for name in ("torchrun", "pretrain"):
-            self.add_program(name, NOTING.format(name=name, calls=self._calls))
+        self.add_program("pretrain", NOTING.format(name="pretrain", calls=self._calls))
 
     def add_program(self, name: str, text: str) -> None:
         """Put a program into the environment."""

@@ -115,7 +115,7 @@ def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
 if __name__ == "__main__":
     flags, settings = parse(
         "The project against LlamaForCausalLM and the Trainer of transformers.",
-        rounds=(8, "turns of each that count"),
+        rounds=(16, "turns of each that count"),
         steps=(10, "optimizer steps of a turn"),
     )
     print(f"against   transformers {transformers.__version__}")

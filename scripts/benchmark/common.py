@@ -15,8 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +40,7 @@ from pretraining.train.loop import train_loop
 # do the same updates, and their losses can be compared. Nothing is evaluated or saved before the race is over.
 RACE = ("use_dummy_dataset=true", "warmup_steps=0", "min_lr_ratio=1", "weight_decay=0", "report_interval=10")
 ON_GPU = ("model_variant=125m", "seq_length=1024", "batch_size=16")
-ON_CPU = ("model_variant=tiny", "vocab_size=4096", "seq_length=256", "batch_size=4", "global_batch_size=8")
+ON_CPU = ("model_variant=tiny", "vocab_size=4096", "seq_length=256", "batch_size=2", "global_batch_size=4")
 
 
 class Over(Exception):
@@ -108,7 +108,7 @@ def parse(description: str, **numbers: tuple[int, str]) -> tuple[argparse.Namesp
         allow_abbrev=False,
     )
     for name, (default, text) in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
+        parser.add_argument(f"--{name}", type=_positive, default=default, help=f"{text} (default {default})")
     flags, rest = parser.parse_known_args()
     return flags, [argument.lstrip("-") for argument in rest]
 
@@ -187,11 +187,11 @@ def train_project(config: TrainConfig, before_step: Callable[[float | None], Non
     with join_processes(0, 1, 0, 1, {}) as processes:
         run = build_run(config, processes)
 
-        def paced() -> Iterator[StepBatch]:
-            batches = iter(run.batches)
-            while True:
-                before_step(run.observer.last_loss)
-                yield next(batches)
+        def paced() -> Generator[StepBatch, None, None]:
+            with closing(run.batches) as batches:
+                while True:
+                    before_step(run.observer.last_loss)
+                    yield next(batches)
 
         try:
             train_loop(replace(run, batches=paced()))
@@ -255,6 +255,13 @@ def _contend(contender: Contender, config: TrainConfig, connection: Connection, 
             contender(config, Turn(connection, steps))
         except (Over, EOFError, BrokenPipeError):  # the last two: the referee has gone
             return
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
 
 
 def _describe(config: TrainConfig) -> str:

@@ -130,6 +130,11 @@ def _median(runs: list[dict[str, float]], phase: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
-        measured_run(sys.argv[2:])
+        from pretraining.errors import PretrainError
+
+        try:
+            measured_run(sys.argv[2:])
+        except PretrainError as error:
+            sys.exit(f"error: {error}")
     else:
         main()

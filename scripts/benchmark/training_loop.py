@@ -62,7 +62,7 @@ def bare(config: TrainConfig, turn: Turn) -> None:
 if __name__ == "__main__":
     flags, settings = parse(
         "The project's training loop against a bare PyTorch loop.",
-        rounds=(8, "turns of each that count"),
+        rounds=(16, "turns of each that count"),
         steps=(10, "optimizer steps of a turn"),
     )
     race({"project": project, "bare loop": bare}, settings, flags.rounds, flags.steps)

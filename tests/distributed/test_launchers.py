@@ -166,3 +166,5 @@ def test_a_job_with_a_wrong_flag_fails_and_says_so_once(slurm: SlurmCluster, tmp
     output = (tmp_path / "output").read_text()
     assert state == "FAILED"
     assert output.count("model_variant") == 1, output
+    assert sum(line.startswith("error: ") for line in output.splitlines()) == 1, output
+    assert "Traceback" not in output, output

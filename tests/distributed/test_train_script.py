@@ -1,38 +1,94 @@
-"""train.sh with several processes hands signals to all of them, through a real torchrun."""
+"""train.sh with several processes: signals go in to all of them, and exit codes and messages come out as they are."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import plain_environment, run_command
+from helpers import ROOT, plain_environment, run_command
 from stand_in import StandIn
 
-TORCHRUN = f'#!/usr/bin/env bash\nexec {sys.executable} -m torch.distributed.run "$@"\n'
+CHOICE = "--use_dummy_dataset=true"
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> StandIn:
+    made = StandIn(tmp_path, real_torchrun=True)
+    run_command(["bash", made.root / "scripts" / "setup.sh"], made.variables())
+    return made
+
+
+def train(stand_in: StandIn, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", CHOICE, *flags]
+    return run_command(command, stand_in.variables(NPROC="2", **variables), check=False)
+
+
+def said_of_the_end(stderr: str) -> list[str]:
+    """What stands in stderr after the script's own first lines."""
+    return [line for line in stderr.splitlines() if not line.startswith(("setup: ", "train: "))]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_every_process_gets_the_signal_once(tmp_path: Path, number: signal.Signals) -> None:
-    stand_in = StandIn(tmp_path)
-    stand_in.add_program("torchrun", TORCHRUN)
-    run_command(["bash", stand_in.root / "scripts" / "setup.sh"], stand_in.variables())
-    command = ["bash", str(stand_in.root / "scripts" / "train.sh"), "--use_dummy_dataset=true", "--wait"]
+def test_every_process_gets_the_signal_once(stand_in: StandIn, number: signal.Signals) -> None:
+    command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE, "--wait"]
     environment = plain_environment(stand_in.variables(NPROC="2"))
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         process.send_signal(number)
-        assert process.wait(timeout=60) != 0
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert said_of_the_end(stderr) == []
     assert stand_in.calls().count(f"signal {number.name}") == 2
     assert sum(call.startswith("signal") for call in stand_in.calls()) == 2
 
 
-def test_a_process_that_fails_makes_the_script_fail(tmp_path: Path) -> None:
-    stand_in = StandIn(tmp_path)
-    stand_in.add_program("torchrun", TORCHRUN)
-    command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", "--use_dummy_dataset=true"]
-    done = run_command(command, stand_in.variables(NPROC="2", EXIT_CODE="5"), check=False)
+@pytest.mark.parametrize("code", [0, 1, 5])
+def test_the_exit_code_of_the_processes_is_returned_and_nothing_is_added(stand_in: StandIn, code: int) -> None:
+    done = train(stand_in, EXIT_CODE=str(code))
+    assert done.returncode == code
+    assert said_of_the_end(done.stderr) == []
+
+
+def test_a_process_that_is_killed_is_named(stand_in: StandIn) -> None:
+    done = train(stand_in, "--killed=1", "--wait")
+    assert done.returncode == 128 + signal.SIGKILL
+    worker = f"rank 1 (local rank 1) on {socket.gethostname()}"
+    assert said_of_the_end(done.stderr) == [f"error: {worker} was ended by signal 9 (SIGKILL)"]
+
+
+def torchrun(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = [sys.executable, ROOT / "scripts" / "torchrun.py", *arguments]
+    return run_command(command, variables, check=False)
+
+
+def test_a_wrong_flag_is_one_error_of_the_whole_job() -> None:
+    done = torchrun("--standalone", "--nproc-per-node=2", ROOT / "main_training.py", "--modle_variant=tiny")
     assert done.returncode == 1
+    (line,) = (line for line in done.stderr.splitlines() if "error" in line.lower())
+    assert line.startswith("error: ")
+    assert done.stderr.count("model_variant") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_torchruns_own_errors_are_shown() -> None:
+    done = torchrun("--nproc-per-node=two", ROOT / "main_training.py")
+    assert done.returncode == 1
+    assert "Unsupported nproc_per_node value: two" in done.stderr
+    done = torchrun("--no-such-option", ROOT / "main_training.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: torchrun")
+
+
+def test_machines_that_do_not_meet_are_an_error_that_is_shown() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    meeting = (f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0,read_timeout=1", "--rdzv-id=job")
+    done = torchrun("--nnodes=2", "--rdzv-backend=c10d", *meeting, ROOT / "main_training.py")
+    assert done.returncode == 1
+    assert "RendezvousConnectionError" in done.stderr

@@ -152,7 +152,7 @@ def test_several_processes_are_torchruns(stand_in: StandIn) -> None:
 
 def test_the_processes_of_a_machine_share_its_cores(stand_in: StandIn) -> None:
     stand_in.add_program("nproc", "#!/usr/bin/env bash\necho 64\n")
-    stand_in.add_program("torchrun", '#!/usr/bin/env bash\necho "$OMP_NUM_THREADS threads"\n')
+    stand_in.torchrun.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'], 'threads')\n")
     assert train(stand_in, CHOICE, NPROC="8", OMP_NUM_THREADS="").stdout == "8 threads\n"
     assert train(stand_in, CHOICE, NPROC="8", OMP_NUM_THREADS="3").stdout == "3 threads\n"
     assert train(stand_in, CHOICE, NPROC="100", OMP_NUM_THREADS="").stdout == "1 threads\n"
@@ -186,7 +186,7 @@ def test_the_exit_code_of_one_process_is_returned(stand_in: StandIn, code: int) 
 
 
 def test_the_exit_code_of_torchrun_is_returned(stand_in: StandIn) -> None:
-    stand_in.add_program("torchrun", "#!/usr/bin/env bash\nexit 9\n")
+    stand_in.torchrun.write_text("raise SystemExit(9)\n")
     assert train(stand_in, CHOICE, check=False, NPROC="2").returncode == 9
 
 

@@ -1,0 +1,103 @@
+"""torchrun.py: whose failure ends the job, and which messages of torchrun are left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import signal
+from types import ModuleType
+
+import pytest
+from helpers import ROOT
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+
+@pytest.fixture(scope="module")
+def torchrun() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("torchrun_script", ROOT / "scripts" / "torchrun.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def failed(*workers: tuple[int, int]) -> ChildFailedError:
+    """What torchrun raises when workers end, each given as (exit code, second); ranks from 4 up, local ranks from 0."""
+    failures = {}
+    for local_rank, (exit_code, second) in enumerate(workers):
+        failure = ProcessFailure(local_rank=local_rank, pid=100, exitcode=exit_code, error_file="none")
+        failure.timestamp = second
+        failures[4 + local_rank] = failure
+    return ChildFailedError("main_training.py", failures)
+
+
+def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None) -> int:
+    """The exit code where torchrun itself ends so."""
+
+    def main(arguments: list[str]) -> None:
+        assert arguments == ["--standalone", "job.py"]
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(torchrun, "main", main)
+    code: int = torchrun.run(["--standalone", "job.py"])
+    return code
+
+
+@pytest.mark.parametrize(
+    ("workers", "code"),
+    [
+        ([(7, 10)], 7),
+        ([(-15, 12), (3, 11)], 3),
+        ([(3, 11), (4, 11)], 3),
+        ([(1, 11), (-15, 11)], 1),
+        ([(1, 11), (-9, 11)], 137),
+        ([(1, 11), (-9, 41)], 1),
+        ([(-11, 11), (1, 11)], 139),
+    ],
+    ids=["one", "the earlier", "the lower rank", "ended by torchrun", "lost its peer", "ended late", "crashed"],
+)
+def test_the_first_failure_is_the_jobs(
+    torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, workers: list[tuple[int, int]], code: int
+) -> None:
+    assert run(torchrun, monkeypatch, failed(*workers)) == code
+
+
+def test_only_a_worker_that_could_not_speak_is_spoken_for(
+    torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(torchrun, monkeypatch, failed((1, 10)))
+    assert capsys.readouterr().err == ""
+    run(torchrun, monkeypatch, failed((1, 10), (-signal.SIGSEGV, 9)))
+    error = capsys.readouterr().err
+    assert error.startswith("error: rank 5 (local rank 1) on ")
+    assert error.endswith(" was ended by signal 11 (SIGSEGV)\n")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [(None, 0), (SignalException("stop", signal.SIGHUP), 129), (KeyboardInterrupt(), 130)],
+    ids=["the end", "signal", "Ctrl-C before there are workers"],
+)
+def test_other_ends(
+    torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None, code: int
+) -> None:
+    assert run(torchrun, monkeypatch, outcome) == code
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python", False),
+        ("Sending process 7 closing signal SIGTERM", False),
+        ("Closing process 7 via signal SIGTERM", False),
+        ("Received 15 death signal, shutting down workers", False),
+        ("\n*****\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in default", False),
+        ("Unable to shutdown process 7 via 15, forcefully exiting via 9", True),
+        ("Process 7 did not exit after SIGKILL within 30s", True),
+        ("master_addr is only used for static rdzv_backend", True),
+    ],
+)
+def test_messages_that_say_more_than_how_jobs_end_stay(torchrun: ModuleType, message: str, shown: bool) -> None:
+    assert torchrun.is_news(logging.makeLogRecord({"msg": message})) is shown
