@@ -28,7 +28,8 @@ def shard_model(
     """
     # A replicate axis of one would add an all-reduce with nobody.
     axes = mesh if mesh.size(0) > 1 else mesh["shard"]
-    reshard = strategy in ("fsdp", "hsdp")
+    # One rank that holds everything frees nothing by letting go of what it gathered: it would only copy it again.
+    reshard = strategy in ("fsdp", "hsdp") and mesh["shard"].size() > 1
     for block in blocks:
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=reshard)
     # The root's parameters are needed at both ends of forward and backward: never freed between them.

@@ -1,0 +1,145 @@
+"""Whole runs in this process: what they print, what they leave behind, and what a second start does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import TINY, losses_of, write_two_datasets
+
+from pretraining.cli import main
+from pretraining.config.flags import load_train_config
+from pretraining.config.recipes import load_config
+from pretraining.data.tokenizer import train_tokenizer
+
+
+def start(run: Path, *flags: str) -> None:
+    """Train with made-up data unless the flags say otherwise."""
+    data = [] if any("data_path" in flag for flag in flags) else ["use_dummy_dataset=true"]
+    names = {flag.partition("=")[0] for flag in flags}
+    common = [flag for flag in (*TINY, "num_steps=4") if flag.partition("=")[0] not in names]
+    main(["train", *common, *data, f"ckpt_save_path={run}", *flags])
+
+
+def test_a_run_says_what_it_trains_and_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    start(run, "tracker=tensorboard", "held_out_fraction=0.1", "eval_interval=2", "eval_batches=2")
+    out = capsys.readouterr().out
+    for part in (
+        "float32, fsdp over 1 x cpu",
+        "4 steps, 256 tokens",
+        "from initial weights, seed 2023",
+        "step 4/4  loss",
+        "step 2  evaluation_loss",
+        "step 4  evaluation_loss",
+        f"checkpoint   {run}/checkpoints/step_4_ckp",
+        f"metrics      {run}/logs/metrics.jsonl",
+        f"tensorboard --logdir {run}/logs",
+        "--num_steps=8",
+    ):
+        assert part in out, out
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "checkpoints", "logs"}
+    assert any(path.name.startswith("events.out.tfevents") for path in (run / "logs").iterdir())
+
+
+def test_metrics_have_a_line_a_report_and_a_line_an_evaluation(tmp_path: Path) -> None:
+    start(tmp_path, "held_out_fraction=0.1", "eval_interval=2", "eval_batches=2")
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "evaluation_loss" in line] == [2, 4]
+    assert [line["tokens_seen"] for line in lines if "loss" in line] == [64, 128, 192, 256]
+
+
+def test_the_resolved_settings_are_written_out_and_start_the_same_run(tmp_path: Path) -> None:
+    start(tmp_path, "learning_rate=2e-3")
+    written = load_config(tmp_path / "config.yaml")
+    assert written.optimizer.learning_rate == 2e-3 and written.model.hidden_size == 32
+    assert load_train_config([f"recipe={tmp_path / 'config.yaml'}"], {}) == written
+    manifest = json.loads((tmp_path / "checkpoints" / "step_4_ckp" / "manifest.json").read_text())
+    assert "learning_rate: 0.002" in manifest["config"]
+
+
+def test_a_second_start_continues_and_a_third_says_how_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "run_steps=3")
+    assert "Stopped at step 3 of 4, as asked" in capsys.readouterr().out
+    start(tmp_path)
+    out = capsys.readouterr().out
+    assert f"from {tmp_path}/checkpoints/step_3_ckp, step 3" in out and "step 4/4" in out and "step 3/4" not in out
+    start(tmp_path)
+    out = capsys.readouterr().out
+    assert "finished already, at step 4 of 4: nothing was trained" in out and "--num_steps=8" in out
+    assert len(losses_of(tmp_path)) == 4
+
+
+def test_a_run_starts_from_another_runs_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path / "first", "num_steps=2")
+    start(tmp_path / "second", f"ckpt_load_path={tmp_path / 'first'}")
+    assert f"from {tmp_path}/first/checkpoints/step_2_ckp" in capsys.readouterr().out
+    assert len(losses_of(tmp_path / "second")) == 2
+
+
+def test_what_an_interrupted_save_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "num_steps=2")
+    (tmp_path / "checkpoints" / "step_3_ckp.tmp").mkdir()
+    start(tmp_path)
+    assert "step_3_ckp.tmp is incomplete: ignored" in capsys.readouterr().out
+
+
+def test_lengths_and_intervals_may_be_tokens_epochs_and_time(tmp_path: Path) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    start(tmp_path / "tokens", "num_steps=256tok", "checkpoint_interval=128tok")
+    assert len(losses_of(tmp_path / "tokens")) == 4
+    assert (tmp_path / "tokens" / "checkpoints" / "step_2_ckp").is_dir()
+    epochs = ["num_steps=0.01ep", "checkpoint_interval=0.005ep", "report_interval=1h"]
+    start(tmp_path / "epochs", f"data_path={data}", *epochs)
+    lines = (tmp_path / "epochs" / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 1 and json.loads(lines[0])["step"] > 2  # the last step is always reported
+    assert len(list((tmp_path / "epochs" / "checkpoints").iterdir())) == 2
+
+
+def test_a_run_ends_with_a_sample_of_text_where_there_is_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ["def add(left, right):\n    return left + right\n"] * 50
+    tokenizer = train_tokenizer(text, 280)
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(tmp_path / "tokenizer")
+    size = tokenizer.vocab_size
+    flags = [f"tokenizer_path={tmp_path / 'tokenizer'}", "sample_prompt=def", "sample_tokens=5"]
+    start(tmp_path / "run", f"vocab_size={size}", *flags)
+    out = capsys.readouterr().out
+    assert "a sample of its text:\n    def" in out
+    start(tmp_path / "silent", f"vocab_size={size}", *flags, "sample_tokens=0")
+    assert "a sample of its text" not in capsys.readouterr().out
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    train_tokenizer(["some text to train on"] * 20, 270).save(tmp_path / "tokenizer")
+    with pytest.raises(SystemExit):
+        start(tmp_path / "run", f"tokenizer_path={tmp_path / 'tokenizer'}")
+    error = capsys.readouterr().err
+    assert "more than the model's 64" in error and "--vocab_size=" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_deterministic_runs_use_deterministic_kernels(tmp_path: Path) -> None:
+    try:
+        start(tmp_path, "deterministic=true")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(losses_of(tmp_path)) == 4
+
+
+def test_the_batch_is_kept_at_a_resume_unless_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "num_steps=2", "batch_size=3", "grad_accum_steps=2")
+    start(tmp_path, "num_steps=4", "batch_size=2")
+    assert "6 sequences a step" in capsys.readouterr().out.split("from initial weights")[1]
+    with pytest.raises(SystemExit):
+        start(tmp_path, "num_steps=6", "global_batch_size=4")
+    assert "global" in capsys.readouterr().err

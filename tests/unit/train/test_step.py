@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pretraining.config.training import OptimizerConfig, ParallelConfig
+from pretraining.config.variants import LlamaShape
+from pretraining.data import batch as data_batch
+from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.model import loss as model_loss
+from pretraining.model.init import initialize_weights
+from pretraining.model.llama import Llama
+from pretraining.optim.adamw import build_adamw
+from pretraining.optim.schedules import WarmupCosine
+from pretraining.parallel.mesh import build_mesh
+from pretraining.parallel.precision import precision_policy
+from pretraining.parallel.sharding import shard_model
+from pretraining.train.step import StepContext, StepOutcome, train_step
+
+CPU = torch.device("cpu")
+SHAPE = LlamaShape(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=32,
+    max_position_embeddings=32,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    rope_scaling=None,
+)
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def context_for_step() -> StepContext:
+    mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
+    model = Llama(SHAPE)
+    shard_model(model, model.blocks, mesh, "fsdp", precision_policy(torch.float32))
+    initialize_weights(model, SHAPE, 0, CPU)
+    optimizer = build_adamw(model, OptimizerConfig(learning_rate=1e-2))
+    return StepContext(
+        model=model,
+        parameters=list(model.parameters()),
+        optimizer=optimizer,
+        schedule=WarmupCosine(1e-2, 1, 10, 0.1),
+        grad_clip_thresh=1.0,
+        mesh=mesh,
+        device=CPU,
+    )
+
+
+def sequences(count: int) -> torch.Tensor:
+    return torch.randint(SHAPE.vocab_size, (count, 9), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+
+
+def micro_batches(tokens: torch.Tensor, size: int) -> StepBatch:
+    """Sequences in micro-batches of a size; the last one is filled up with padding rows."""
+    parts = []
+    for part in tokens.split(size):
+        padding = size - len(part)
+        rows = torch.cat([part, torch.zeros(padding, part.shape[1], dtype=part.dtype)])
+        parts.append(MicroBatch(rows, padding))
+    return StepBatch(0, 0, parts)
+
+
+def values(context: StepContext) -> list[torch.Tensor]:
+    tensors = [parameter.to_local().clone() for parameter in context.parameters]  # type: ignore[attr-defined]
+    for state in context.optimizer.state.values():
+        tensors += [
+            value.to_local().clone() if hasattr(value, "to_local") else value.clone() for value in state.values()
+        ]
+    return tensors
+
+
+def test_how_a_batch_is_cut_changes_rounding_only() -> None:
+    tokens = sequences(6)
+    outcomes: list[StepOutcome] = []
+    weights = []
+    for size in (6, 2, 4):  # at once, in three, in two with padding
+        context = context_for_step()
+        outcomes.append(train_step(context, micro_batches(tokens, size), 0))
+        weights.append(values(context))
+    for outcome, tensors in zip(outcomes[1:], weights[1:], strict=True):
+        assert float(outcome.loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
+        assert float(outcome.grad_norm) == pytest.approx(float(outcomes[0].grad_norm), rel=1e-5)
+        assert int(outcome.valid_tokens) == int(outcomes[0].valid_tokens) == 6 * 8
+        for one, other in zip(weights[0], tensors, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_uses_the_schedule_and_clears_the_gradients() -> None:
+    context = context_for_step()
+    assert [train_step(context, micro_batches(sequences(2), 2), step).learning_rate for step in (0, 1)] == [5e-3, 1e-2]
+    assert all(parameter.grad is None for parameter in context.parameters)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    context = context_for_step()
+    batch = micro_batches(sequences(2), 2)
+    train_step(context, batch, 0)
+    before = values(context)
+
+    norm = context.model.model.norm  # type: ignore[union-attr]
+    poison = norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))  # type: ignore[union-attr]
+    outcome = train_step(context, batch, 1)
+    poison.remove()
+    assert bool(outcome.skipped) and not torch.isfinite(outcome.grad_norm)
+    assert all(torch.equal(was, now) for was, now in zip(before, values(context), strict=True))
+
+    assert not bool(train_step(context, batch, 2).skipped)
+    assert not all(torch.equal(was, now) for was, now in zip(before, values(context), strict=True))
+
+
+def test_a_step_learns() -> None:
+    context = context_for_step()
+    batch = micro_batches(sequences(2), 2)
+    losses = [float(train_step(context, batch, step).loss_sum) for step in range(8)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_data_and_model_mean_the_same_by_an_ignored_label() -> None:
+    assert data_batch.IGNORED_LABEL == model_loss.IGNORED_LABEL
+    _, count = model_loss.cross_entropy_sum(torch.zeros(1, 2, 4), torch.tensor([[data_batch.IGNORED_LABEL, 1]]))
+    assert int(count) == 1
+
+
+def test_only_the_models_own_parameters_are_stepped() -> None:
+    context = context_for_step()
+    grouped = {id(parameter) for group in context.optimizer.param_groups for parameter in group["params"]}
+    assert grouped == {id(parameter) for parameter in context.parameters}
+    assert all(isinstance(parameter, nn.Parameter) for parameter in context.parameters)
