@@ -18,7 +18,6 @@ setup(
     package_data={"pretraining": ["py.typed", "config/recipes/*.yaml"]},
     install_requires=[
         "torch>=2.11,<2.14",
-        "torchdata>=0.11",
         "pyarrow>=17",
         "fire>=0.7",
         "numpy>=2.0",
@@ -27,7 +26,6 @@ setup(
         "rich>=13.7",
         "tokenizers>=0.20",
         "safetensors>=0.4.5",
-        "xxhash>=3.4",
     ],
     extras_require={
         # transformers and accelerate are what the model and the speed are compared with; training needs neither.

@@ -48,6 +48,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "prepare": (prepare_command, PrepareConfig, "turn text into token files; trains a tokenizer where none is given"),
 }
 
+AFTER_INTERRUPTION = {
+    "train": "the same command goes on from the newest checkpoint",
+    "prepare": "nothing was changed; the same command starts again",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; `arguments` without the program's name, by default those of this process."""
@@ -65,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except PretrainError as error:
         _fail(error)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
+        if _speaks(for_all_nodes=True):
+            print(f"interrupted; {AFTER_INTERRUPTION[name]}", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
@@ -94,13 +100,15 @@ def _fail(error: PretrainError) -> NoReturn:
     """Print an error, where no other process prints the same one, and end this process."""
     if error.rank is not None:
         print(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
-    elif _is_first_process():
+    elif _speaks(for_all_nodes=error.is_everywhere):
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.exit(FAILED)
 
 
-def _is_first_process() -> bool:
+def _speaks(for_all_nodes: bool) -> bool:
+    """Whether this process is the one that speaks, for the job or for its node."""
     try:
-        return resolve_layout(os.environ).rank == 0
+        layout = resolve_layout(os.environ)
     except LaunchError:
         return True  # a process that does not know its place speaks for itself
+    return (layout.rank if for_all_nodes else layout.local_rank) == 0

@@ -13,11 +13,13 @@ class PretrainError(Exception):
     """Base of all errors that a user can cause and mend.
 
     Attributes:
-        rank: the one process that failed, where the others did not find the same error; None where all fail alike and
-            one message is enough.
+        rank: the one process that failed, where the others did not find the same error; None where several fail alike.
+        is_everywhere: whether all processes of the job fail with it, so that one message is enough; before they have
+            joined, each node speaks for itself.
     """
 
     rank: int | None = None
+    is_everywhere: bool = False
 
 
 class ConfigError(PretrainError):

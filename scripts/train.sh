@@ -10,7 +10,8 @@
 # NPROC sets the number of processes on this machine; by default one a GPU.
 set -euo pipefail
 
-# Flags of your own runs, one a line. What is given on the command line comes after them and wins.
+# Flags of your own runs, one a line. What is given on the command line comes after them and wins
+# over the same flag.
 FLAGS=(
     # --model_variant=1b
     # --data_path=/data/tokens

@@ -14,7 +14,8 @@ MPIRUN=${MPIRUN:-mpirun}   # which one, where a machine has several
 MASTER_ADDR=${MASTER_ADDR:-}
 MASTER_PORT=${MASTER_PORT:-}
 
-# Flags of your runs, one a line. What is given on the command line comes after them and wins.
+# Flags of your runs, one a line. What is given on the command line comes after them and wins
+# over the same flag.
 FLAGS=(
     # --model_variant=1b
     # --data_path=/data/tokens

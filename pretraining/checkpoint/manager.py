@@ -29,14 +29,10 @@ class Restorable:
     Attributes:
         path: its folder.
         manifest: its contents, files already checked for presence and size.
-        is_own: whether it is the run's own, not one from `ckpt_load_path`.
-        ignored: incomplete checkpoints that were passed over.
     """
 
     path: Path
     manifest: Manifest
-    is_own: bool
-    ignored: list[Path]
 
 
 def find_checkpoint(config: CheckpointConfig) -> Restorable | None:
@@ -46,10 +42,9 @@ def find_checkpoint(config: CheckpointConfig) -> Restorable | None:
         CheckpointError: a load path was named and holds no checkpoint, or the newest checkpoint is damaged.
     """
     own = Path(config.ckpt_save_path)
-    ignored = store.incomplete_checkpoints(own)
     committed = store.committed_checkpoints(own)
     if committed:
-        return Restorable(committed[-1], store.read_manifest(committed[-1]), True, ignored)
+        return Restorable(committed[-1], store.read_manifest(committed[-1]))
     if config.ckpt_load_path is None:
         return None
     source = Path(config.ckpt_load_path)
@@ -59,7 +54,7 @@ def find_checkpoint(config: CheckpointConfig) -> Restorable | None:
             f"--ckpt_load_path={source} holds no complete checkpoint: it is neither one (a folder with "
             f"{store.MANIFEST}) nor a run with some in {store.CHECKPOINTS}/."
         )
-    return Restorable(path, store.read_manifest(path), False, ignored)
+    return Restorable(path, store.read_manifest(path))
 
 
 def _named_checkpoint(source: Path) -> Path | None:
@@ -80,6 +75,7 @@ class CheckpointManager:
         manifest_for: makes the manifest from progress, evaluation loss and file sizes.
         activity: books the time of a save.
         note: told of each save; a no-op on ranks that do not print.
+        evaluation_loss: the newest one of an earlier invocation.
     """
 
     def __init__(
@@ -91,6 +87,7 @@ class CheckpointManager:
         manifest_for: Callable[[Progress, float | None, dict[str, int]], Manifest],
         activity: Callable[[str], AbstractContextManager[None]],
         note: Callable[[str], None],
+        evaluation_loss: float | None = None,
     ) -> None:
         self._run = run
         self._interval = interval
@@ -99,7 +96,7 @@ class CheckpointManager:
         self._activity = activity
         self._note = note
         self._state: RunState | None = None
-        self._evaluation_loss: float | None = None
+        self._evaluation_loss = evaluation_loss
         self._saved_step: int | None = None
 
     def __enter__(self) -> CheckpointManager:

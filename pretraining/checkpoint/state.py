@@ -32,7 +32,9 @@ class Manifest:
         format_version: of this document and of the tensors' names.
         step: updates done.
         tokens_seen: tokens of those updates.
-        loss, evaluation_loss: the newest reported ones, if any.
+        seconds: time trained, over all invocations, as intervals in time count it.
+        loss: the newest reported one, if any and finite.
+        evaluation_loss: the same.
         data: position in the data, as the loader gives it.
         global_batch_size: sequences a step.
         model: dimensions of the model.
@@ -45,6 +47,7 @@ class Manifest:
     format_version: int
     step: int
     tokens_seen: int
+    seconds: float
     loss: float | None
     evaluation_loss: float | None
     data: dict[str, Any]

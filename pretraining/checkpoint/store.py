@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from pretraining.checkpoint.state import Manifest, file_of_tensor
 from pretraining.errors import CheckpointError
-from pretraining.parallel.processes import on_rank_zero
+from pretraining.parallel.processes import on_every_rank, on_rank_zero
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
@@ -56,7 +56,8 @@ def save_checkpoint(
         dcp.save(tensors, storage_writer=writer)
     except CheckpointException as error:  # no subclass of Exception
         raise _write_error(temporary, error) from None
-    on_rank_zero(lambda: _commit(temporary, folder, manifest_for))
+    sizes = _written_files(temporary)
+    on_rank_zero(lambda: _commit(temporary, folder, manifest_for(sizes)))
 
 
 def load_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -88,6 +89,10 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Remove {folder} to use an older checkpoint.") from None
     manifest = Manifest.parse(document, str(path))
+    # A tensor's missing piece would leave what was in memory: the reader takes whatever files there are.
+    strangers = sorted({path.name for path in folder.glob("*.safetensors")} - manifest.files.keys())
+    if strangers:
+        raise CheckpointError(f"{folder / strangers[0]} is no part of this checkpoint: its manifest does not name it.")
     for name, size in manifest.files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():
@@ -126,19 +131,31 @@ def step_of(path: Path) -> int:
 
 
 def _start_fresh(temporary: Path) -> None:
+    """Make an empty folder for a save, and room: what interrupted saves have left is of no use to anyone."""
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        for abandoned in temporary.parent.glob("step_*_ckp.tmp"):
+            shutil.rmtree(abandoned)
         temporary.mkdir(parents=True)
     except OSError as error:
         raise _write_error(temporary, error) from None
 
 
-def _commit(temporary: Path, folder: Path, manifest_for: Callable[[dict[str, int]], Manifest]) -> None:
+def _written_files(temporary: Path) -> dict[str, int]:
+    """Name and size of every file of a save, as the rank that wrote it sees them; a collective call.
+
+    Rank 0 cannot just list the folder: on a shared file system its view of what other nodes wrote may be old.
+    """
+    own = f"shard-{dist.get_rank() + 1:05d}-*"
+    sizes = on_every_rank(lambda: {path.name: path.stat().st_size for path in temporary.glob(own)})
+    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, sizes)
+    return {name: size for sizes in everyone for name, size in sorted(sizes.items())}
+
+
+def _commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
     try:
-        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump(manifest_for(sizes).document(), file, indent=1)
+            json.dump(manifest.document(), file, indent=1, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
         _flush_folder(temporary)

@@ -152,7 +152,7 @@ optimizer:
 
 `--recipe=demo,mine.yaml` reads recipes from left to right. Later ones win over earlier ones, the command line wins over
 all of them, and what nobody sets keeps its default. A path ends in `.yaml`, `.yml` or `.json`; other names are those of
-shipped recipes: {recipes}. The configuration of a run, resolved in full, is written into its folder as `config.yaml`,
+shipped recipes: {recipes}. The settings of a run, defaults included, are written into its folder as `config.yaml`,
 which is a recipe, too."""
 
 

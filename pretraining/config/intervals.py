@@ -23,6 +23,10 @@ class RunState(Protocol):
     def finished(self) -> bool:
         """Whether the whole run is done."""
 
+    @property
+    def stopping(self) -> bool:
+        """Whether this invocation is done."""
+
 
 @dataclass(frozen=True)
 class Interval:

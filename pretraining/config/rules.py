@@ -83,6 +83,15 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
         yield from error.problems
 
 
+_DURATIONS = ("num_steps", "warmup_steps", "checkpoint_interval", "eval_interval", "report_interval")
+
+
+def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
+    """The settings that may be in epochs, by name."""
+    sections = (config.run, config.schedule, config.checkpoint, config.evaluation, config.report)
+    return [(name, getattr(section, name)) for name, section in zip(_DURATIONS, sections, strict=True)]
+
+
 @_rule("data_path", "use_dummy_dataset")
 def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
     data = config.data
@@ -93,6 +102,17 @@ def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
             f"two sources of data: --data_path={data.data_path} and --use_dummy_dataset=true, which makes its tokens "
             "up; give --data_path=none or --use_dummy_dataset=false"
         )
+
+
+@_rule("use_dummy_dataset", *_DURATIONS)
+def _epochs_need_a_dataset(config: TrainConfig) -> Problems:
+    if config.data.use_dummy_dataset:
+        for name, duration in _durations(config):
+            if duration is not None and duration.unit == "epochs":
+                yield (
+                    f"--{name}={duration} counts passes over a dataset, and made-up data has no end: give steps or "
+                    "tokens"
+                )
 
 
 @_rule("use_dummy_dataset", "datasets")
@@ -115,11 +135,10 @@ def _weights_belong_to_datasets(config: TrainConfig) -> Problems:
             f"each of --datasets={format_value(datasets)}, in the same order"
         )
     for position, weight in enumerate(weights, start=1):
-        if weight <= 0:
-            yield (
-                f"--weights={format_value(weights)}: number {position} is {weight:g}, and proportions are above 0; "
-                "leave its dataset out instead"
-            )
+        if weight < 0:
+            yield f"--weights={format_value(weights)}: number {position} is {weight:g}, and proportions are at least 0"
+    if weights and not any(weights):
+        yield f"--weights={format_value(weights)} leave every dataset out: give one of them more than 0"
     for name, times in Counter(datasets).items():
         if times > 1:
             yield f"--datasets={format_value(datasets)} names {name} {times} times; give it once, with a larger weight"

@@ -186,7 +186,9 @@ class CheckpointConfig:
         None, "run folder or checkpoint to start from when ckpt_save_path holds none yet"
     )
     checkpoint_interval: Duration = setting(
-        Duration(1000, "steps"), "how often to save, 0 = never; the end of the run is always saved", units=INTERVAL
+        Duration(1000, "steps"),
+        "how often to save, 0 = only at the end; where an invocation ends is always saved",
+        units=INTERVAL,
     )
 
 
@@ -195,7 +197,9 @@ class EvaluationConfig:
     """Loss on documents that are never trained on, and a sample of text at the end."""
 
     eval_interval: Duration = setting(
-        Duration(1000, "steps"), "how often to evaluate, where held_out_fraction > 0; 0 = never", units=INTERVAL
+        Duration(1000, "steps"),
+        "how often to evaluate, where held_out_fraction > 0; 0 = only at the end",
+        units=INTERVAL,
     )
     eval_batches: int = setting(16, "global batches an evaluation, the same ones each time", minimum=1)
     sample_prompt: str = setting("", "what the generated sample continues; empty = free choice")
@@ -208,7 +212,9 @@ class EvaluationConfig:
 class ReportConfig:
     """What is shown and logged, and when."""
 
-    report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = never", units=INTERVAL)
+    report_interval: Duration = setting(
+        Duration(10, "steps"), "how often to report; 0 = only at the end", units=INTERVAL
+    )
     tracker: tuple[str, ...] = setting(
         ("tensorboard",),
         "where reports go besides the terminal and metrics.jsonl, comma list; none = nowhere else",

@@ -170,7 +170,8 @@ def index_places(files: DatasetFiles, settings: IndexSettings, index_path: str |
     With `index_path`, only there. Otherwise in a hidden folder of the dataset or, for data that cannot be written to,
     in the user's cache folder.
     """
-    name = f"{settings.digest}.index"
+    # A file of its own for each list of files: one that is mapped by a running job is never replaced under it.
+    name = f"{settings.digest}-{files.digest[:16]}.index"
     if index_path is not None:
         return [Path(index_path).expanduser().absolute() / files.name / name]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

@@ -69,7 +69,7 @@ def build_index(
     if index is not None:
         return index
     places = index_places(files, settings, index_path)
-    change = _what_changed(files, places)
+    change = _what_changed(files, settings, places)
     if change:
         say(f"dataset '{files.name}': files changed since it was indexed ({change})")
     say(f"indexing dataset '{files.name}': {len(files.paths):,} files, {sum(files.sizes) / 2**30:.2f} GiB")
@@ -105,12 +105,14 @@ def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
     return hash64(key, np.arange(rows)) < np.uint64(threshold)
 
 
-def _what_changed(files: DatasetFiles, places: list[Path]) -> str:
-    """Which files differ from those of an older index at one of the places."""
+def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Path]) -> str:
+    """Which files differ from those of the newest older index at one of the places."""
     for place in places:
-        older = open_any_index(place)
-        if older is not None:
-            return describe_changes(older.file_sizes, dict(zip(files.paths, files.sizes, strict=True)))
+        older_places = sorted(place.parent.glob(f"{settings.digest}-*.index"), key=lambda path: path.stat().st_mtime)
+        for older_place in reversed(older_places):
+            older = open_any_index(older_place)
+            if older is not None:
+                return describe_changes(older.file_sizes, dict(zip(files.paths, files.sizes, strict=True)))
     return ""
 
 

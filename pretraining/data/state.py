@@ -87,18 +87,6 @@ def step_of_state(state: Mapping[str, Any], order: Mapping[str, Any], changes: M
     return int(phase["first_step"] + steps)
 
 
-def saved_global_batch_size(state: Mapping[str, Any]) -> int:
-    """The global batch size that a state goes on with, in sequences.
-
-    Raises:
-        DataError: the state is damaged.
-    """
-    try:
-        return int(state["phases"][-1]["global_batch_size"])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise DataError("the data state is damaged: it names no global batch size") from error
-
-
 def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> list[str]:
     problems = []
     for name, note in (

@@ -54,13 +54,15 @@ class Observer:
     """Reports of a run.
 
     Args:
-        interval: how often to report; the last step is always reported.
+        interval: how often to report; where an invocation ends is always reported.
         total_steps: of the run, for the time left.
         flops_per_token: of the model, forward and backward.
         peak_tflops: of a device, or None where it is not known.
         device: of the step's tensors.
         stopwatch: shared with whoever spends time on something else than training.
-        display, trackers: where reports go; those of other ranks than 0 show and keep nothing.
+        display: where reports are shown; other ranks than 0 have one that shows nothing.
+        trackers: where reports are kept; other ranks have none.
+        last_loss: the newest one reported by an earlier invocation.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Observer:
         stopwatch: Stopwatch,
         display: ProgressDisplay,
         trackers: list[Tracker],
+        last_loss: float | None = None,
     ) -> None:
         self._interval = interval
         self._total_steps = total_steps
@@ -86,11 +89,11 @@ class Observer:
         self._start: Progress | None = None  # of this process, for the overall rate
         self._reported: Progress | None = None
         self._clear_sums()
-        self.last_loss: float | None = None
+        self.last_loss = last_loss
 
     def __enter__(self) -> Observer:
         self._display.open()
-        self._stopwatch.lap()  # what went before was setting up, not training
+        self._stopwatch.restart()  # what went before was setting up, not training
         return self
 
     def __exit__(
@@ -101,7 +104,7 @@ class Observer:
             tracker.close()
 
     def after_step(self, state: RunState, outcome: Outcome) -> None:
-        """Take note of a step; report if a boundary of the interval was crossed, or the run is over."""
+        """Take note of a step; report if a boundary of the interval was crossed, or the invocation is over."""
         if self._start is None or self._reported is None:
             self._start = self._reported = state.before
         kept = ~outcome.skipped
@@ -109,7 +112,7 @@ class Observer:
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
         self._valid_tokens += torch.where(kept, outcome.valid_tokens, 0)
         self._skipped += outcome.skipped
-        if state.finished or self._interval.is_due(state):
+        if state.stopping or self._interval.is_due(state):
             self._report(state.progress, outcome)
 
     def after_evaluation(self, progress: Progress, loss: float) -> None:
@@ -160,7 +163,7 @@ class Observer:
             memory_reserved_gib=memory[2] if self._device.type == "cuda" else None,
             time_left_seconds=(self._total_steps - now.steps) * tokens_per_step / overall_rate,
         )
-        self.last_loss = report.loss
+        self.last_loss = _finite(report.loss)
         self._display.show(report)
         values = {name: _finite(value) for name, value in asdict(report).items() if name != "step"}
         for tracker in self._trackers:

@@ -7,6 +7,7 @@ beside the MFU.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ PEAK_TFLOPS = (
     ("A40", 149.7),
     ("A30", 165.0),
     ("A10", 125.0),
+    ("A10G", 70.0),
     ("L40S", 362.0),
     ("L40", 181.0),
     ("L4", 121.0),
@@ -48,7 +50,7 @@ PEAK_TFLOPS = (
 
 def peak_tflops(device_name: str) -> float | None:
     """Dense bfloat16 peak of a device in TFLOP/s, or None where it is not known (CPUs among them)."""
-    return next((peak for name, peak in PEAK_TFLOPS if name in device_name), None)
+    return next((peak for name, peak in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name)), None)
 
 
 class Stopwatch:
@@ -93,6 +95,11 @@ class Stopwatch:
                 except StopIteration:
                     return
             yield item
+
+    def restart(self) -> None:
+        """Begin the first lap now; what was spent before belongs to none."""
+        self._lap_started = self._clock()
+        self.spent = {}
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """End a lap: its seconds of training (waiting for data included), and what was spent on each activity."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -18,15 +17,15 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+def gradient_norm(gradients: list[torch.Tensor], shard_group: dist.ProcessGroup) -> torch.Tensor:
     """Euclidean norm of the whole gradient, as a scalar on the device that is the same on every rank.
 
     One all-reduce of one number over the shard axis; replicas hold the same gradient. A NaN or an infinity anywhere
     shows in the norm.
     """
     squared = torch.nn.utils.get_total_norm(gradients).square()
-    if mesh["shard"].size() > 1:
-        dist.all_reduce(squared, group=mesh["shard"].get_group())
+    if shard_group.size() > 1:
+        dist.all_reduce(squared, group=shard_group)
     return squared.sqrt()
 
 

@@ -8,6 +8,9 @@ hsdp*         (W / G, G)                G: hsdp_group_size, by default the proce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pretraining.config.training import ParallelConfig
@@ -16,18 +19,28 @@ from pretraining.errors import ConfigError
 AXES = ("replicate", "shard")
 
 
-def mesh_shape(parallel: ParallelConfig, world_size: int, local_world_size: int) -> tuple[int, int]:
+def mesh_shape(parallel: ParallelConfig, local_world_sizes: Sequence[int]) -> tuple[int, int]:
     """Sizes of the axes (replicate, shard).
 
+    Args:
+        parallel: strategy and group size.
+        local_world_sizes: processes on the node of each rank.
+
     Raises:
-        ConfigError: the group size does not divide the number of processes.
+        ConfigError: the group size does not divide the number of processes, or would be that of a node and nodes
+            differ.
     """
-    strategy = parallel.sharding_strategy
+    strategy, world_size = parallel.sharding_strategy, len(local_world_sizes)
     if strategy == "ddp":
         return world_size, 1
     if strategy in ("zero2", "fsdp"):
         return 1, world_size
-    group = parallel.hsdp_group_size or local_world_size
+    if parallel.hsdp_group_size is None and len(set(local_world_sizes)) > 1:
+        raise ConfigError(
+            f"--sharding_strategy={strategy} shards inside a node by default, and nodes have different numbers of "
+            f"processes ({', '.join(map(str, sorted(set(local_world_sizes))))}). Set --hsdp_group_size."
+        )
+    group = parallel.hsdp_group_size or local_world_sizes[0]
     if world_size % group:
         source = (
             "hsdp_group_size" if parallel.hsdp_group_size else "processes of a node, the default of hsdp_group_size"
@@ -45,5 +58,8 @@ def build_mesh(parallel: ParallelConfig, world_size: int, local_world_size: int,
     Raises:
         ConfigError: as `mesh_shape`.
     """
-    shape = mesh_shape(parallel, world_size, local_world_size)
+    # Ranks must not build different meshes: each would wait in groups that the others do not make.
+    local_world_sizes = [0] * world_size
+    dist.all_gather_object(local_world_sizes, local_world_size)
+    shape = mesh_shape(parallel, local_world_sizes)
     return init_device_mesh(device_type, shape, mesh_dim_names=AXES)

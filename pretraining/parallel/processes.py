@@ -23,7 +23,7 @@ from pretraining.errors import LaunchError, PretrainError
 T = TypeVar("T")
 
 # Long enough for rank 0 to index a large dataset while the others wait for it.
-COLLECTIVE_TIMEOUT = timedelta(minutes=60)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 # How gloo and NCCL say that a process at the other end of a connection is gone.
 SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
@@ -80,15 +80,18 @@ def join_processes(
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
         except (dist.DistError, ValueError) as error:
             address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
-            raise LaunchError(
-                f"rank {rank} of {world_size} could not join the others at {address}: {error}. "
+            alone = LaunchError(
+                f"could not join the {world_size} processes at {address}: {error}. "
                 "Check that MASTER_ADDR is reachable from every node and that MASTER_PORT is free."
-            ) from error
+            )
+            alone.rank = rank
+            raise alone from error
     try:
         _refuse_shared_devices(device)
         yield Processes(rank, world_size, local_rank, local_world_size, device)
     except PretrainError as error:
         if error.rank is None:
+            error.is_everywhere = True
             dist.destroy_process_group()
         raise
     except RuntimeError as error:

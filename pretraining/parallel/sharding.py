@@ -28,8 +28,7 @@ def shard_model(
     """
     # A replicate axis of one would add an all-reduce with nobody.
     axes = mesh if mesh.size(0) > 1 else mesh["shard"]
-    # One rank that holds everything frees nothing by letting go of what it gathered: it would only copy it again.
-    reshard = strategy in ("fsdp", "hsdp") and mesh["shard"].size() > 1
+    reshard = _reshards_blocks(mesh, strategy)
     for block in blocks:
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=reshard)
     # The root's parameters are needed at both ends of forward and backward: never freed between them.
@@ -40,11 +39,28 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and a scale of 1 needs none
 
 
-def set_last_micro_batch(model: nn.Module, is_last: bool) -> None:
-    """Say whether the next backward is the step's last: only then do replicas exchange gradients."""
+def set_last_micro_batch(model: nn.Module, kept_gathered: Sequence[FSDPModule], is_last: bool) -> None:
+    """Say whether the next backward is the step's last.
+
+    Only then do replicas exchange gradients, and only then are parameters let go of that were kept gathered after the
+    forward: until the update they stay the same, and the next micro-batch needs them again.
+    """
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(is_last)
     model.set_is_last_backward(is_last)
+    for module in kept_gathered:
+        module.set_reshard_after_backward(is_last, recurse=False)
+
+
+def modules_kept_gathered(model: nn.Module, mesh: DeviceMesh, strategy: str) -> list[FSDPModule]:
+    """The modules of a sharded model whose parameters stay gathered between forward and backward."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for module in modules if module is model or not _reshards_blocks(mesh, strategy)]
+
+
+def _reshards_blocks(mesh: DeviceMesh, strategy: str) -> bool:
+    # One rank that holds everything frees nothing by letting go of what it gathered: it would only copy it again.
+    return strategy in ("fsdp", "hsdp") and mesh["shard"].size() > 1
 
 
 def reshard_model(model: nn.Module) -> None:

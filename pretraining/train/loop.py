@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.data.batch import StepBatch
@@ -18,9 +19,22 @@ from pretraining.train.step import StepContext, train_step
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a loop needs; `build.build_run` puts it together."""
+    """Everything that a loop needs; `build.build_run` puts it together.
+
+    Attributes:
+        state: how far the run is.
+        restored_from: the checkpoint it was restored from, if any.
+        context: what a step works with.
+        batches: of this rank, a step's at a time, without end until closed.
+        observer: reports.
+        evaluator: held-out loss.
+        checkpoints: saves.
+        agreement: the clock that all ranks share.
+        stopwatch: where the time goes.
+    """
 
     state: TrainState
+    restored_from: Path | None
     context: StepContext
     batches: Generator[StepBatch, None, None]
     observer: Observer
@@ -34,10 +48,11 @@ def train_loop(run: Run) -> None:
     """Train until the run is finished, or this invocation's share of it; a collective call."""
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
+    earlier_seconds = state.progress.seconds
     with run.observer, run.checkpoints, run.agreement, closing(run.batches):
         while not state.stopping:
             outcome = train_step(run.context, next(batches), state.step)
-            state.advance(run.agreement.seconds(run.stopwatch.elapsed))
+            state.advance(earlier_seconds + run.agreement.seconds(run.stopwatch.elapsed))
             run.observer.after_step(state, outcome)
             evaluation_loss = run.evaluator.maybe_run(state)
             run.checkpoints.maybe_save(state, evaluation_loss)

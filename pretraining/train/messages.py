@@ -6,33 +6,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretraining.checkpoint import store
-from pretraining.checkpoint.manager import Restorable
-from pretraining.config.batch import BatchPlan
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape
 from pretraining.model.flops import parameter_count
 from pretraining.observability.progress import format_seconds
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.parallel.precision import compute_dtype
-from pretraining.parallel.processes import Processes
+from pretraining.train.parts import Parts
 from pretraining.train.state import TrainState
 
 
-def announce(
-    config: TrainConfig,
-    processes: Processes,
-    shape: LlamaShape,
-    plan: BatchPlan,
-    state: TrainState,
-    restorable: Restorable | None,
-    note: Callable[[str], None],
-) -> None:
+def announce(parts: Parts, state: TrainState, note: Callable[[str], None]) -> None:
     """Say what is about to be trained, on what, for how long, and from where."""
+    config, processes, plan, restorable = parts.config, parts.processes, parts.plan, parts.restorable
     precision = str(compute_dtype(config.parallel.mixed_precision, processes.device)).removeprefix("torch.")
     note(
-        f"model       {config.model.model_variant}, {parameter_count(shape):,} parameters, {precision}, "
+        f"model       {config.model.model_variant}, {parameter_count(parts.shape):,} parameters, {precision}, "
         f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}"
     )
+    if parts.data is None:
+        note("data        made up")
+    else:
+        note(
+            f"data        {len(parts.data.datasets)} datasets, {parts.data.training_tokens:,} tokens to train on, "
+            f"{parts.data.held_out_tokens:,} held out"
+        )
     note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
     total_tokens = state.total_steps * state.tokens_per_step
     note(f"length      {state.total_steps} steps, {total_tokens:,} tokens")
@@ -42,15 +39,17 @@ def announce(
         note(f"start       from {restorable.path}, step {restorable.manifest.step}")
         if state.stop_step < state.total_steps:
             note(f"            this invocation ends at step {state.stop_step}")
-    for path in restorable.ignored if restorable else []:
+    for path in parts.abandoned:
         note(f"            {path} is incomplete: ignored")
     note(f"run folder  {config.checkpoint.ckpt_save_path}")
 
 
-def conclude(config: TrainConfig, state: TrainState, elapsed_seconds: float, trained: bool) -> str:
+def conclude(
+    config: TrainConfig, state: TrainState, restored: Path | None, elapsed_seconds: float, trained: bool
+) -> str:
     """Where everything is, and what to run next."""
     run = Path(config.checkpoint.ckpt_save_path)
-    checkpoint = store.checkpoint_path(run, state.step)
+    checkpoint = store.checkpoint_path(run, state.step) if trained else restored
     if not trained:
         head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
     elif state.finished:
@@ -67,6 +66,6 @@ def conclude(config: TrainConfig, state: TrainState, elapsed_seconds: float, tra
     if "tensorboard" in config.report.tracker:
         lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or run / 'logs'}")
     if state.finished:
-        lines.append(f"  go on        the same command with --num_steps={2 * state.total_steps}")
+        lines.append(f"  go on        the same command with --num_steps={2 * max(state.step, state.total_steps)}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     return "\n".join(lines)

@@ -65,7 +65,7 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: Prompt 
         sample = generate(run.context.model, prompt.tokens, count, context, processes.device, seed=config.run.seed)
     if not processes.is_main:
         return
-    print(conclude(config, run.state, run.stopwatch.elapsed, trained))
+    print(conclude(config, run.state, run.restored_from, run.stopwatch.elapsed, trained))
     if prompt is not None:
         assert config.data.tokenizer_path is not None
         tokenizer: Tokenizer = load_tokenizer(config.data.tokenizer_path)

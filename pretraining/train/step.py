@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from pretraining.data.batch import IGNORED_LABEL, StepBatch
 from pretraining.optim.adamw import set_learning_rate, skip_update_if
@@ -31,20 +31,22 @@ class StepContext:
 
     Attributes:
         model: sharded; returns (sum of losses, valid tokens) for inputs and labels.
+        kept_gathered: its modules whose parameters stay gathered between forward and backward.
         parameters: of the model, as sharded.
         optimizer: over them.
         schedule: the learning rate of each step.
         grad_clip_thresh: largest gradient norm; 0 = no clipping.
-        mesh: with axes (replicate, shard).
+        shard_group: processes that hold the pieces of one copy of the gradient.
         device: of this rank.
     """
 
     model: nn.Module
+    kept_gathered: Sequence[FSDPModule]
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
     schedule: WarmupCosine
     grad_clip_thresh: float
-    mesh: DeviceMesh
+    shard_group: dist.ProcessGroup
     device: torch.device
 
 
@@ -82,14 +84,14 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     counting = dist.all_reduce(valid_tokens, async_op=True)
     loss_sum = torch.zeros((), dtype=torch.float32, device=context.device)
     for index, (inputs_BS, labels_BS) in enumerate(pairs):
-        set_last_micro_batch(context.model, index == len(pairs) - 1)
+        set_last_micro_batch(context.model, context.kept_gathered, is_last=index == len(pairs) - 1)
         micro_loss_sum, _ = context.model(inputs_BS, labels_BS)
         if index == 0:
             counting.wait()  # the count was under way during the first forward
         (micro_loss_sum / valid_tokens.clamp(min=1)).backward()
         loss_sum += micro_loss_sum.detach()
     gradients = local_gradients(context.parameters)
-    norm = gradient_norm(gradients, context.mesh)
+    norm = gradient_norm(gradients, context.shard_group)
     clip_gradients(gradients, norm, context.grad_clip_thresh)
     skipped = ~torch.isfinite(norm)
     learning_rate = context.schedule.at(step)

@@ -75,6 +75,20 @@ def test_a_wrong_flag_is_said_without_loading_torch_and_by_the_first_process_onl
     assert "nonsense" in outputs[0].stderr and outputs[1].stderr == ""
 
 
+def test_before_processes_have_joined_each_node_speaks_for_itself() -> None:
+    layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    said = []
+    for rank, local_rank in (("2", "0"), ("3", "1")):  # the second node's
+        place = {**layout, "RANK": rank, "LOCAL_RANK": local_rank, "MASTER_PORT": "29500"}
+        command = [sys.executable, "main_training.py", "--recipe=/nowhere.yaml"]
+        done = subprocess.run(
+            command, cwd=ROOT, env=plain_environment(place), capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1
+        said.append(done.stderr.count("error:"))
+    assert said == [1, 0]
+
+
 def test_main_training_is_the_train_command() -> None:
     command = [sys.executable, "main_training.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=60)

@@ -17,6 +17,7 @@ def manifest() -> Manifest:
         format_version=1,
         step=3,
         tokens_seen=300,
+        seconds=1.5,
         loss=2.5,
         evaluation_loss=None,
         data={"next_sample": 12},

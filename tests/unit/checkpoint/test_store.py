@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def manifest_of(step: int, files: dict[str, int]) -> Manifest:
-    return Manifest(1, step, step * 10, None, None, {}, 1, asdict(SHAPE), {}, torch.__version__, files, "")
+    return Manifest(1, step, step * 10, 0.0, None, None, {}, 1, asdict(SHAPE), {}, torch.__version__, files, "")
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -69,8 +69,10 @@ def test_a_save_that_was_interrupted_does_not_count_and_is_replaced_by_the_next(
     without_manifest.mkdir()
     assert [store.step_of(path) for path in store.committed_checkpoints(tmp_path)] == [5]
     assert store.incomplete_checkpoints(tmp_path) == [half, without_manifest]
+    another = store.checkpoint_path(tmp_path, 4).with_name("step_4_ckp.tmp")
+    another.mkdir()
     save(tmp_path, 6)
-    assert not half.exists()
+    assert not half.exists() and not another.exists()
     restored = tensors(0.0)
     store.load_tensors(store.checkpoint_path(tmp_path, 6), restored)
     assert torch.equal(restored["lm_head.weight"], torch.full((4,), 6.0))
@@ -89,6 +91,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
         (lambda folder, shard: shard.unlink(), "is missing"),
         (lambda folder, shard: shard.write_bytes(shard.read_bytes()[:-1]), "bytes in place of"),
         (lambda folder, shard: (folder / store.MANIFEST).write_text("{"), "cannot be read"),
+        (lambda folder, shard: shard.with_name("extra.safetensors").touch(), "extra.safetensors is no part"),
     ],
 )
 def test_damage_that_sizes_show_is_named(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -148,10 +151,10 @@ def test_the_save_path_wins_over_the_load_path(tmp_path: Path) -> None:
     other = save(tmp_path / "other", 50)
     config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "other"))
     found = find_checkpoint(config)
-    assert found is not None and found.path == other and not found.is_own
+    assert found is not None and found.path == other
     own = save(tmp_path / "own", 3)
     found = find_checkpoint(config)
-    assert found is not None and found.path == own and found.is_own
+    assert found is not None and found.path == own
 
 
 def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tmp_path: Path) -> None:

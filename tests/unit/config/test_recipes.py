@@ -160,7 +160,7 @@ def test_a_dump_has_every_setting_in_its_section() -> None:
 
 def test_a_dump_is_plain_to_read() -> None:
     text = dump_config(load_train_config(["recipe=demo"], {"datasets": "a,b", "checkpoint_interval": "30min"}))
-    assert "datasets: [a, b]\n" in text and "checkpoint_interval: 30min\n" in text and "num_steps: 600\n" in text
+    assert "datasets: [a, b]\n" in text and "checkpoint_interval: 30min\n" in text and "num_steps: 700\n" in text
 
 
 def values(setting: Setting) -> st.SearchStrategy[Any]:

@@ -42,8 +42,16 @@ def config_of(**values: Any) -> TrainConfig:
         ),
         ({"weights": (1.0,)}, "--weights=1.0 are proportions of nothing: give --datasets, in the same order"),
         (
-            {"datasets": ("a", "b"), "weights": (1.0, 0.0)},
-            "--weights=1.0,0.0: number 2 is 0, and proportions are above 0; leave its dataset out instead",
+            {"datasets": ("a", "b"), "weights": (1.0, -0.5)},
+            "--weights=1.0,-0.5: number 2 is -0.5, and proportions are at least 0",
+        ),
+        (
+            {"datasets": ("a", "b"), "weights": (0.0, 0.0)},
+            "--weights=0.0,0.0 leave every dataset out: give one of them more than 0",
+        ),
+        (
+            {"use_dummy_dataset": True, "data_path": None, "eval_interval": Duration(1, "epochs")},
+            "--eval_interval=1ep counts passes over a dataset, and made-up data has no end: give steps or tokens",
         ),
         ({"datasets": ("a", "b", "a")}, "--datasets=a,b,a names a 2 times; give it once, with a larger weight"),
         (

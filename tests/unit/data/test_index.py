@@ -190,7 +190,18 @@ def test_several_may_build_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len({tuple(lengths_of(index)) for index in built}) == 1 and len(built) == 4
-    assert [path.name for path in (tmp_path / "web/.index").iterdir()] == [f"{SETTINGS.digest}.index"]
+    names = [path.name for path in (tmp_path / "web/.index").iterdir()]
+    assert names == [f"{SETTINGS.digest}-{listed.digest[:16]}.index"]
+
+
+def test_a_running_job_keeps_its_index_when_another_finds_more_files(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+    first = build_index(files(tmp_path), SETTINGS)
+    content = first.path.read_bytes()
+    write_documents(tmp_path / "web/y.arrow", [[3, 4, 5]])
+    second = build_index(files(tmp_path), SETTINGS)
+    assert second.path != first.path and first.path.read_bytes() == content
+    assert second.split("train").tokens == 5 and first.split("train").tokens == 2
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -10,7 +10,6 @@ from unit.data.token_files import loader, make_root, plan, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader
-from pretraining.data.state import saved_global_batch_size
 from pretraining.errors import DataError
 
 
@@ -41,12 +40,6 @@ def test_the_state_holds_what_the_order_depends_on(state: dict[str, Any]) -> Non
     assert phase["first_sample"] == 0 and phase["global_batch_size"] == 8
     assert phase["weights"].keys() == phase["base_counts"].keys() == {"code", "web"}
     assert sum(state["counts"].values()) == 8
-
-
-def test_the_batch_size_to_go_on_with_is_in_the_state(state: dict[str, Any]) -> None:
-    assert saved_global_batch_size(state) == 8
-    with pytest.raises(DataError, match="names no global batch size"):
-        saved_global_batch_size({"phases": []})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,11 @@ class Clock:
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA H20", 148.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A10G", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX A1000", None),
         ("NVIDIA L40S", 362.0),
         ("NVIDIA L4", 121.0),
         ("NVIDIA GH200 480GB", 989.4),
@@ -50,6 +54,16 @@ def test_a_lap_is_training_less_what_activities_took_and_with_the_wait_for_data(
     assert stopwatch.lap() == (4, {})
     assert stopwatch.overall_training_seconds == 9
     assert stopwatch.elapsed == 14
+
+
+def test_setting_up_belongs_to_no_lap() -> None:
+    clock = Clock()
+    stopwatch = Stopwatch(clock)
+    with stopwatch.activity("setup"):
+        clock.now += 50
+    stopwatch.restart()
+    clock.now += 2
+    assert stopwatch.lap() == (2, {}) and stopwatch.overall_training_seconds == 2 and stopwatch.elapsed == 52
 
 
 def test_watching_items_books_the_time_that_each_takes() -> None:

@@ -20,14 +20,22 @@ from pretraining.parallel.mesh import build_mesh, mesh_shape
 )
 def test_axes_are_replicas_and_shards(strategy: str, group: int | None, shape: tuple[int, int]) -> None:
     parallel = ParallelConfig(sharding_strategy=strategy, hsdp_group_size=group)
-    assert mesh_shape(parallel, world_size=8, local_world_size=4) == shape
+    assert mesh_shape(parallel, [4] * 8) == shape
 
 
 def test_groups_of_unequal_size_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match=r"6 processes / 4 \(processes of a node.*= 1.50.*divisor of 6"):
-        mesh_shape(ParallelConfig(sharding_strategy="hsdp"), world_size=6, local_world_size=4)
+        mesh_shape(ParallelConfig(sharding_strategy="hsdp"), [4] * 6)
     with pytest.raises(ConfigError, match=r"8 processes / 3 \(hsdp_group_size\)"):
-        mesh_shape(ParallelConfig(sharding_strategy="hsdp_zero2", hsdp_group_size=3), world_size=8, local_world_size=4)
+        mesh_shape(ParallelConfig(sharding_strategy="hsdp_zero2", hsdp_group_size=3), [4] * 8)
+
+
+def test_nodes_that_differ_need_a_group_size() -> None:
+    nodes = [2, 2, 4, 4, 4, 4]
+    with pytest.raises(ConfigError, match=r"different numbers of processes \(2, 4\).*--hsdp_group_size"):
+        mesh_shape(ParallelConfig(sharding_strategy="hsdp"), nodes)
+    assert mesh_shape(ParallelConfig(sharding_strategy="hsdp", hsdp_group_size=2), nodes) == (3, 2)
+    assert mesh_shape(ParallelConfig(sharding_strategy="fsdp"), nodes) == (1, 6)
 
 
 @pytest.mark.usefixtures("single_process")

@@ -87,6 +87,72 @@ def test_what_an_interrupted_save_left_is_named(tmp_path: Path, capsys: pytest.C
     assert "step_3_ckp.tmp is incomplete: ignored" in capsys.readouterr().out
 
 
+def test_what_a_first_save_left_is_named_though_nothing_is_restored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints" / "step_2_ckp.tmp").mkdir(parents=True)
+    start(tmp_path)
+    out = capsys.readouterr().out
+    assert "step_2_ckp.tmp is incomplete: ignored" in out and "from initial weights" in out
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_4_ckp"]
+
+
+def test_a_refused_start_leaves_the_settings_of_the_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path, "num_steps=2")
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(SystemExit):
+        start(tmp_path, "seed=1")
+    assert "seed was 2023 and is 1" in capsys.readouterr().err
+    assert (tmp_path / "config.yaml").read_text() == before
+
+
+def test_metrics_that_cannot_be_written_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(SystemExit):
+        start(tmp_path / "run", "tracker=tensorboard", f"tracker_dir={tmp_path / 'taken' / 'curves'}")
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and "--tracker_dir" in error and "Traceback" not in error
+
+
+def test_where_an_invocation_ends_is_reported_and_counts_once(tmp_path: Path) -> None:
+    start(tmp_path, "num_steps=8", "report_interval=4", "run_steps=6")
+    start(tmp_path, "num_steps=8", "report_interval=4")
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 6, 8]
+
+
+def test_a_loss_that_is_not_finite_is_null_in_the_manifest_and_the_last_finite_ones_survive(tmp_path: Path) -> None:
+    start(tmp_path, "num_steps=2", "held_out_fraction=0.1", "eval_batches=1")
+    manifest = json.loads((tmp_path / "checkpoints" / "step_2_ckp" / "manifest.json").read_text())
+    assert manifest["loss"] > 0 and manifest["evaluation_loss"] > 0
+    flags = ["held_out_fraction=0.1", "eval_batches=1", "report_interval=0", "eval_interval=0", "checkpoint_interval=1"]
+    start(tmp_path, "num_steps=4", *flags)
+    resumed = json.loads((tmp_path / "checkpoints" / "step_3_ckp" / "manifest.json").read_text())
+    assert (resumed["loss"], resumed["evaluation_loss"]) == (manifest["loss"], manifest["evaluation_loss"])
+    start(tmp_path / "diverged", "learning_rate=1e30", "grad_clip_thresh=0")
+    text = (tmp_path / "diverged" / "checkpoints" / "step_4_ckp" / "manifest.json").read_text()
+    assert json.loads(text)["loss"] is None and "NaN" not in text
+
+
+def test_time_goes_on_where_the_invocation_before_ended(tmp_path: Path) -> None:
+    start(tmp_path, "run_steps=2")
+    start(tmp_path)
+    seconds = [
+        json.loads((tmp_path / "checkpoints" / f"step_{step}_ckp" / "manifest.json").read_text())["seconds"]
+        for step in (2, 4)
+    ]
+    assert 0 < seconds[0] < seconds[1]
+
+
+def test_a_finished_run_elsewhere_is_named_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path / "first")
+    capsys.readouterr()
+    start(tmp_path / "second", f"ckpt_load_path={tmp_path / 'first'}")
+    assert f"checkpoint   {tmp_path}/first/checkpoints/step_4_ckp" in capsys.readouterr().out
+
+
 def test_lengths_and_intervals_may_be_tokens_epochs_and_time(tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
     start(tmp_path / "tokens", "num_steps=256tok", "checkpoint_interval=128tok")

@@ -15,7 +15,7 @@ from pretraining.optim.adamw import build_adamw
 from pretraining.optim.schedules import WarmupCosine
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import precision_policy
-from pretraining.parallel.sharding import shard_model
+from pretraining.parallel.sharding import modules_kept_gathered, shard_model
 from pretraining.train.step import StepContext, StepOutcome, train_step
 
 CPU = torch.device("cpu")
@@ -45,11 +45,12 @@ def context_for_step() -> StepContext:
     optimizer = build_adamw(model, OptimizerConfig(learning_rate=1e-2))
     return StepContext(
         model=model,
+        kept_gathered=modules_kept_gathered(model, mesh, "fsdp"),
         parameters=list(model.parameters()),
         optimizer=optimizer,
         schedule=WarmupCosine(1e-2, 1, 10, 0.1),
         grad_clip_thresh=1.0,
-        mesh=mesh,
+        shard_group=mesh["shard"].get_group(),
         device=CPU,
     )
 
@@ -121,6 +122,24 @@ def test_a_step_learns() -> None:
     batch = micro_batches(sequences(2), 2)
     losses = [float(train_step(context, batch, step).loss_sum) for step in range(8)]
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_parameters_are_gathered_once_a_step_however_many_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    gathers: list[FSDPParamGroup] = []
+    gather = FSDPParamGroup._to_unsharded
+
+    def counting(group: FSDPParamGroup) -> None:
+        gathers.append(group)
+        gather(group)
+
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", counting)
+    context = context_for_step()
+    train_step(context, micro_batches(sequences(8), 2), 0)
+    assert len(gathers) == SHAPE.num_hidden_layers + 1  # each block, and the rest
+    train_step(context, micro_batches(sequences(8), 2), 1)
+    assert len(gathers) == 2 * (SHAPE.num_hidden_layers + 1)  # the update changed them
 
 
 def test_data_and_model_mean_the_same_by_an_ignored_label() -> None:

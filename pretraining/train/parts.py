@@ -1,0 +1,49 @@
+"""What a run is made of before it has a state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretraining.checkpoint.manager import Restorable
+from pretraining.config.batch import BatchPlan
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import LlamaShape
+from pretraining.data.dataset import OpenedDatasets, SplitName
+from pretraining.data.loader import Loader
+from pretraining.parallel.processes import Processes
+from pretraining.train.data import open_loader
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that is known before the model is built.
+
+    Attributes:
+        config: the settings.
+        processes: this process among the others.
+        shape: dimensions of the model.
+        restorable: the checkpoint to start from; None for a new run.
+        abandoned: what interrupted saves have left in the run's folder.
+        data: the datasets; None for made-up data.
+        plan: how a global batch is cut.
+        total_steps: length of the run.
+    """
+
+    config: TrainConfig
+    processes: Processes
+    shape: LlamaShape
+    restorable: Restorable | None
+    abandoned: list[Path]
+    data: OpenedDatasets | None
+    plan: BatchPlan
+    total_steps: int
+
+    @property
+    def training_tokens(self) -> int | None:
+        """Tokens of one pass over the datasets; made-up data has no end."""
+        return self.data.training_tokens if self.data is not None else None
+
+    def loader(self, split: SplitName) -> Loader:
+        """This rank's loader of a split; a collective call."""
+        return open_loader(self.data, self.config, self.plan, self.processes.rank, self.shape.vocab_size, split)
