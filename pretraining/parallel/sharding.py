@@ -39,23 +39,36 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and a scale of 1 needs none
 
 
-def set_last_micro_batch(model: nn.Module, kept_gathered: Sequence[FSDPModule], is_last: bool) -> None:
-    """Say whether the next backward is the step's last.
+class MicroBatchSync:
+    """What happens to gathered parameters and to gradients between the micro-batches of a step.
 
-    Only then do replicas exchange gradients, and only then are parameters let go of that were kept gathered after the
-    forward: until the update they stay the same, and the next micro-batch needs them again.
+    Args:
+        model: sharded.
+        mesh: that it is sharded over.
+        strategy: ddp, zero2, fsdp, hsdp or hsdp_zero2.
     """
-    assert isinstance(model, FSDPModule)
-    model.set_requires_all_reduce(is_last)
-    model.set_is_last_backward(is_last)
-    for module in kept_gathered:
-        module.set_reshard_after_backward(is_last, recurse=False)
 
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
+        assert isinstance(model, FSDPModule)
+        self._model = model
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._kept_gathered = [module for module in modules if module is model or not _reshards_blocks(mesh, strategy)]
+        self._holds_whole_gradients = mesh["shard"].size() == 1
 
-def modules_kept_gathered(model: nn.Module, mesh: DeviceMesh, strategy: str) -> list[FSDPModule]:
-    """The modules of a sharded model whose parameters stay gathered between forward and backward."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return [module for module in modules if module is model or not _reshards_blocks(mesh, strategy)]
+    def next_backward(self, is_last: bool) -> None:
+        """Prepare the next forward and backward; `is_last`: of the step.
+
+        Only the last one lets replicas exchange gradients, and lets go of parameters that were kept gathered after the
+        forward: until the update they stay the same. A rank that holds whole gradients adds them up as they are (in
+        float32); where they are sharded, each micro-batch's are reduced at once, which is what saves the memory.
+        """
+        if self._holds_whole_gradients:
+            self._model.set_requires_gradient_sync(is_last)
+        else:
+            self._model.set_requires_all_reduce(is_last)
+        self._model.set_is_last_backward(is_last)
+        for module in self._kept_gathered:
+            module.set_reshard_after_backward(is_last, recurse=False)
 
 
 def _reshards_blocks(mesh: DeviceMesh, strategy: str) -> bool:

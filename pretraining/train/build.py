@@ -40,7 +40,7 @@ from pretraining.parallel.agreement import Agreement
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype, precision_policy
 from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.parallel.sharding import modules_kept_gathered, shard_model
+from pretraining.parallel.sharding import MicroBatchSync, shard_model
 from pretraining.train.data import open_data
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
@@ -126,7 +126,7 @@ def _assemble(
     )
     context = StepContext(
         model=model,
-        kept_gathered=modules_kept_gathered(model, mesh, config.parallel.sharding_strategy),
+        sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
         parameters=list(parameters.values()),
         optimizer=optimizer,
         schedule=schedule,

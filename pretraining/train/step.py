@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from pretraining.data.batch import IGNORED_LABEL, StepBatch
 from pretraining.optim.adamw import set_learning_rate, skip_update_if
 from pretraining.optim.schedules import WarmupCosine
 from pretraining.parallel.gradients import clip_gradients, gradient_norm, local_gradients
-from pretraining.parallel.sharding import set_last_micro_batch
+from pretraining.parallel.sharding import MicroBatchSync
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class StepContext:
 
     Attributes:
         model: sharded; returns (sum of losses, valid tokens) for inputs and labels.
-        kept_gathered: its modules whose parameters stay gathered between forward and backward.
+        sync: between its ranks, micro-batch by micro-batch.
         parameters: of the model, as sharded.
         optimizer: over them.
         schedule: the learning rate of each step.
@@ -41,7 +40,7 @@ class StepContext:
     """
 
     model: nn.Module
-    kept_gathered: Sequence[FSDPModule]
+    sync: MicroBatchSync
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
     schedule: WarmupCosine
@@ -81,12 +80,13 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         micro_batch.to(context.device, non_blocking=True).inputs_and_labels() for micro_batch in batch.micro_batches
     ]
     valid_tokens = torch.stack([(labels_BS != IGNORED_LABEL).sum() for _, labels_BS in pairs]).sum()
-    counting = dist.all_reduce(valid_tokens, async_op=True)
+    # One process would only wake a thread of gloo's beside those that compute.
+    counting = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
     loss_sum = torch.zeros((), dtype=torch.float32, device=context.device)
     for index, (inputs_BS, labels_BS) in enumerate(pairs):
-        set_last_micro_batch(context.model, context.kept_gathered, is_last=index == len(pairs) - 1)
+        context.sync.next_backward(is_last=index == len(pairs) - 1)
         micro_loss_sum, _ = context.model(inputs_BS, labels_BS)
-        if index == 0:
+        if index == 0 and counting is not None:
             counting.wait()  # the count was under way during the first forward
         (micro_loss_sum / valid_tokens.clamp(min=1)).backward()
         loss_sum += micro_loss_sum.detach()

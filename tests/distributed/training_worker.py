@@ -22,3 +22,8 @@ if __name__ == "__main__":
     for port, arguments in json.loads(sys.argv[1]):
         os.environ["MASTER_PORT"] = str(port)
         train(load_train_config(arguments), resolve_layout(os.environ))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's end: after several process groups in one process, torch's threads were once seen to
+    # abort there, long after the work was done.
+    os._exit(0)

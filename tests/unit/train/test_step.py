@@ -15,7 +15,7 @@ from pretraining.optim.adamw import build_adamw
 from pretraining.optim.schedules import WarmupCosine
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import precision_policy
-from pretraining.parallel.sharding import modules_kept_gathered, shard_model
+from pretraining.parallel.sharding import MicroBatchSync, shard_model
 from pretraining.train.step import StepContext, StepOutcome, train_step
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def context_for_step() -> StepContext:
     optimizer = build_adamw(model, OptimizerConfig(learning_rate=1e-2))
     return StepContext(
         model=model,
-        kept_gathered=modules_kept_gathered(model, mesh, "fsdp"),
+        sync=MicroBatchSync(model, mesh, "fsdp"),
         parameters=list(model.parameters()),
         optimizer=optimizer,
         schedule=WarmupCosine(1e-2, 1, 10, 0.1),
