@@ -193,3 +193,10 @@ class _FlowListDumper(yaml.SafeDumper):
 _FlowListDumper.add_representer(
     list, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
 )
+# Unicode's line breaks are read back only where they are escaped, which double quotes do.
+_FlowListDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if set(text) & set("\x85\u2028\u2029") else None
+    ),
+)
