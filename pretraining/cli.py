@@ -82,6 +82,9 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "verify": (verify_command, VerifyConfig, "read token files wholly and name every fault"),
 }
 
+LISTING_COMMANDS = ("inspect", "verify")
+"""What they print may be piped to a program that stops reading, such as head."""
+
 AFTER_INTERRUPTION = {
     "train": "the same command goes on from the newest checkpoint",
     "prepare": "nothing was changed; the same command starts again",
@@ -103,6 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if name not in LISTING_COMMANDS:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain at the exit
+        sys.exit(FAILED)
     except PretrainError as error:
         _fail(error)
     except KeyboardInterrupt:

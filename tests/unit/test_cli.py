@@ -161,6 +161,18 @@ def test_verify_ends_with_a_status_and_names_faults(tmp_path: Path, capsys: pyte
     assert said.err.startswith("error: ") and "faults in 2 files" in said.err
 
 
+def test_a_reader_that_has_seen_enough_is_no_error_to_talk_about(tmp_path: Path) -> None:
+    program = "from pretraining.cli import main\nmain()"
+    command = [sys.executable, "-c", program, "verify", f"--data_path={write_two_datasets(tmp_path)}"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 def test_main_training_is_the_train_command() -> None:
     command = [sys.executable, "main_training.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=60)
