@@ -1,4 +1,4 @@
-"""The command line: `pretrain train` and `pretrain prepare`.
+"""The command line: `pretrain train`, `prepare`, `inspect` and `verify`.
 
 fire splits the words; the text of each value goes to the settings' own parser, because fire would turn `false` into a
 true string and let unknown flags through. Errors for users are printed once and end the process with status 1; other
@@ -15,10 +15,13 @@ from typing import Any, NoReturn
 import fire
 from fire.decorators import SetParseFn
 
-from pretraining.config.flags import load_train_config, parse_config
+from pretraining.config.flags import load_run_config, load_train_config, parse_config, value_on_command_line
 from pretraining.config.help import help_text
+from pretraining.config.inspect import InspectConfig, check_inspect_config
 from pretraining.config.prepare import PrepareConfig
-from pretraining.config.training import TrainConfig
+from pretraining.config.recipes import parse_recipe
+from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.verify import VerifyConfig
 from pretraining.errors import LaunchError, PretrainError
 from pretraining.launch.layout import resolve_layout
 
@@ -43,14 +46,50 @@ def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     prepare(config)
 
 
+def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Show what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
+    named = value_on_command_line("ckpt_load_path", overrides, flags)
+    if named is None:
+        config = load_run_config(InspectConfig, overrides, flags)
+        check_inspect_config(config)
+    from pretraining.checkpoint.manager import find_checkpoint
+
+    if named is None:
+        restorable = find_checkpoint(config.checkpoint)
+    else:
+        restorable = find_checkpoint(CheckpointConfig(ckpt_save_path=named, ckpt_load_path=named))
+        assert restorable is not None  # a load path without a checkpoint is an error
+        settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
+        config = load_run_config(InspectConfig, overrides, flags, beneath=settings)
+    from pretraining.data.inspect import inspect
+
+    manifest = restorable.manifest if restorable else None
+    inspect(config, manifest.data if manifest else None, manifest.global_batch_size if manifest else None)
+
+
+def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Check token files."""
+    config = parse_config(VerifyConfig, overrides, flags)
+    from pretraining.data.verify import verify
+
+    verify(config)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type, str]] = {
     "train": (train_command, TrainConfig, "train a model"),
     "prepare": (prepare_command, PrepareConfig, "turn text into token files; trains a tokenizer where none is given"),
+    "inspect": (inspect_command, InspectConfig, "show what steps train on, from the settings of a run or a checkpoint"),
+    "verify": (verify_command, VerifyConfig, "read token files wholly and name every fault"),
 }
+
+LISTING_COMMANDS = ("inspect", "verify")
+"""What they print may be piped to a program that stops reading, such as head."""
 
 AFTER_INTERRUPTION = {
     "train": "the same command goes on from the newest checkpoint",
     "prepare": "nothing was changed; the same command starts again",
+    "inspect": "nothing was changed",
+    "verify": "nothing was changed",
 }
 
 
@@ -67,6 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if name not in LISTING_COMMANDS:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain at the exit
+        sys.exit(FAILED)
     except PretrainError as error:
         _fail(error)
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError
 
 T = TypeVar("T")
+Run = TypeVar("Run", bound=TrainConfig)
 
 
 def parse_config(root: type[T], overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> T:
@@ -56,11 +57,31 @@ def load_train_config(overrides: Sequence[str] = (), flags: Mapping[str, Any] | 
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
     """
+    return load_run_config(TrainConfig, overrides, flags)
+
+
+def load_run_config(
+    root: type[Run],
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    beneath: Sequence[Assignment] = (),
+) -> Run:
+    """The same as `load_train_config` for a root that has sections besides those of training.
+
+    Args:
+        root: the dataclass.
+        overrides: positional `name=value`.
+        flags: text by flag name.
+        beneath: settings that come before recipes, such as a checkpoint's.
+
+    Raises:
+        ConfigError: carries every problem found, of recipes, flags and rules.
+    """
     assignments, problems = _read_arguments(overrides, flags or {})
     recipes, problems_of_recipes = _read_recipes([given for given in assignments if given.name in RECIPE_NAMES])
     problems += problems_of_recipes
-    reader = Reader(TrainConfig, also_known=RECIPE_NAMES)
-    for recipe in recipes:
+    reader = Reader(root, also_known=RECIPE_NAMES)
+    for recipe in (beneath, *recipes):
         reader.read(recipe)
     reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
     config = reader.build()
@@ -71,6 +92,14 @@ def load_train_config(overrides: Sequence[str] = (), flags: Mapping[str, Any] | 
     if config is None or problems:
         raise ConfigError(problems)
     return config
+
+
+def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
+    """What the command line itself sets a setting of training to; None where it does not, or not readably."""
+    assignments, _ = _read_arguments(overrides, flags)
+    reader = Reader(TrainConfig)
+    reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
+    return reader.values.get(name)
 
 
 def _read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[Assignment], list[str]]:

@@ -36,7 +36,7 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
     settings = settings_of(root).values()
     flags = {setting.name: f"  --{setting.name}={_placeholder(setting)}  " for setting in settings}
     indent = min(max(len(flag) for flag in flags.values()), columns // 2)
-    recipes = "[--recipe=A,B] " if root is TrainConfig else ""
+    recipes = "[--recipe=A,B] " if issubclass(root, TrainConfig) else ""
     lines = [f"{command}: {purpose}", "", f"usage: {command} {recipes}[--NAME=VALUE ...]"]
     if recipes:
         shipped = ", ".join(shipped_recipes())

@@ -47,12 +47,24 @@ def read_recipe(name: str) -> list[Assignment]:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return parse_recipe(content, name, is_json=path.suffix == ".json")
+
+
+def parse_recipe(content: str, name: str, is_json: bool = False) -> list[Assignment]:
+    """Return the settings in the text of a recipe, as raw text.
+
+    Args:
+        content: YAML or JSON.
+        name: how messages call it.
+        is_json: which of the two.
+
+    Raises:
+        ConfigError: it is not valid, or no mapping of settings.
+    """
     try:
-        tree = _read_json(content) if path.suffix == ".json" else yaml.load(content, Loader=_TextLoader)
+        tree = _read_json(content) if is_json else yaml.load(content, Loader=_TextLoader)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(
-            f"recipe {name} is not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}"
-        ) from error
+        raise ConfigError(f"recipe {name} is not valid {'JSON' if is_json else 'YAML'}: {error}") from error
     if tree is None:
         return []
     if not isinstance(tree, dict):
@@ -180,4 +192,11 @@ class _FlowListDumper(yaml.SafeDumper):
 
 _FlowListDumper.add_representer(
     list, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+)
+# Unicode's line breaks are read back only where they are escaped, which double quotes do.
+_FlowListDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if set(text) & set("\x85\u2028\u2029") else None
+    ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pretraining.data.order import Purpose, derive_key, hash64, text_key
+from pretraining.data.streams import Spans
 
 DUMMY_NAME = "dummy"
 
@@ -39,6 +40,11 @@ class DummySamples:
         """The shard of samples [begin, end), and their numbers, both [end - begin] int64."""
         numbers = np.arange(begin, end)
         return (hash64(self._key, numbers) % np.uint64(self.shards)).astype(np.int64), numbers
+
+    def spans(self, shard: int, number: int) -> Spans:
+        """No sample is made of documents."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return Spans(nothing, nothing, nothing)
 
     def read(self, shard: int, number: int, row: np.ndarray) -> None:
         """Fill a row, [S + 1], with a sample."""

@@ -113,5 +113,5 @@ class BatchReader:
         try:
             source.read(shard, number, row)
         except DataError as error:
-            where = f"step {step}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {number}"
+            where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {number}"
             raise DataError(f"{error}\n  needed for sample {slots.samples[slot]} ({where})") from error

@@ -38,6 +38,10 @@ class Samples(Protocol):
         """The shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
         ...
 
+    def spans(self, shard: int, number: int) -> Spans:
+        """The pieces of documents that make sample `number` of a shard; none where it is made of no documents."""
+        ...
+
     def read(self, shard: int, number: int, row: np.ndarray) -> None:
         """Fill a row, [S + 1], with sample `number` of a shard."""
         ...

@@ -7,6 +7,7 @@ into memory and read any document in place. A file is written aside and renamed 
 from __future__ import annotations
 
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,18 +18,28 @@ import pyarrow as pa
 COLUMN = "tokens"
 BATCH_TOKENS = 1 << 21
 """Tokens a record batch: 4 or 8 MB, small enough to skip to a document, large enough that a file has few."""
+CHECKSUM_BYTES = 1 << 23
+"""Bytes that are read at once for a checksum."""
 LARGEST_DOCUMENT_TOKENS = 2**31 - 1 - BATCH_TOKENS
 """So that a batch that holds it stays within Arrow's 32-bit list offsets."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A finished file: its name, what is in it, and its size on disk in bytes."""
+    """A finished file.
+
+    Attributes:
+        name: in its folder.
+        documents, tokens: in it.
+        bytes: size on disk.
+        crc32: of its bytes, eight hexadecimal digits; None where an older release wrote it.
+    """
 
     name: str
     documents: int
     tokens: int
     bytes: int
+    crc32: str | None = None
 
 
 class TokenWriter:
@@ -113,12 +124,24 @@ class TokenWriter:
         aside = self._aside
         with aside.open("rb+") as written:
             os.fsync(written.fileno())
+        checksum, size = file_checksum(aside)
         aside.replace(self._folder / name)
-        self.files.append(
-            TokenFile(name, self._file_documents, self._file_tokens, (self._folder / name).stat().st_size)
-        )
+        self.files.append(TokenFile(name, self._file_documents, self._file_tokens, size, checksum))
         self._sink = self._writer = None
         self._file_documents = self._file_tokens = 0
+
+
+def file_checksum(path: Path) -> tuple[str, int]:
+    """CRC-32 of a file's bytes, eight hexadecimal digits, and how many bytes these are.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    checksum = size = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHECKSUM_BYTES):
+            checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
+    return f"{checksum:08x}", size
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, plain_environment
+from training_runs import TINY, VOCABULARY, write_two_datasets
+from unit.data.token_files import loader, plan, rows
 
+from pretraining.checkpoint.state import Manifest
 from pretraining.cli import main
+from pretraining.config.flags import load_train_config
+from pretraining.config.recipes import dump_config
 
 
 def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,6 +22,11 @@ def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str
     assert "--learning_rate" in train and "--sharding_strategy" in train and "--recipe" in train
     main(["prepare", "-h"])
     assert "--input_path" in capsys.readouterr().out
+    main(["inspect", "--help"])
+    inspect = capsys.readouterr().out
+    assert "--sample_id" in inspect and "--seq_length" in inspect and "--recipe" in inspect
+    main(["verify", "--help"])
+    assert "--data_path" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -87,6 +99,78 @@ def test_before_processes_have_joined_each_node_speaks_for_itself() -> None:
         assert done.returncode == 1
         said.append(done.stderr.count("error:"))
     assert said == [1, 0]
+
+
+INSPECTED = ["--seq_length=16", "--use_dummy_dataset", "--batch_size=3", "--model_variant=tiny"]
+
+
+def test_inspect_takes_the_flags_of_training_and_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["inspect", *INSPECTED, "--learning_rate=1e-3", "--step=2", "--tokens", "--json"])
+    slots = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(slot["sample_id"] for slot in slots) == [3, 4, 5]
+    assert all(len(slot["ids"]) == 17 for slot in slots)
+    for arguments, message in (
+        (["--stepp=2"], "did you mean step?"),
+        ([], "nothing to show"),
+        (["--ckpt_load_path=nowhere", "--step=1"], "--ckpt_load_path=nowhere holds no complete checkpoint"),
+    ):
+        with pytest.raises(SystemExit) as ending:
+            main(["inspect", *INSPECTED, *arguments])
+        assert ending.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    config = load_train_config([*TINY, f"data_path={data}", "datasets=first,second", "weights=3,1", "batch_size=2"])
+    with loader(config.data, plan(6), seed=config.run.seed, vocab_size=VOCABULARY) as training:
+        batches = [rows(next(training)) for _ in range(4)]
+        state = training.state_dict()
+    manifest = Manifest(1, 4, 0, 0.0, None, None, state, 6, {}, {}, "", {}, dump_config(config))
+    checkpoint = tmp_path / "run/checkpoints/step_4_ckp"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest.document()))
+    (tmp_path / "run/config.yaml").write_text(manifest.config)
+    asked = ["--tokens", "--json"]
+    for source in (
+        [f"--ckpt_load_path={tmp_path}/run"],
+        [f"--ckpt_load_path={checkpoint}"],
+        [f"--recipe={tmp_path}/run/config.yaml", f"--ckpt_save_path={tmp_path}/run"],  # the run that would go on
+    ):
+        for step in (1, 4):
+            main(["inspect", *source, f"--step={step}", *asked])
+            out = capsys.readouterr().out
+            assert [json.loads(line)["ids"] for line in out.splitlines()] == batches[step - 1]
+    with pytest.raises(SystemExit):
+        main(["inspect", f"--ckpt_load_path={tmp_path}/run", "--step=1", "--seq_length=8"])
+    assert "seq_length was 32 and is 8" in capsys.readouterr().err
+
+
+def test_verify_ends_with_a_status_and_names_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_two_datasets(tmp_path)
+    main(["verify", f"--data_path={data}", f"--vocab_size={VOCABULARY}"])
+    assert capsys.readouterr().out.splitlines()[-1].endswith("no faults")
+    (data / "second/part-0.arrow").write_bytes(b"")
+    with pytest.raises(SystemExit) as ending:
+        main(["verify", f"--data_path={data}", "--vocab_size=3"])
+    said = capsys.readouterr()
+    assert ending.value.code == 1
+    assert "second/part-0.arrow is damaged" in said.out and "first/part-0.arrow, row 0, byte" in said.out
+    assert said.err.startswith("error: ") and "faults in 2 files" in said.err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error_to_talk_about(tmp_path: Path) -> None:
+    program = "from pretraining.cli import main\nmain()"
+    command = [sys.executable, "-c", program, "verify", f"--data_path={write_two_datasets(tmp_path)}"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
 
 
 def test_main_training_is_the_train_command() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pretraining.config.durations import Duration
@@ -195,6 +195,8 @@ configs = st.fixed_dictionaries({}, optional={name: values(known) for name, know
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(configs)
+@example({"tokenizer_path": "0\x85"})  # line breaks to YAML, which would fold them into spaces
+@example({"datasets": ("a\u2028b", "c")})
 def test_a_dumped_configuration_loads_back_equal(tmp_path: Path, chosen: dict[str, Any]) -> None:
     config = build(TrainConfig, chosen)
     assert load_config(recipe(tmp_path, dump_config(config))) == config

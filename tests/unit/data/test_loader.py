@@ -210,7 +210,7 @@ def test_a_token_beyond_the_vocabulary_names_sample_and_file(config: DataConfig,
     with (
         build_loader(datasets, bad, plan(11), 0, 7, 500) as made,
         pytest.raises(
-            DataError, match=r"\.arrow, row \d+: token \d+ of the document is \d+(.|\n)*needed for sample \d+ \(step 0"
+            DataError, match=r"\.arrow, row \d+: token \d+ of the document is \d+(.|\n)*needed for sample \d+ \(step 1"
         ),
     ):
         next(made)

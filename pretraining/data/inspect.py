@@ -1,0 +1,225 @@
+"""What a step trains on, without training: `pretrain inspect`.
+
+    settings, state of a checkpoint -> the loader that training would open -> slots of a step -> spans of documents
+
+Nothing is read ahead and no step before is visited: a step of any number takes the same time. Steps are numbered as
+reports do, from 1: step N is the batch that update N trained on, which the loader, counting from 0, calls N - 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from pretraining.config.batch import BatchPlan
+from pretraining.config.inspect import InspectConfig, check_inspect_config
+from pretraining.config.training import BatchConfig
+from pretraining.config.variants import resolve_shape
+from pretraining.data.dataset import OpenedDataset, OpenedDatasets, build_indices, build_loader, open_datasets
+from pretraining.data.files import list_datasets
+from pretraining.data.global_batch import BatchReader, Slots
+from pretraining.data.inspected import SAMPLES_COUNTED, DatasetSummary, InspectedSlot, SpanPlace, describe_summaries
+from pretraining.data.samples import Samples
+from pretraining.data.tokenizer import load_tokenizer
+from pretraining.errors import ConfigError
+
+
+class Inspector:
+    """Looks into the batches of a run.
+
+    Args:
+        reader: makes the batches.
+        opened: the datasets; None for made-up data.
+        seq_length: S.
+    """
+
+    def __init__(self, reader: BatchReader, opened: OpenedDatasets | None, seq_length: int) -> None:
+        self._reader = reader
+        self._datasets = {dataset.files.name: dataset for dataset in opened.datasets} if opened else {}
+        self._seq_length = seq_length
+
+    def step_of_sample(self, sample_id: int) -> int:
+        """The step, from 1, that trains on a sample."""
+        phase = [phase for phase in self._reader.mixture.phases if phase.first_sample <= sample_id][-1]
+        return phase.first_step + (sample_id - phase.first_sample) // phase.global_batch_size + 1
+
+    def slots(
+        self, step: int, share: tuple[int, int] | None = None, sample_id: int | None = None, tokens: bool = False
+    ) -> Iterator[InspectedSlot]:
+        """The slots of a step, in the order in which ranks take them.
+
+        Args:
+            step: from 1.
+            share: slots [begin, end) to show; None = all.
+            sample_id: show only this sample.
+            tokens: whether to read the ids.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        slots = self._reader.slots(step - 1)
+        begin, end = share or (0, len(slots.samples))
+        for slot in range(begin, end):
+            if sample_id is None or slots.samples[slot] == sample_id:
+                yield self._slot(step, slots, slot, tokens)
+
+    def summary(self, first: int, last: int) -> list[DatasetSummary]:
+        """What each dataset gives to steps `first` to `last`, both from 1 and included."""
+        mixture = self._reader.mixture
+        before, after = mixture.counts_before_step(first - 1), mixture.counts_before_step(last)
+        samples = mixture.samples_of_step(last - 1)[1] - mixture.samples_of_step(first - 1)[0]
+        asked = self._asked(first, last)
+        return [
+            self._summary(source, before[source.name], after[source.name], asked[source.name] / samples, samples)
+            for source in self._reader.sources
+        ]
+
+    def _slot(self, step: int, slots: Slots, slot: int, tokens: bool) -> InspectedSlot:
+        source = self._reader.sources[int(slots.datasets[slot])]
+        shard, number = int(slots.shards[slot]), int(slots.numbers[slot])
+        ids = None
+        if tokens:
+            row = np.empty(self._seq_length + 1, dtype=np.int32)
+            source.read(shard, number, row)
+            ids = tuple(row.tolist())
+        dataset = self._datasets.get(source.name)
+        places = tuple(_places(dataset, source, shard, number)) if dataset else ()
+        return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids)
+
+    def _asked(self, first: int, last: int) -> dict[str, float]:
+        """Samples of steps `first` to `last` that each dataset should give by its weights."""
+        mixture = self._reader.mixture
+        asked = dict.fromkeys(mixture.names, 0.0)
+        ends = [phase.first_step for phase in mixture.phases[1:]] + [last]
+        for phase, end in zip(mixture.phases, ends, strict=True):
+            steps = max(0, min(last, end) - max(first - 1, phase.first_step))
+            total = sum(phase.weights.values())
+            for name in mixture.names:
+                asked[name] += steps * phase.global_batch_size * phase.weights.get(name, 0) / total
+        return asked
+
+    def _summary(self, source: Samples, begin: int, end: int, asked: float, samples: int) -> DatasetSummary:
+        counted = min(end - begin, SAMPLES_COUNTED)
+        dataset = self._datasets.get(source.name)
+        documents = self._documents_begun(source, begin, begin + counted) if dataset else 0
+        passes = None
+        if dataset:
+            pass_tokens = dataset.tokens("train")
+            passes = (begin * self._seq_length / pass_tokens, end * self._seq_length / pass_tokens)
+        return DatasetSummary(
+            dataset=source.name,
+            asked=asked,
+            realised=(end - begin) / samples,
+            samples=end - begin,
+            tokens=(end - begin) * self._seq_length,
+            documents=documents * (end - begin) // max(counted, 1),
+            documents_are_exact=counted == end - begin,
+            passes=passes,
+        )
+
+    def _documents_begun(self, source: Samples, begin: int, end: int) -> int:
+        """How many documents begin in samples [begin, end) of a dataset, the look-ahead token left out."""
+        documents = 0
+        for shard, number in sorted(zip(*(values.tolist() for values in source.samples(begin, end)), strict=True)):
+            spans = source.spans(shard, number)
+            places = np.cumsum(spans.lengths) - spans.lengths
+            documents += int(np.count_nonzero((spans.starts == 0) & (places < self._seq_length)))
+        return documents
+
+
+def inspect(
+    config: InspectConfig,
+    state: Mapping[str, Any] | None = None,
+    restored_batch: int | None = None,
+    show: Callable[[str], None] = print,
+    note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> None:
+    """Show what steps of a run train on.
+
+    Args:
+        config: the run, and what to show.
+        state: position in the data of the checkpoint that the run goes on from, if any.
+        restored_batch: its global batch size.
+        show: prints a line of the answer.
+        note: prints what is no part of the answer.
+
+    Raises:
+        ConfigError: the settings contradict each other.
+        DataError: the data cannot be read, or is not in the order that the checkpoint was trained in.
+    """
+    check_inspect_config(config)
+    asked = config.inspect
+    ranks = asked.world_size or 1
+    size = _global_batch_size(config.batch, ranks, restored_batch)
+    if asked.world_size is None and config.batch.global_batch_size is None and restored_batch is None:
+        note(f"A step is {size} sequences, as on one GPU: give --world_size or --global_batch_size if it is not.")
+    plan = BatchPlan(size, -(-size // ranks), 1, ranks)
+    opened = None
+    if not config.data.use_dummy_dataset:
+        listing = list_datasets(config.data)
+        build_indices(listing, config.data, say=note)
+        opened = open_datasets(listing, config.data)
+    loader = build_loader(opened, config.data, plan, 0, config.run.seed, resolve_shape(config.model).vocab_size)
+    if state is not None:
+        loader.load_state_dict(state)  # refuses another order
+    inspector = Inspector(loader.reader, opened, config.data.seq_length)
+    if asked.steps is not None:
+        first, last = asked.step_range
+        summaries = inspector.summary(first, last)
+        for line in (
+            [json.dumps({"first_step": first, "last_step": last, **asdict(each)}) for each in summaries]
+            if asked.json
+            else describe_summaries(first, last, config.data.seq_length, summaries)
+        ):
+            show(line)
+        return
+    _show_slots(config, inspector, plan, show)
+
+
+def _show_slots(config: InspectConfig, inspector: Inspector, plan: BatchPlan, show: Callable[[str], None]) -> None:
+    asked = config.inspect
+    step = asked.step
+    if asked.sample_id is not None:
+        sample_step = inspector.step_of_sample(asked.sample_id)
+        if step is not None and step != sample_step:
+            raise ConfigError(f"--sample_id={asked.sample_id} is in step {sample_step}, not in --step={step}")
+        step = sample_step
+    assert step is not None  # check_inspect_config asks for one of them
+    share = plan.share(asked.rank) if asked.rank is not None else None
+    decode = None
+    if asked.tokens and not asked.json and config.data.tokenizer_path is not None:
+        decode = load_tokenizer(config.data.tokenizer_path).decode
+    if not asked.json:
+        place = f"rank {asked.rank} of {plan.data_parallel_ranks}" if asked.rank is not None else "all ranks"
+        size = plan.global_batch_size
+        show(f"step {step}, {place}: the global batch has {size} slots of {config.data.seq_length} tokens and one more")
+    shown = 0
+    for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
+        shown += 1
+        for line in [json.dumps(slot.document())] if asked.json else slot.describe(decode):
+            show(line)
+    if asked.sample_id is not None and not shown:
+        raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
+
+
+def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> int:
+    """Sequences a step; the order of precedence is that of `plan_batch`."""
+    if batch.global_batch_size is not None:
+        return batch.global_batch_size
+    return restored or batch.batch_size * (batch.grad_accum_steps or 1) * ranks
+
+
+def _places(dataset: OpenedDataset, source: Samples, shard: int, number: int) -> Iterator[SpanPlace]:
+    """Where the pieces of a sample are on disk."""
+    spans = source.spans(shard, number)
+    files = dataset.index.files_of(spans.documents)
+    rows = spans.documents - dataset.index.first_documents[files]
+    ends = spans.starts + spans.lengths >= dataset.index.documents["tokens"][spans.documents]
+    columns = (column.tolist() for column in (files, rows, spans.starts, spans.lengths, ends))
+    for file, row, start, length, ends_document in zip(*columns, strict=True):
+        yield SpanPlace(dataset.files.path(file), row, start, length, ends_document)
