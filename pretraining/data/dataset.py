@@ -25,7 +25,7 @@ from pretraining.data.loader import Loader
 from pretraining.data.mixture import Mixture, Phase, integer_weights
 from pretraining.data.reader import DocumentReader, OpenFiles, open_files
 from pretraining.data.samples import Samples, StreamSamples
-from pretraining.data.state import describe_order
+from pretraining.data.state import READING_SETTINGS, describe_order
 from pretraining.data.streams import OrderCache, order_cache
 from pretraining.errors import ConfigError, DataError
 
@@ -159,12 +159,12 @@ def build_loader(
         weights = given or integer_weights({dataset.files.name: dataset.tokens("train") for dataset in used})
         sources = [_stream_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
-    names = [source.name for source in sources]
-    phase = Phase(0, 0, plan.global_batch_size, {name: weights[name] for name in names}, dict.fromkeys(names, 0))
+    phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
     sizes = {"seq_length": config.seq_length, "logical_shards": config.logical_shards}
-    reader = BatchReader(sources, Mixture(names, [phase]), plan, rank, vocab_size=vocab_size, **sizes)
+    reader = BatchReader(sources, Mixture([phase]), plan, rank, vocab_size=vocab_size, **sizes)
     fingerprints = {source.name: source.fingerprint() for source in sources}
-    order = describe_order(fingerprints, [phase], seed=seed, split=split, **sizes)
+    reading = {} if opened is None else {name: getattr(config, name) for name in READING_SETTINGS}
+    order = describe_order(fingerprints, phase, reading, seed=seed, split=split, **sizes)
     return Loader(reader, order, num_workers=config.num_workers, limit_steps=limit_steps, changes=changes)
 
 

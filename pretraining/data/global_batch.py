@@ -9,6 +9,7 @@ shards, and keeps few blocks in memory. The sorted batch is the same for any num
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Slots:
 
     Attributes:
         samples: global indices.
-        datasets: positions in the mixture's names.
+        datasets: positions in the reader's sources.
         shards: of the dataset.
         numbers: of the sample within its shard.
     """
@@ -43,8 +44,8 @@ class BatchReader:
     """Makes the batch of any step, for one rank; safe to call from several threads.
 
     Args:
-        sources: the datasets, in the order of the mixture's names.
-        mixture: which of them gives each sample.
+        sources: the datasets, sorted by name.
+        mixture: which of them gives each sample; earlier phases may have used others.
         plan: how the global batch is cut.
         rank: data-parallel rank.
         seq_length: S.
@@ -64,7 +65,7 @@ class BatchReader:
         vocab_size: int,
     ) -> None:
         self.sources = tuple(sources)
-        self.mixture = mixture
+        self._use(mixture)
         self._plan = plan
         self._begin, self._end = plan.share(rank)
         self._seq_length = seq_length
@@ -72,10 +73,29 @@ class BatchReader:
         self._dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
         self._pin = torch.cuda.is_available()
 
+    def with_mixture(self, mixture: Mixture) -> BatchReader:
+        """The same reader for another mixture; threads that still read with this one are not disturbed."""
+        other = copy.copy(self)
+        other._use(mixture)
+        return other
+
+    def _use(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+        positions = {source.name: position for position, source in enumerate(self.sources)}
+        self._source_of_name = np.array([positions.get(name, -1) for name in mixture.names])
+
     def slots(self, step: int) -> Slots:
-        """The whole global batch of a step, sorted."""
+        """The whole global batch of a step, sorted.
+
+        Raises:
+            DataError: the step is of an earlier phase, and used a dataset that is not among the sources.
+        """
         begin, end = self.mixture.samples_of_step(step)
-        datasets, within = self.mixture.assign_step(step)
+        named, within = self.mixture.assign_step(step)
+        datasets = self._source_of_name[named]
+        if (datasets < 0).any():
+            missing = sorted({self.mixture.names[number] for number in named[datasets < 0]})
+            raise DataError(f"step {step} is of {', '.join(missing)}, too, and this run reads without: see --datasets")
         shards, numbers, scaled = (np.empty(end - begin, dtype=np.int64) for _ in range(3))
         for dataset, source in enumerate(self.sources):
             places = np.flatnonzero(datasets == dataset)
@@ -94,6 +114,7 @@ class BatchReader:
             DataError: a sample cannot be read; names it.
         """
         slots = self.slots(step)
+        assert len(slots.samples) == self._plan.global_batch_size, "the plan is another phase's"
         size = self._plan.micro_batch_size
         micro_batches = []
         for number in range(self._plan.grad_accum_steps):

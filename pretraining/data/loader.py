@@ -15,7 +15,7 @@ from typing import Any
 
 from pretraining.data.batch import StepBatch
 from pretraining.data.global_batch import BatchReader
-from pretraining.data.state import state_at, step_of_state
+from pretraining.data.state import resume, state_at
 
 
 class Loader:
@@ -25,10 +25,14 @@ class Loader:
 
     Args:
         reader: makes the batch of any step.
-        order: what the order of the data depends on (`describe_order`).
+        order: what the order of the data depends on (`describe_order`), in a run that begins now.
         num_workers: threads that read ahead; 0 = read when asked.
         limit_steps: end after so many steps from the first; None = never end.
         changes: which files changed when a dataset was last indexed, by dataset; for error messages.
+
+    Attributes:
+        reader: as given; after a resume, with the phases of the whole run.
+        new_phase: how the data changed at the last resume, a line for the user; None where it goes on as it was.
     """
 
     def __init__(
@@ -40,8 +44,9 @@ class Loader:
         limit_steps: int | None = None,
         changes: Mapping[str, str] | None = None,
     ) -> None:
-        self.reader = reader
-        self._order = dict(order)
+        self.reader = self._reader_of_new_run = reader
+        self._order = self._order_of_new_run = dict(order)
+        self.new_phase: str | None = None
         self._changes = dict(changes or {})
         self._workers = num_workers
         self._limit = limit_steps
@@ -85,17 +90,21 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, on any number of ranks and threads.
 
+        Where weights, datasets or global batch size are other than at the state's end, a new phase begins.
+
         Raises:
             DataError: the state is of another order of the data.
         """
-        step = step_of_state(state, self._order, self._changes)
+        resumed = resume(state, self._order_of_new_run, self._changes)
         self._drop_ahead()
-        self._next_step = step
+        self.reader = self._reader_of_new_run.with_mixture(resumed.mixture)
+        self._order, self._next_step, self.new_phase = resumed.order, resumed.step, resumed.new_phase
 
     def rewind(self) -> None:
-        """Begin again with the first step."""
+        """Begin again with the first step, as if no state had been loaded."""
         self._drop_ahead()
-        self._next_step = 0
+        self.reader, self._order = self._reader_of_new_run, self._order_of_new_run
+        self._next_step, self.new_phase = 0, None
 
     def close(self) -> None:
         """End the threads."""

@@ -6,6 +6,9 @@ give each dataset its weight times n up to a few roundings: one at each node on 
 shares below. In a Huffman tree these shrink at least as Fibonacci numbers grow, so their sum stays below 2: at every
 prefix each dataset is within two samples of its share. Consecutive samples reach each node as consecutive ones, so a
 batch is split with a few array operations a node, wherever it begins.
+
+Weights may change on the way: a run is a list of phases, each with a tree of its own that begins at 0 where the phase
+does. A phase knows how many samples each dataset gave before it, and numbers its own from there.
 """
 
 from __future__ import annotations
@@ -123,8 +126,8 @@ class Phase:
         first_step: number of its first step.
         first_sample: global index of its first sample.
         global_batch_size: samples a step.
-        weights: of every dataset, by name.
-        base_counts: samples that each dataset has given before the phase.
+        weights: by name, of the datasets that give samples.
+        base_counts: samples that each dataset of the phase, and of those before it, has given before the phase.
     """
 
     first_step: int
@@ -133,20 +136,52 @@ class Phase:
     weights: dict[str, int]
     base_counts: dict[str, int]
 
+    @staticmethod
+    def first(global_batch_size: int, weights: Mapping[str, int]) -> Phase:
+        """The phase that a run begins with."""
+        return Phase(0, 0, global_batch_size, dict(weights), dict.fromkeys(sorted(weights), 0))
+
+    def followed_by(self, first_step: int, global_batch_size: int, weights: Mapping[str, int]) -> Phase:
+        """The phase after this one: it goes on with every dataset where this one leaves it at a step."""
+        counts = dict.fromkeys(weights, 0) | self.counts_before_step(first_step)
+        counts = {name: counts[name] for name in sorted(counts)}
+        return Phase(first_step, self.sample_of_step(first_step), global_batch_size, dict(weights), counts)
+
+    def sample_of_step(self, step: int) -> int:
+        """Global index of the first sample of a step."""
+        return self.first_sample + (step - self.first_step) * self.global_batch_size
+
+    def tree(self, names: Sequence[str]) -> WeightTree:
+        """The mixture of these datasets."""
+        return WeightTree([self.weights.get(name, 0) for name in names])
+
+    def counts_before_step(self, step: int) -> dict[str, int]:
+        """Samples that each dataset has given before a step of the phase, or before the one after its last."""
+        names = list(self.base_counts)
+        given = self.tree(names).counts(self.sample_of_step(step) - self.first_sample)
+        return {name: self.base_counts[name] + count for name, count in zip(names, given, strict=True)}
+
+    def same_data(self, other: Phase) -> bool:
+        """Whether two phases mix alike and take as much a step."""
+        return (self.weights, self.global_batch_size) == (other.weights, other.global_batch_size)
+
 
 class Mixture:
     """The datasets of all samples, over all phases.
 
     Args:
-        names: of the datasets; results refer to their positions here.
         phases: in order; the first begins at sample 0.
+
+    Attributes:
+        names: of all datasets of all phases, sorted; results refer to their positions here.
+        phases: as given.
     """
 
-    def __init__(self, names: Sequence[str], phases: Sequence[Phase]) -> None:
-        self.names = tuple(names)
+    def __init__(self, phases: Sequence[Phase]) -> None:
         self.phases = tuple(phases)
-        self._trees = [WeightTree([phase.weights.get(name, 0) for name in names]) for phase in phases]
-        self._bases = [np.array([phase.base_counts.get(name, 0) for name in names], dtype=np.int64) for phase in phases]
+        self.names = tuple(sorted(phases[-1].base_counts))
+        self._trees = [phase.tree(self.names) for phase in phases]
+        self._bases = [np.array([phase.base_counts.get(name, 0) for name in self.names], np.int64) for phase in phases]
 
     def _phase_of_step(self, step: int) -> int:
         return max(number for number, phase in enumerate(self.phases) if phase.first_step <= step)
@@ -154,7 +189,7 @@ class Mixture:
     def samples_of_step(self, step: int) -> tuple[int, int]:
         """Global indices [begin, end) of a step's samples."""
         phase = self.phases[self._phase_of_step(step)]
-        begin = phase.first_sample + (step - phase.first_step) * phase.global_batch_size
+        begin = phase.sample_of_step(step)
         return begin, begin + phase.global_batch_size
 
     def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -167,9 +202,4 @@ class Mixture:
 
     def counts_before_step(self, step: int) -> dict[str, int]:
         """Samples that each dataset has given before a step."""
-        number = self._phase_of_step(step)
-        begin, _ = self.samples_of_step(step)
-        counts = self._trees[number].counts(begin - self.phases[number].first_sample)
-        return {
-            name: int(base) + count for name, base, count in zip(self.names, self._bases[number], counts, strict=True)
-        }
+        return dict.fromkeys(self.names, 0) | self.phases[self._phase_of_step(step)].counts_before_step(step)

@@ -3,23 +3,32 @@
 Which tokens step N trains on follows from the step and the settings, so the state is the number of the next sample and
 a record of the settings: enough to go on, and to refuse to go on where the order would silently become another. It is
 the same on every rank and for any number of ranks.
+
+Weights, datasets and global batch size may change at a resume. The state keeps them as phases; where a run asks for
+others than the last one's, `resume` adds a phase that begins there. A dataset that is left out stays in the state, so
+that it goes on where it was if it comes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from pretraining.data.mixture import Mixture, Phase
 from pretraining.errors import DataError
 
 STATE_VERSION = 1
+READING_SETTINGS = ("col_name", "sep_token", "held_out_fraction")
+"""How documents are read: the same for all datasets, throughout a run."""
+_NAMES_SHOWN = 12
 
 
 def describe_order(
     sources: Mapping[str, Mapping[str, Any]],
-    phases: Sequence[Phase],
+    phase: Phase,
+    reading: Mapping[str, Any],
     *,
     seed: int,
     seq_length: int,
@@ -30,7 +39,8 @@ def describe_order(
 
     Args:
         sources: fingerprint of each dataset by name.
-        phases: of the mixture.
+        phase: the mixture of a run that begins now.
+        reading: `READING_SETTINGS`; nothing for made-up data.
         seed: of all orders.
         seq_length: tokens a sample.
         logical_shards: pieces of a dataset.
@@ -42,8 +52,9 @@ def describe_order(
         "seed": seed,
         "seq_length": seq_length,
         "logical_shards": logical_shards,
+        **reading,
         "datasets": {name: dict(fingerprint) for name, fingerprint in sources.items()},
-        "phases": [asdict(phase) for phase in phases],
+        "phases": [asdict(phase)],
     }
 
 
@@ -52,12 +63,29 @@ def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str,
     return {**order, "next_sample": mixture.samples_of_step(step)[0], "counts": mixture.counts_before_step(step)}
 
 
-def step_of_state(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> int:
-    """The step that a state goes on with.
+@dataclass(frozen=True)
+class Resumption:
+    """How a run goes on from a state.
+
+    Attributes:
+        step: that comes next.
+        mixture: over all phases, those of the state and the one that may begin here.
+        order: what the order of the data depends on, with these phases.
+        new_phase: says in a line what changes here; None where the last phase goes on.
+    """
+
+    step: int
+    mixture: Mixture
+    order: dict[str, Any]
+    new_phase: str | None
+
+
+def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> Resumption:
+    """Go on from a state.
 
     Args:
         state: what `state_at` gave in this run or an earlier one.
-        order: what this run's order depends on.
+        order: what the order would depend on in a run with the same settings that begins now.
         changes: which files changed when a dataset was last indexed, by dataset; empty text where that is not known.
 
     Raises:
@@ -69,25 +97,88 @@ def step_of_state(state: Mapping[str, Any], order: Mapping[str, Any], changes: M
         )
     try:
         problems = _differences(state, order, changes)
-        phase = max(
-            (phase for phase in state["phases"] if phase["first_sample"] <= state["next_sample"]),
-            key=lambda phase: phase["first_sample"],
-        )
-        steps, rest = divmod(state["next_sample"] - phase["first_sample"], phase["global_batch_size"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        phases = [Phase(**phase) for phase in state["phases"]]
+        step = _step_of_sample(phases, state["next_sample"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(f"the data state is damaged: {type(error).__name__}: {error}") from error
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise DataError(
             f"the data is not in the order that this run began with:\n{listed}\n"
-            "Restore what differs, or start a new run in another --ckpt_save_path"
+            "Restore what differs, or start a new run in another --ckpt_save_path (weights, the list of datasets and "
+            "the global batch size may change)"
         )
-    if rest:
-        raise DataError(f"the data state is damaged: sample {state['next_sample']} is not the first of a step")
-    return int(phase["first_step"] + steps)
+    phases, begins = _with_wanted(phases, Phase(**order["phases"][0]), step)
+    mixture = Mixture(phases)
+    known = {**state["datasets"], **order["datasets"]}
+    order = {
+        **order,
+        "datasets": {name: known[name] for name in mixture.names},
+        "phases": [asdict(phase) for phase in phases],
+    }
+    return Resumption(step, mixture, order, _describe_last(phases) if begins else None)
+
+
+def _step_of_sample(phases: Sequence[Phase], sample: int) -> int:
+    """The step of the last phase that begins with a sample.
+
+    Raises:
+        ValueError: none does, or a phase does not begin where the one before it ends.
+    """
+    for before, after in pairwise(phases):
+        if after != before.followed_by(after.first_step, after.global_batch_size, after.weights):
+            raise ValueError(f"the phase from step {after.first_step} does not follow from the one before")
+    last = phases[-1]
+    steps, rest = divmod(sample - last.first_sample, last.global_batch_size)
+    if rest or steps < 0:
+        raise ValueError(f"sample {sample} is not the first of a step")
+    return last.first_step + steps
+
+
+def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int) -> tuple[list[Phase], bool]:
+    """The phases of a run that goes on at a step as wanted, and whether the last of them begins there."""
+    phases = [phase for phase in phases if phase.first_step < step]  # one that gave no sample yet is as if it never was
+    if not phases:
+        return [wanted], False
+    if phases[-1].same_data(wanted):
+        return phases, False
+    return [*phases, phases[-1].followed_by(step, wanted.global_batch_size, wanted.weights)], True
+
+
+def _describe_last(phases: Sequence[Phase]) -> str:
+    """Say what the last phase changes: "phase 2 from step 1200: weights web 0.6 -> 0.5, code added at 0.1"."""
+    before, after = phases[-2], phases[-1]
+    then, now = _proportions(before.weights), _proportions(after.weights)
+    names = [*sorted(then.keys() & now.keys()), *sorted(now.keys() - then.keys()), *sorted(then.keys() - now.keys())]
+    changed = [_change_of_weight(name, then, now, before) for name in names]
+    changed = [change for change in changed if change]
+    if len(changed) > _NAMES_SHOWN:
+        changed = [*changed[:_NAMES_SHOWN], f"and {len(changed) - _NAMES_SHOWN:,} more"]
+    parts = [f"weights {', '.join(changed)}"] if changed else []
+    if before.global_batch_size != after.global_batch_size:
+        parts.append(f"global batch {before.global_batch_size} -> {after.global_batch_size} sequences")
+    return f"phase {len(phases)} from step {after.first_step}: {'; '.join(parts)}"
+
+
+def _change_of_weight(name: str, then: Mapping[str, float], now: Mapping[str, float], before: Phase) -> str:
+    if name not in now:
+        return f"{name} removed"
+    if name not in then:
+        return f"{name} {'back' if before.base_counts.get(name) else 'added'} at {now[name]:.4g}"
+    return f"{name} {then[name]:.4g} -> {now[name]:.4g}" if then[name] != now[name] else ""
+
+
+def _proportions(weights: Mapping[str, int]) -> dict[str, float]:
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
 
 
 def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> list[str]:
+    """Say how the order would become another, if it would."""
+    before, now = saved["datasets"], order["datasets"]
+    if _made_up(before) != _made_up(now):
+        then, today = ("made-up data" if _made_up(datasets) else "datasets" for datasets in (before, now))
+        return [f"the run read {then} and is to read {today}: see --use_dummy_dataset"]
     problems = []
     for name, note in (
         ("split", ""),
@@ -97,18 +188,19 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     ):
         if saved[name] != order[name]:
             problems.append(f"{name} was {saved[name]} and is {order[name]}{note}")
-    before, now = saved["datasets"], order["datasets"]
-    if before.keys() - now.keys():
-        problems.append(f"datasets are gone: {', '.join(sorted(before.keys() - now.keys()))}")
-    if now.keys() - before.keys():
-        problems.append(f"datasets were added: {', '.join(sorted(now.keys() - before.keys()))}")
+    # Fingerprints hold digests of these; here they have values, and hold for datasets that were not there before.
+    reading = [name for name in READING_SETTINGS if saved.get(name, order.get(name)) != order.get(name)]
+    problems += [f"{name} was {saved[name]} and is {order[name]}" for name in reading]
     problems += [
         _changed(name, before[name], now[name], changes)
         for name in sorted(before.keys() & now.keys())
-        if before[name] != now[name]
+        if before[name] != now[name] and not (reading and before[name].get("files") == now[name].get("files"))
     ]
-    problems += _phase_differences(saved["phases"], order["phases"])
     return problems
+
+
+def _made_up(datasets: Mapping[str, Mapping[str, Any]]) -> bool:
+    return any(fingerprint.get("dummy") for fingerprint in datasets.values())
 
 
 def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], changes: Mapping[str, str]) -> str:
@@ -127,21 +219,3 @@ def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], chang
     return f"dataset '{name}' differs: " + ", ".join(
         f"{key} was {before.get(key)} and is {now.get(key)}" for key in fields
     )
-
-
-def _phase_differences(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say how the last phases differ."""
-    problems = []
-    then, current = before[-1], now[-1]
-    if then["global_batch_size"] != current["global_batch_size"]:
-        problems.append(f"global_batch_size was {then['global_batch_size']} and is {current['global_batch_size']}")
-    if then["weights"].keys() == current["weights"].keys() and then["weights"] != current["weights"]:
-        problems.append(f"weights were {_proportions(then['weights'])} and are {_proportions(current['weights'])}")
-    if not problems and len(before) != len(now):
-        problems.append(f"the state has {len(before)} phases of the mixture, this run has {len(now)}")
-    return problems
-
-
-def _proportions(weights: Mapping[str, int]) -> str:
-    total = sum(weights.values())
-    return ", ".join(f"{name} {weight / total:.4g}" for name, weight in sorted(weights.items()))

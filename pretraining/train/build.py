@@ -1,6 +1,6 @@
 """The composition root: the only place that sees every part.
 
-    config + processes -> restore point -> data -> model -> optimizer -> restored state -> Run
+    config + processes -> restore point -> data -> model -> optimizer -> restored tensors -> Run
 
 Whatever can fail here fails on all ranks alike (`on_rank_zero`, `on_every_rank`), so that a mistake is one message and
 no hang.
@@ -41,7 +41,7 @@ from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype, precision_policy
 from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.parallel.sharding import MicroBatchSync, shard_model
-from pretraining.train.data import open_data
+from pretraining.train.data import open_data, open_loader, pace_of
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
@@ -66,10 +66,12 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     data = open_data(config, processes, say=print)
     restored_batch = restorable.manifest.global_batch_size if restorable else None
     plan = plan_batch(config.batch, processes.world_size, restored_batch)
-    tokens_per_step = plan.global_batch_size * config.data.seq_length
-    training_tokens = data.training_tokens if data is not None else None
-    total_steps = config.run.num_steps.to_steps(tokens_per_step, training_tokens)
-    parts = Parts(config, processes, shape, restorable, abandoned, data, plan, total_steps)
+    loader = open_loader(data, config, plan, processes.rank, shape.vocab_size, "train")
+    if restorable is not None:
+        on_every_rank(lambda: loader.load_state_dict(restorable.manifest.data))
+    pace = pace_of(loader, config.data.seq_length)
+    total_steps = config.run.num_steps.to_steps(pace, data.training_tokens if data is not None else None)
+    parts = Parts(config, processes, shape, restorable, abandoned, data, plan, pace, total_steps)
 
     mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
     model = build_model(shape, config, mesh, processes.device, initialize=restorable is None)
@@ -77,11 +79,9 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer = build_adamw(model, config.optimizer)
     state = _initial_state(parts)
-    loader = parts.loader("train")
     if restorable is not None:
         materialise_state(optimizer)
         store.load_tensors(restorable.path, tensor_state(parameters, optimizer))
-        on_every_rank(lambda: loader.load_state_dict(restorable.manifest.data))
     return _assemble(parts, mesh, model, parameters, optimizer, state, loader)
 
 
@@ -119,7 +119,7 @@ def _assemble(
 ) -> Run:
     config, processes = parts.config, parts.processes
     warmup_steps = resolve_warmup_steps(
-        config.schedule.warmup_steps, parts.total_steps, state.tokens_per_step, parts.training_tokens
+        config.schedule.warmup_steps, config.run.num_steps, parts.pace, parts.training_tokens
     )
     schedule = WarmupCosine(
         config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
@@ -172,7 +172,7 @@ def _assemble(
         evaluation_loss=parts.restorable.manifest.evaluation_loss if parts.restorable else None,
     )
     on_rank_zero(lambda: write_config(config))
-    announce(parts, state, observer.note)
+    announce(parts, state, loader.new_phase, observer.note)
     return Run(
         state=state,
         restored_from=parts.restorable.path if parts.restorable else None,
@@ -194,15 +194,14 @@ def _initial_state(parts: Parts) -> TrainState:
         progress = Progress(manifest.step, manifest.tokens_seen, manifest.seconds)
     run_steps = parts.config.run.run_steps
     stop_step = parts.total_steps if run_steps is None else min(parts.total_steps, progress.steps + run_steps)
-    tokens_per_step = parts.plan.global_batch_size * parts.config.data.seq_length
-    return TrainState(parts.total_steps, stop_step, tokens_per_step, progress)
+    return TrainState(parts.total_steps, stop_step, parts.pace.tokens_per_step, progress)
 
 
 def _held_out_batches(parts: Parts) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]] | None:
     """Opens the batches of an evaluation, the same ones each time; None where nothing is held out."""
     if parts.config.data.held_out_fraction == 0:
         return None
-    loader = parts.loader("held_out")  # made at once: too few held-out documents should not show after a thousand steps
+    loader = parts.held_out_loader()  # made at once: too few held-out documents should not show after a thousand steps
 
     @contextmanager
     def open_batches() -> Iterator[Iterable[StepBatch]]:

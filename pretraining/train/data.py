@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pretraining.config.batch import BatchPlan
+from pretraining.config.durations import Pace
 from pretraining.config.training import TrainConfig
 from pretraining.data.dataset import OpenedDatasets, SplitName, build_indices, build_loader, open_datasets
 from pretraining.data.files import list_datasets
@@ -42,5 +43,15 @@ def open_loader(
     return on_every_rank(
         lambda: build_loader(
             opened, config.data, plan, rank, config.run.seed, vocab_size, split=split, limit_steps=limit_steps
+        )
+    )
+
+
+def pace_of(loader: Loader, seq_length: int) -> Pace:
+    """Tokens of a run's steps, from the first, as its training loader knows them."""
+    return Pace(
+        tuple(
+            (phase.first_step, phase.first_sample * seq_length, phase.global_batch_size * seq_length)
+            for phase in loader.reader.mixture.phases
         )
     )

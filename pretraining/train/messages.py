@@ -15,8 +15,15 @@ from pretraining.train.parts import Parts
 from pretraining.train.state import TrainState
 
 
-def announce(parts: Parts, state: TrainState, note: Callable[[str], None]) -> None:
-    """Say what is about to be trained, on what, for how long, and from where."""
+def announce(parts: Parts, state: TrainState, new_phase: str | None, note: Callable[[str], None]) -> None:
+    """Say what is about to be trained, on what, for how long, and from where.
+
+    Args:
+        parts: of the run.
+        state: where it stands.
+        new_phase: how its data changes here, if it does.
+        note: shows a line.
+    """
     config, processes, plan, restorable = parts.config, parts.processes, parts.plan, parts.restorable
     precision = str(compute_dtype(config.parallel.mixed_precision, processes.device)).removeprefix("torch.")
     note(
@@ -31,12 +38,13 @@ def announce(parts: Parts, state: TrainState, note: Callable[[str], None]) -> No
             f"{parts.data.held_out_tokens:,} held out"
         )
     note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
-    total_tokens = state.total_steps * state.tokens_per_step
-    note(f"length      {state.total_steps} steps, {total_tokens:,} tokens")
+    note(f"length      {state.total_steps} steps, {parts.pace.tokens_at(state.total_steps):,} tokens")
     if restorable is None:
         note(f"start       from initial weights, seed {config.run.seed}")
     else:
         note(f"start       from {restorable.path}, step {restorable.manifest.step}")
+        if new_phase is not None:
+            note(f"            {new_phase}")
         if state.stop_step < state.total_steps:
             note(f"            this invocation ends at step {state.stop_step}")
     for path in parts.abandoned:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pretraining.checkpoint.manager import Restorable
 from pretraining.config.batch import BatchPlan
+from pretraining.config.durations import Pace
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.data.dataset import OpenedDatasets, SplitName
+from pretraining.data.dataset import OpenedDatasets
 from pretraining.data.loader import Loader
 from pretraining.parallel.processes import Processes
 from pretraining.train.data import open_loader
@@ -27,6 +28,7 @@ class Parts:
         abandoned: what interrupted saves have left in the run's folder.
         data: the datasets; None for made-up data.
         plan: how a global batch is cut.
+        pace: tokens of the run's steps, those before the checkpoint too.
         total_steps: length of the run.
     """
 
@@ -37,6 +39,7 @@ class Parts:
     abandoned: list[Path]
     data: OpenedDatasets | None
     plan: BatchPlan
+    pace: Pace
     total_steps: int
 
     @property
@@ -44,6 +47,6 @@ class Parts:
         """Tokens of one pass over the datasets; made-up data has no end."""
         return self.data.training_tokens if self.data is not None else None
 
-    def loader(self, split: SplitName) -> Loader:
-        """This rank's loader of a split; a collective call."""
-        return open_loader(self.data, self.config, self.plan, self.processes.rank, self.shape.vocab_size, split)
+    def held_out_loader(self) -> Loader:
+        """This rank's loader for evaluations; a collective call."""
+        return open_loader(self.data, self.config, self.plan, self.processes.rank, self.shape.vocab_size, "held_out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pretraining.config.durations import (
     LARGEST_AMOUNT,
     Duration,
+    Pace,
     Progress,
     is_due,
     parse_number,
@@ -217,17 +218,54 @@ def test_epochs_of_an_empty_dataset_never_come() -> None:
 
 
 def test_warmup_is_a_twentieth_of_the_run_where_it_is_left_open() -> None:
-    assert resolve_warmup_steps(None, 600, 100, None) == 30
-    assert resolve_warmup_steps(None, 10, 100, None) == 0
-    assert resolve_warmup_steps(None, 10**6, 100, None) == 2000
+    pace = Pace.steady(100)
+    assert resolve_warmup_steps(None, Duration(600, "steps"), pace, None) == 30
+    assert resolve_warmup_steps(None, Duration(60_000, "tokens"), pace, None) == 30
+    assert resolve_warmup_steps(None, Duration(10, "steps"), pace, None) == 0
+    assert resolve_warmup_steps(None, Duration(10**6, "steps"), pace, None) == 2000
 
 
 def test_warmup_may_be_in_any_unit_of_training() -> None:
-    assert resolve_warmup_steps(Duration.parse("50"), 600, 100, None) == 50
-    assert resolve_warmup_steps(Duration.parse("1ktok"), 600, 100, None) == 10
-    assert resolve_warmup_steps(Duration.parse("0.1ep"), 600, 100, 5000) == 5
+    length, pace = Duration(600, "steps"), Pace.steady(100)
+    assert resolve_warmup_steps(Duration.parse("50"), length, pace, None) == 50
+    assert resolve_warmup_steps(Duration.parse("1ktok"), length, pace, None) == 10
+    assert resolve_warmup_steps(Duration.parse("0.1ep"), length, pace, 5000) == 5
 
 
 def test_a_warmup_longer_than_the_run_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match="--warmup_steps=1Mtok is 1000 steps of 1000 tokens, more than the 600"):
-        resolve_warmup_steps(Duration.parse("1Mtok"), 600, 1000, None)
+        resolve_warmup_steps(Duration.parse("1Mtok"), Duration(600, "steps"), Pace.steady(1000), None)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), st.integers(0, 300))
+def test_where_the_batch_changed_steps_are_still_the_fewest_that_reach_the_tokens(
+    wanted: list[tuple[int, int]], tokens: int
+) -> None:
+    stretches, step, seen = [], 0, 0
+    for steps, tokens_per_step in wanted:
+        stretches.append((step, seen, tokens_per_step))
+        step, seen = step + steps, seen + steps * tokens_per_step
+    pace = Pace(tuple(stretches))
+    per_step = [tokens_per_step for steps, tokens_per_step in wanted for _ in range(steps)]
+    per_step += [wanted[-1][1]] * 400
+    reached = list(accumulate(per_step, initial=0))
+    assert [pace.tokens_at(number) for number in range(len(reached))] == reached
+    assert Duration(tokens, "tokens").to_steps(pace, None) == next(
+        n for n, seen in enumerate(reached) if seen >= tokens
+    )
+
+
+def test_a_batch_that_changes_takes_the_steps_that_the_tokens_left_need() -> None:
+    pace = Pace(((0, 0, 10), (40, 400, 25)))
+    assert Duration(1000, "tokens").to_steps(pace, None) == 40 + 24
+    assert Duration(2, "epochs").to_steps(pace, 501) == 40 + 25  # 602 tokens are left
+    assert Duration(1000, "steps").to_steps(pace, None) == 1000
+    assert Duration(200, "tokens").to_steps(pace, None) == 20  # long past
+
+
+def test_a_batch_that_changes_leaves_the_warmup_where_it_was() -> None:
+    before, after = Pace.steady(10), Pace(((0, 0, 10), (400, 4000, 5)))
+    for warmup in (None, Duration(500, "tokens"), Duration(50, "steps"), Duration(0.05, "epochs")):
+        assert resolve_warmup_steps(warmup, Duration(10_000, "tokens"), before, 10_000) == 50
+        assert resolve_warmup_steps(warmup, Duration(10_000, "tokens"), after, 10_000) == 50

@@ -108,17 +108,43 @@ def test_weights_that_are_all_zero_are_refused() -> None:
 
 
 def test_a_phase_goes_on_where_the_one_before_ended() -> None:
-    first = Phase(0, 0, 4, {"a": 1, "b": 1}, {"a": 0, "b": 0})
-    before = Mixture(["a", "b"], [first])
-    counts = before.counts_before_step(5)
-    second = Phase(5, 20, 6, {"a": 3, "b": 0, "c": 1}, {**counts, "c": 0})
-    both = Mixture(["a", "b", "c"], [first, second])
+    first = Phase.first(4, {"a": 1, "b": 1})
+    second = first.followed_by(5, 6, {"a": 3, "c": 1})
+    assert second == Phase(5, 20, 6, {"a": 3, "c": 1}, {"a": 10, "b": 10, "c": 0})
+    both = Mixture([first, second])
+    assert both.names == ("a", "b", "c")
     assert both.samples_of_step(4) == (16, 20) and both.samples_of_step(5) == (20, 26)
     assert both.samples_of_step(6) == (26, 32)
-    taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for step in range(20):
-        for dataset, number in zip(*(values.tolist() for values in both.assign_step(step)), strict=True):
-            taken[dataset].append(number)
-    assert all(numbers == list(range(len(numbers))) for numbers in taken.values())
-    assert both.counts_before_step(20) == {"a": len(taken[0]), "b": len(taken[1]), "c": len(taken[2])}
-    assert len(taken[1]) == 10  # of weight 0 from step 5 on
+
+
+NAMES = ("a", "b", "c", "d", "e")
+ASKED = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 50), min_size=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), ASKED), min_size=1, max_size=6))
+def test_through_any_phases_each_dataset_is_consumed_in_order_and_within_two_samples_of_its_weight(
+    wanted: list[tuple[int, int, dict[str, int]]],
+) -> None:
+    phases: list[Phase] = []
+    step = 0
+    for steps, batch, weights in wanted:
+        phases.append(phases[-1].followed_by(step, batch, weights) if phases else Phase.first(batch, weights))
+        step += steps
+    mixture, ends = Mixture(phases), [*(phase.first_step for phase in phases[1:]), step]
+    taken = dict.fromkeys(mixture.names, 0)
+    next_sample = 0
+    for phase, end in zip(phases, ends, strict=True):
+        assert phase.base_counts == {name: taken[name] for name in phase.base_counts}
+        total, given = sum(phase.weights.values()), 0
+        for step in range(phase.first_step, end):
+            assert mixture.samples_of_step(step) == (next_sample, next_sample + phase.global_batch_size)
+            assert mixture.counts_before_step(step) == taken
+            next_sample += phase.global_batch_size
+            for dataset, number in zip(*(values.tolist() for values in mixture.assign_step(step)), strict=True):
+                assert number == taken[mixture.names[dataset]]  # in order, no gap, no repeat
+                taken[mixture.names[dataset]] += 1
+                given += 1
+                for name in mixture.names:  # no burst either: a dataset owes nothing for the phases before
+                    share = given * phase.weights.get(name, 0) / total
+                    assert abs(taken[name] - phase.base_counts.get(name, 0) - share) < 2

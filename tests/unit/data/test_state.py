@@ -47,10 +47,9 @@ def test_the_state_holds_what_the_order_depends_on(state: dict[str, Any]) -> Non
     [
         ({"seq_length": 8}, "seq_length was 16 and is 8"),
         ({"logical_shards": 5}, "logical_shards was 4 and is 5"),
-        ({"datasets": ("web",)}, "datasets are gone: code"),
-        ({"weights": (1.0, 1.0)}, "weights were code 0.3"),
-        ({"sep_token": 3}, "dataset 'web' is read otherwise: col_name, sep_token or held_out_fraction differ"),
-        ({"use_dummy_dataset": True}, "datasets are gone: code, web"),
+        ({"sep_token": 3}, "  - sep_token was None and is 3\nRestore"),
+        ({"held_out_fraction": 0.1}, "  - held_out_fraction was 0.0 and is 0.1\nRestore"),
+        ({"use_dummy_dataset": True}, "the run read datasets and is to read made-up data: see --use_dummy_dataset"),
     ],
 )
 def test_other_settings_are_refused_by_name(
@@ -60,20 +59,32 @@ def test_other_settings_are_refused_by_name(
     assert message in text and "start a new run in another --ckpt_save_path" in text
 
 
-def test_another_seed_and_batch_are_refused_in_one_error(config: DataConfig, state: dict[str, Any]) -> None:
-    text = refusal(state, config, batch=9, seed=6)
-    assert "seed was 7 and is 6" in text and "global_batch_size was 8 and is 9" in text
+def test_all_that_differs_is_in_one_error_with_what_may_differ(config: DataConfig, state: dict[str, Any]) -> None:
+    text = refusal(state, replace(config, seq_length=8), seed=6)
+    assert "seed was 7 and is 6" in text and "seq_length was 16 and is 8" in text
+    assert "(weights, the list of datasets and the global batch size may change)" in text
+
+
+def test_settings_are_refused_where_no_dataset_is_the_same(config: DataConfig, state: dict[str, Any]) -> None:
+    make_root(Path(config.data_path or ""), books=40)
+    text = refusal(state, replace(config, datasets=("books",), sep_token=3))
+    assert "sep_token was None and is 3" in text
+
+
+def test_documents_that_are_read_otherwise_are_refused(config: DataConfig, state: dict[str, Any]) -> None:
+    state["datasets"]["web"]["settings"] = "of another release"
+    assert "dataset 'web' is read otherwise" in refusal(state, config)
+
+
+def test_data_is_not_read_where_it_was_made_up(config: DataConfig) -> None:
+    made_up = loader(replace(config, use_dummy_dataset=True), plan(8)).state_dict()
+    assert "the run read made-up data and is to read datasets" in refusal(made_up, config)
 
 
 def test_another_split_is_refused(config: DataConfig) -> None:
     config = replace(config, held_out_fraction=0.5)
     text = refusal(loader(config, plan(8)).state_dict() | {"split": "held_out"}, config)
     assert "split was held_out and is train" in text
-
-
-def test_an_added_dataset_is_refused(config: DataConfig, state: dict[str, Any]) -> None:
-    write_documents(Path(config.data_path or "") / "books/x.arrow", [[1] * 50])
-    assert "datasets were added: books" in refusal(state, config)
 
 
 def test_changed_files_are_refused_and_named(config: DataConfig, state: dict[str, Any]) -> None:
@@ -90,9 +101,14 @@ def test_another_vocabulary_of_dummy_tokens_is_refused() -> None:
         build_loader(None, config, plan(2), 0, 0, 200).load_state_dict(state)
 
 
-def test_a_state_with_more_phases_is_refused(config: DataConfig, state: dict[str, Any]) -> None:
-    state["phases"] = [state["phases"][0]] * 2
-    assert "the state has 2 phases of the mixture, this run has 1" in refusal(state, config)
+def test_a_phase_that_does_not_follow_from_the_one_before_is_damage(config: DataConfig, state: dict[str, Any]) -> None:
+    changed = loader(config, plan(4))
+    changed.load_state_dict(state)
+    state = changed.state_dict()
+    loader(config, plan(4)).load_state_dict(state)
+    for damage in ({"first_sample": 9}, {"first_step": 2}, {"base_counts": {"code": 4, "web": 4}}):
+        phases = [state["phases"][0], state["phases"][1] | damage]
+        assert "does not follow from the one before" in refusal(state | {"phases": phases}, config)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +119,8 @@ def test_a_state_with_more_phases_is_refused(config: DataConfig, state: dict[str
         (lambda state: state.pop("seed"), "damaged: KeyError: 'seed'"),
         (lambda state: state.update(datasets=3), "damaged: AttributeError"),
         (lambda state: state.update(next_sample="x"), "damaged: TypeError"),
-        (lambda state: state.update(next_sample=-8), "damaged: ValueError"),
+        (lambda state: state.update(next_sample=-8), "sample -8 is not the first of a step"),
+        (lambda state: state.update(phases=[]), "damaged: IndexError"),
         (lambda state: state.update(next_sample=9), "sample 9 is not the first of a step"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import TINY, losses_of, write_two_datasets
+from training_runs import TINY, losses_of, write_dataset, write_two_datasets
 
 from pretraining.cli import main
 from pretraining.config.flags import load_train_config
@@ -205,7 +205,49 @@ def test_deterministic_runs_use_deterministic_kernels(tmp_path: Path) -> None:
 def test_the_batch_is_kept_at_a_resume_unless_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path, "num_steps=2", "batch_size=3", "grad_accum_steps=2")
     start(tmp_path, "num_steps=4", "batch_size=2")
-    assert "6 sequences a step" in capsys.readouterr().out.split("from initial weights")[1]
-    with pytest.raises(SystemExit):
-        start(tmp_path, "num_steps=6", "global_batch_size=4")
-    assert "global" in capsys.readouterr().err
+    out = capsys.readouterr().out.split("from initial weights")[1]
+    assert "6 sequences a step" in out and "phase 2" not in out
+    start(tmp_path, "num_steps=6", "global_batch_size=4")
+    out = capsys.readouterr().out
+    assert "4 sequences a step" in out and "phase 2 from step 4: global batch 6 -> 4 sequences\n" in out
+    start(tmp_path, "num_steps=7")
+    out = capsys.readouterr().out
+    assert "4 sequences a step" in out and "phase" not in out
+    assert tokens_seen(tmp_path) == [32 * 6 * step for step in (1, 2, 3, 4)] + [
+        32 * 24 + 128 * step for step in (1, 2, 3)
+    ]
+
+
+def tokens_seen(run: Path) -> list[int]:
+    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [line["tokens_seen"] for line in lines if "loss" in line]
+
+
+def test_weights_datasets_and_batch_change_at_a_resume_and_the_length_in_tokens_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    write_dataset(tmp_path / "data" / "third", seed=2)
+    run, length = tmp_path / "run", ["num_steps=2560tok", f"data_path={data}", "min_lr_ratio=0.1"]
+    start(run, *length, "datasets=first,second", "weights=3,1", "global_batch_size=8", "run_steps=4")
+    assert "10 steps, 2,560 tokens" in capsys.readouterr().out  # of 256
+    changed = [*length, "datasets=first,third", "weights=1,1", "global_batch_size=5"]
+    start(run, *changed, "run_steps=4")
+    out = capsys.readouterr().out
+    assert (
+        "phase 2 from step 4: weights first 0.75 -> 0.5, third added at 0.5, second removed; "
+        "global batch 8 -> 5 sequences\n"
+    ) in out
+    assert "14 steps, 2,624 tokens" in out  # 1,536 tokens were left: 10 steps of 160
+    start(run, *length, "datasets=first,second,third", "weights=1,1,2")
+    out = capsys.readouterr().out
+    assert "phase 3 from step 8: weights first 0.5 -> 0.25, second back at 0.25\n" in out and "step 14/14" in out
+    assert tokens_seen(run) == [256, 512, 768, 1024, *(1024 + 160 * step for step in range(1, 11))]
+    manifest = json.loads((run / "checkpoints" / "step_14_ckp" / "manifest.json").read_text())
+    assert (manifest["tokens_seen"], manifest["global_batch_size"]) == (2624, 5)
+    assert [phase["first_step"] for phase in manifest["data"]["phases"]] == [0, 4, 8]
+    assert manifest["data"]["next_sample"] == 82
+    rates = [json.loads(line)["learning_rate"] for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert min(rates) == rates[-1] == pytest.approx(1e-4)
+    start(run, *length, "datasets=first,second,third", "weights=1,1,2")
+    assert "finished already, at step 14 of 14" in capsys.readouterr().out

@@ -1,0 +1,259 @@
+"""What may change at a resume: weights, datasets and global batch size. Each change begins a phase of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.data.token_files import loader, make_root, plan, rows
+
+from pretraining.config.training import DataConfig
+from pretraining.data.global_batch import BatchReader
+from pretraining.data.loader import Loader
+from pretraining.data.mixture import Mixture, Phase
+from pretraining.data.state import describe_order
+from pretraining.errors import DataError
+
+SIZES = {"seq_length": 1, "logical_shards": 4}
+
+
+class Numbers:
+    """A dataset whose sample k is the tokens (number of the dataset, k)."""
+
+    shards = 3
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"files": self.name}
+
+    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.divmod(np.arange(begin, end), self.shards)[::-1]  # type: ignore[return-value]
+
+    def read(self, shard: int, number: int, row: np.ndarray) -> None:
+        row[:] = (ord(self.name), number * self.shards + shard)
+
+
+def numbers_loader(weights: Mapping[str, int], batch: int, ranks: int = 1, rank: int = 0) -> Loader:
+    sources = [Numbers(name) for name in sorted(weights)]
+    phase = Phase.first(batch, weights)
+    reader = BatchReader(sources, Mixture([phase]), plan(batch, ranks), rank, vocab_size=1 << 20, **SIZES)
+    fingerprints = {source.name: source.fingerprint() for source in sources}
+    return Loader(reader, describe_order(fingerprints, phase, {}, seed=0, split="train", **SIZES))
+
+
+def go_on(
+    parts: list[Loader], state: dict[str, Any] | None, steps: int
+) -> tuple[list[list[list[int]]], dict[str, Any]]:
+    """The global batches of the next steps from the loaders of all ranks, and the state after them."""
+    if state is not None:
+        for part in parts:
+            part.load_state_dict(json.loads(json.dumps(state)))
+    batches = [[row for part in parts for row in rows(next(part))] for _ in range(steps)]
+    states = [part.state_dict() for part in parts]
+    assert all(other == states[0] for other in states)
+    return batches, states[0]
+
+
+ASKED = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 20), min_size=1)
+STAGES = st.lists(st.tuples(ASKED, st.integers(1, 9), st.integers(0, 12), st.integers(1, 5)), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STAGES)
+def test_through_any_changes_on_any_numbers_of_ranks_every_dataset_is_read_on_without_gap_or_repeat(
+    stages: list[tuple[dict[str, int], int, int, int]],
+) -> None:
+    state, alone = None, None
+    taken = dict.fromkeys("abcd", 0)
+    for weights, batch, steps, ranks in stages:
+        batches, state = go_on([numbers_loader(weights, batch, ranks, rank) for rank in range(ranks)], state, steps)
+        expected, alone = go_on([numbers_loader(weights, batch)], alone, steps)
+        assert (batches, state) == (expected, alone)
+        for rows_of_step in batches:
+            assert len(rows_of_step) == batch
+            for name in taken:
+                numbers = sorted(number for dataset, number in rows_of_step if dataset == ord(name))
+                assert numbers == list(range(taken[name], taken[name] + len(numbers)))
+                taken[name] += len(numbers)
+        assert all(taken[name] == count for name, count in state["counts"].items())
+        assert state["counts"].keys() >= {name for name, count in taken.items() if count}
+        assert state["next_sample"] == sum(taken.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(STAGES, st.integers(0, 10))
+def test_a_resume_that_changes_nothing_opens_no_phase(
+    stages: list[tuple[dict[str, int], int, int, int]], stop: int
+) -> None:
+    state = None
+    for weights, batch, steps, _ in stages:
+        _, state = go_on([numbers_loader(weights, batch)], state, steps)
+    assert state is not None
+    made = numbers_loader(weights, batch)
+    made.load_state_dict(state)
+    expected, _ = go_on([made], None, stop + 3)
+    begun, middle = go_on([numbers_loader(weights, batch)], state, stop)
+    ended, last = go_on([numbers_loader(weights, batch)], middle, 3)
+    assert begun + ended == expected
+    assert middle["phases"] == last["phases"] and len(last["phases"]) <= len(stages)
+
+
+def test_each_change_is_one_line_with_the_step_at_which_it_begins() -> None:
+    state = None
+    lines = []
+    for weights, batch in (
+        ({"a": 3, "b": 2}, 5),
+        ({"a": 3, "b": 2}, 5),
+        ({"a": 5, "b": 2, "c": 3}, 5),
+        ({"a": 1}, 8),
+        ({"a": 3, "b": 1}, 8),
+    ):
+        made = numbers_loader(weights, batch)
+        _, state = go_on([made], state, 10)
+        lines.append(made.new_phase)
+    assert lines == [
+        None,
+        None,
+        "phase 2 from step 20: weights a 0.6 -> 0.5, b 0.4 -> 0.2, c added at 0.3",
+        "phase 3 from step 30: weights a 0.5 -> 1, b removed, c removed; global batch 5 -> 8 sequences",
+        "phase 4 from step 40: weights a 1 -> 0.75, b back at 0.25",
+    ]
+    made.rewind()
+    assert (
+        made.new_phase is None
+        and made.state_dict()["phases"] == numbers_loader({"a": 3, "b": 1}, 8).state_dict()["phases"]
+    )
+
+
+def test_a_line_names_a_dozen_datasets_at_most() -> None:
+    _, state = go_on([numbers_loader({chr(97 + number): 1 for number in range(20)}, 5)], None, 1)
+    made = numbers_loader({"a": 1}, 5)
+    made.load_state_dict(state)
+    assert made.new_phase is not None and made.new_phase.endswith("l removed, and 8 more")
+
+
+def test_a_phase_in_which_nothing_was_trained_leaves_no_trace() -> None:
+    made = numbers_loader({"a": 1, "b": 1}, 4)
+    _, state = go_on([made], None, 3)
+    _, between = go_on([numbers_loader({"c": 1}, 7)], state, 0)
+    assert len(between["phases"]) == 2
+    _, back = go_on([numbers_loader({"a": 1, "b": 1}, 4)], between, 0)
+    assert back == state
+    begun = numbers_loader({"a": 1, "b": 1}, 4).state_dict()  # and where nothing was trained at all
+    changed = numbers_loader({"c": 2}, 7)
+    changed.load_state_dict(begun)
+    assert changed.state_dict() == numbers_loader({"c": 2}, 7).state_dict() and changed.new_phase is None
+
+
+def test_steps_before_a_change_are_what_they_were() -> None:
+    first = numbers_loader({"a": 3, "b": 2}, 5)
+    _, state = go_on([first], None, 6)
+    made = numbers_loader({"a": 1, "b": 1, "c": 1}, 4)
+    made.load_state_dict(state)
+    for step in range(6):
+        before, after = first.reader.slots(step), made.reader.slots(step)
+        for field in ("samples", "datasets", "shards", "numbers"):
+            assert getattr(before, field).tolist() == getattr(after, field).tolist()
+    without = numbers_loader({"b": 1}, 4)
+    without.load_state_dict(state)
+    with pytest.raises(DataError, match="step 2 is of a, too, and this run reads without: see --datasets"):
+        without.reader.slots(2)
+    assert sorted(without.reader.slots(6).samples.tolist()) == [30, 31, 32, 33]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    root = make_root(tmp_path / "data", web=100, code=60)
+    return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=2)
+
+
+def test_files_are_read_on_through_changes_on_other_numbers_of_ranks(config: DataConfig) -> None:
+    make_root(Path(config.data_path or ""), seed=5, books=80)
+    state, alone = None, None
+    for changes, batch, ranks in (
+        ({"datasets": ("web", "code"), "weights": (3.0, 1.0)}, 8, 2),
+        ({"datasets": ("web", "code"), "weights": (1.0, 1.0)}, 8, 3),
+        ({"datasets": ("web", "books"), "weights": (1.0, 1.0)}, 5, 1),
+        ({}, 12, 4),
+    ):
+        asked = replace(config, **changes)  # type: ignore[arg-type]
+        parts = [loader(asked, plan(batch, ranks), rank) for rank in range(ranks)]
+        whole = loader(asked, plan(batch))
+        try:
+            batches, state = go_on(parts, state, 4)
+            expected, alone = go_on([whole], alone, 4)
+        finally:
+            for part in (*parts, whole):
+                part.close()
+        assert (batches, state) == (expected, alone)
+    assert len(state["phases"]) == 4 and sum(state["counts"].values()) == 4 * (8 + 8 + 5 + 12)
+
+
+def test_a_changed_weight_goes_on_in_the_middle_of_each_dataset(config: DataConfig) -> None:
+    """The samples of each dataset are those of a run with no change, in the same order."""
+    unchanged, changed = loader(replace(config, num_workers=0), plan(8)), None
+    order: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+    for step in range(40):
+        slots = unchanged.reader.slots(step)
+        by_sample = sorted(zip(slots.samples, slots.datasets, slots.shards, slots.numbers, strict=True))
+        for _, dataset, shard, number in by_sample:
+            order[int(dataset)].append((int(shard), int(number)))
+    state = loader(config, plan(8)).state_dict()
+    taken: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+    for weights, batch in (((1.0, 1.0), 8), ((1.0, 9.0), 3)):
+        changed = loader(replace(config, datasets=("web", "code"), weights=weights, num_workers=0), plan(batch))
+        changed.load_state_dict(state)
+        for step in range(changed.next_step, changed.next_step + 6):
+            slots = changed.reader.slots(step)
+            by_sample = sorted(zip(slots.samples, slots.datasets, slots.shards, slots.numbers, strict=True))
+            for _, dataset, shard, number in by_sample:
+                taken[int(dataset)].append((int(shard), int(number)))
+            next(changed)
+        state = changed.state_dict()
+    for dataset, samples in taken.items():
+        assert samples and samples == order[dataset][: len(samples)]
+
+
+def test_without_weights_an_added_dataset_changes_the_mixture(config: DataConfig) -> None:
+    before = loader(config, plan(8))
+    next(before)
+    state = before.state_dict()
+    before.close()
+    make_root(Path(config.data_path or ""), seed=5, books=80)
+    after = loader(config, plan(8))
+    after.load_state_dict(state)
+    line = str(after.new_phase)
+    assert line.startswith("phase 2 from step 1: weights code 0.3576 -> 0.2") and ", books added at 0.3" in line
+    assert after.state_dict()["datasets"].keys() == {"books", "code", "web"}
+
+
+def test_a_dataset_that_comes_back_with_other_files_is_refused(config: DataConfig) -> None:
+    one = replace(config, num_workers=0)
+    _, state = go_on([loader(one, plan(8))], None, 3)
+    only_web = replace(one, datasets=("web",))
+    _, state = go_on([loader(only_web, plan(8))], state, 3)
+    assert state["counts"]["code"] > 0 and state["datasets"].keys() == {"code", "web"}
+    make_root(Path(config.data_path or "") / "code", more=20)
+    go_on([loader(only_web, plan(8))], state, 1)  # what is left out may change meanwhile
+    with pytest.raises(DataError, match="dataset 'code' has other files: 2 with"):
+        loader(one, plan(8)).load_state_dict(state)
+
+
+def test_a_weight_of_zero_leaves_a_dataset_out_as_removing_it_does(config: DataConfig) -> None:
+    one = replace(config, num_workers=0)
+    _, state = go_on([loader(one, plan(8))], None, 3)
+    removed, zero = (
+        loader(replace(one, **changes), plan(8))  # type: ignore[arg-type]
+        for changes in ({"datasets": ("web",)}, {"datasets": ("web", "code"), "weights": (1.0, 0.0)})
+    )
+    assert go_on([removed], state, 2) == go_on([zero], state, 2)
+    assert removed.new_phase == zero.new_phase and str(zero.new_phase).endswith("code removed")
