@@ -48,6 +48,11 @@ class Inspector:
         phase = [phase for phase in self._reader.mixture.phases if phase.first_sample <= sample_id][-1]
         return phase.first_step + (sample_id - phase.first_sample) // phase.global_batch_size + 1
 
+    def global_batch_size(self, step: int) -> int:
+        """Slots of a step, from 1: a run's phases may differ."""
+        begin, end = self._reader.mixture.samples_of_step(step - 1)
+        return end - begin
+
     def slots(
         self, step: int, share: tuple[int, int] | None = None, sample_id: int | None = None, tokens: bool = False
     ) -> Iterator[InspectedSlot]:
@@ -158,13 +163,14 @@ def inspect(
     size = _global_batch_size(config.batch, ranks, restored_batch)
     if asked.world_size is None and config.batch.global_batch_size is None and restored_batch is None:
         note(f"A step is {size} sequences, as on one GPU: give --world_size or --global_batch_size if it is not.")
-    plan = BatchPlan(size, -(-size // ranks), 1, ranks)
     opened = None
     if not config.data.use_dummy_dataset:
         listing = list_datasets(config.data)
         build_indices(listing, config.data, say=note)
         opened = open_datasets(listing, config.data)
-    loader = build_loader(opened, config.data, plan, 0, config.run.seed, resolve_shape(config.model).vocab_size)
+    loader = build_loader(
+        opened, config.data, _plan_of(size, ranks), 0, config.run.seed, resolve_shape(config.model).vocab_size
+    )
     if state is not None:
         loader.load_state_dict(state)  # refuses another order
     inspector = Inspector(loader.reader, opened, config.data.seq_length)
@@ -178,10 +184,10 @@ def inspect(
         ):
             show(line)
         return
-    _show_slots(config, inspector, plan, show)
+    _show_slots(config, inspector, ranks, show)
 
 
-def _show_slots(config: InspectConfig, inspector: Inspector, plan: BatchPlan, show: Callable[[str], None]) -> None:
+def _show_slots(config: InspectConfig, inspector: Inspector, ranks: int, show: Callable[[str], None]) -> None:
     asked = config.inspect
     step = asked.step
     if asked.sample_id is not None:
@@ -190,13 +196,13 @@ def _show_slots(config: InspectConfig, inspector: Inspector, plan: BatchPlan, sh
             raise ConfigError(f"--sample_id={asked.sample_id} is in step {sample_step}, not in --step={step}")
         step = sample_step
     assert step is not None  # check_inspect_config asks for one of them
-    share = plan.share(asked.rank) if asked.rank is not None else None
+    size = inspector.global_batch_size(step)
+    share = _plan_of(size, ranks).share(asked.rank) if asked.rank is not None else None
     decode = None
     if asked.tokens and not asked.json and config.data.tokenizer_path is not None:
         decode = load_tokenizer(config.data.tokenizer_path).decode
     if not asked.json:
-        place = f"rank {asked.rank} of {plan.data_parallel_ranks}" if asked.rank is not None else "all ranks"
-        size = plan.global_batch_size
+        place = f"rank {asked.rank} of {ranks}" if asked.rank is not None else "all ranks"
         show(f"step {step}, {place}: the global batch has {size} slots of {config.data.seq_length} tokens and one more")
     shown = 0
     for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
@@ -205,6 +211,11 @@ def _show_slots(config: InspectConfig, inspector: Inspector, plan: BatchPlan, sh
             show(line)
     if asked.sample_id is not None and not shown:
         raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
+
+
+def _plan_of(size: int, ranks: int) -> BatchPlan:
+    """How ranks share a global batch; micro-batches do not change which slots they take."""
+    return BatchPlan(size, -(-size // ranks), 1, ranks)
 
 
 def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> int:

@@ -251,3 +251,28 @@ def test_weights_datasets_and_batch_change_at_a_resume_and_the_length_in_tokens_
     assert min(rates) == rates[-1] == pytest.approx(1e-4)
     start(run, *length, "datasets=first,second,third", "weights=1,1,2")
     assert "finished already, at step 14 of 14" in capsys.readouterr().out
+
+
+def test_inspect_shows_what_was_trained_before_and_after_a_phase_began(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    run = tmp_path / "run"
+    common = [f"data_path={data}", "num_steps=6", "sep_token=0"]
+    start(run, *common, "datasets=first", "global_batch_size=4", "run_steps=3")
+    start(run, *common, "datasets=first,second", "weights=1,2", "global_batch_size=6")
+    assert "phase 2 from step 3" in capsys.readouterr().out
+
+    def inspected(step: int, *flags: str) -> list[dict]:
+        main(["inspect", f"ckpt_load_path={run}", f"step={step}", "json=true", *flags])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    first, last = inspected(3), inspected(4)
+    assert sorted(slot["sample_id"] for slot in first) == [8, 9, 10, 11]
+    assert {slot["dataset"] for slot in first} == {"first"}
+    assert sorted(slot["sample_id"] for slot in last) == [12, 13, 14, 15, 16, 17]
+    assert {slot["dataset"] for slot in last} == {"first", "second"}
+    halves = [inspected(3, "world_size=2", f"rank={rank}") for rank in (0, 1)]
+    assert halves[0] + halves[1] == first and len(halves[0]) == 2
+    main(["inspect", f"ckpt_load_path={run}", "step=3"])
+    assert "the global batch has 4 slots" in capsys.readouterr().out
