@@ -6,6 +6,7 @@ Import it as `from helpers import run_distributed` (pyproject.toml puts this fol
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,11 @@ def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     environment.update(changes or {})
     return environment
+
+
+def heed_interrupts() -> None:
+    """For `Popen(preexec_fn=…)`: what was started in the background ignores SIGINT, and hands that on to its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_command(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, plain_environment, run_command
+from helpers import ROOT, heed_interrupts, plain_environment, run_command
 from stand_in import StandIn
 
 CHOICE = "--use_dummy_dataset=true"
@@ -37,7 +37,9 @@ def test_every_process_gets_the_signal_once(stand_in: StandIn, number: signal.Si
     command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE, "--wait"]
     environment = plain_environment(stand_in.variables(NPROC="2"))
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_interrupts
+    ) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         process.send_signal(number)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers import plain_environment, run_command
+from helpers import heed_interrupts, plain_environment, run_command
 from stand_in import StandIn
 
 CHOICE = "--use_dummy_dataset=true"
@@ -194,7 +194,9 @@ def test_the_exit_code_of_torchrun_is_returned(stand_in: StandIn) -> None:
 def test_a_signal_reaches_the_one_process(stand_in: StandIn, number: signal.Signals) -> None:
     command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE, "--wait"]
     environment = plain_environment(stand_in.variables())
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.wait(timeout=60) == 7
