@@ -40,7 +40,7 @@ def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def heed_interrupts() -> None:
-    """For `Popen(preexec_fn=…)`: what was started in the background ignores SIGINT, and hands that on to its children."""
+    """For `Popen(preexec_fn=…)`: what was started in the background ignores SIGINT, and so would its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
