@@ -33,6 +33,7 @@ from pretraining.errors import PretrainError
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
+from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.adamw import build_adamw, materialise_state
 from pretraining.optim.schedules import WarmupCosine
@@ -144,6 +145,31 @@ def _assemble(
         activity=stopwatch.activity,
         report=observer.after_evaluation,
     )
+    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch)
+    on_rank_zero(lambda: write_config(config))
+    announce(parts, state, loader.new_phase, observer.note)
+    return Run(
+        state=state,
+        restored_from=parts.restorable.path if parts.restorable else None,
+        context=context,
+        batches=_batches(loader, processes.rank),
+        observer=observer,
+        evaluator=evaluator,
+        checkpoints=checkpoints,
+        agreement=Agreement(),
+        stopwatch=stopwatch,
+    )
+
+
+def _build_checkpoints(
+    parts: Parts,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    observer: Observer,
+    stopwatch: Stopwatch,
+) -> CheckpointManager:
+    config = parts.config
 
     def manifest_for(progress: Progress, evaluation_loss: float | None, files: dict[str, int]) -> Manifest:
         return Manifest(
@@ -162,7 +188,7 @@ def _assemble(
             config=dump_config(config),
         )
 
-    checkpoints = CheckpointManager(
+    return CheckpointManager(
         run=Path(config.checkpoint.ckpt_save_path),
         interval=Interval(config.checkpoint.checkpoint_interval, parts.training_tokens),
         tensors=lambda: tensor_state(parameters, optimizer),
@@ -170,19 +196,6 @@ def _assemble(
         activity=stopwatch.activity,
         note=observer.note,
         evaluation_loss=parts.restorable.manifest.evaluation_loss if parts.restorable else None,
-    )
-    on_rank_zero(lambda: write_config(config))
-    announce(parts, state, loader.new_phase, observer.note)
-    return Run(
-        state=state,
-        restored_from=parts.restorable.path if parts.restorable else None,
-        context=context,
-        batches=_batches(loader, processes.rank),
-        observer=observer,
-        evaluator=evaluator,
-        checkpoints=checkpoints,
-        agreement=Agreement(),
-        stopwatch=stopwatch,
     )
 
 

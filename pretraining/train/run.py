@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,15 +34,8 @@ def train(config: TrainConfig, layout: ProcessLayout) -> None:
         _finish(config, processes, run, prompt, has_work)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What the sample at the end continues."""
-
-    tokens: list[int]
-
-
-def _encode_prompt(config: TrainConfig) -> Prompt | None:
-    """The prompt's tokens, or None where no sample is to be made."""
+def _encode_prompt(config: TrainConfig) -> list[int] | None:
+    """Tokens of the prompt that the sample at the end continues, or None where no sample is to be made."""
     if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer_path)
@@ -55,14 +46,14 @@ def _encode_prompt(config: TrainConfig) -> Prompt | None:
             f"{vocab_size}: give --vocab_size={tokenizer.vocab_size} or more, or the tokenizer that made the data."
         )
     tokens = tokenizer.encode(config.evaluation.sample_prompt)
-    return Prompt(tokens or [tokenizer.end_of_text or 0])
+    return tokens or [tokenizer.end_of_text or 0]
 
 
-def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: Prompt | None, trained: bool) -> None:
+def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[int] | None, trained: bool) -> None:
     sample: list[int] = []
     if prompt is not None:
         count, context = config.evaluation.sample_tokens, config.data.seq_length
-        sample = generate(run.context.model, prompt.tokens, count, context, processes.device, seed=config.run.seed)
+        sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
     if not processes.is_main:
         return
     print(conclude(config, run.state, run.restored_from, run.stopwatch.elapsed, trained))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from tiny_shape import TINY_SHAPE
 from torch import nn
 
 from pretraining.config.training import OptimizerConfig
-from pretraining.config.variants import LlamaShape
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.optim.adamw import build_adamw, materialise_state, set_learning_rate, skip_update_if
@@ -12,20 +14,7 @@ from pretraining.optim.groups import parameter_groups
 
 
 def tiny_llama(tied: bool) -> Llama:
-    shape = LlamaShape(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=32,
-        max_position_embeddings=32,
-        rope_theta=1e4,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=tied,
-        rope_scaling=None,
-    )
+    shape = replace(TINY_SHAPE, tie_word_embeddings=tied)
     model = Llama(shape)
     initialize_weights(model, shape, 0, torch.device("cpu"))
     return model

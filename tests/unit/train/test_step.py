@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_shape import TINY_SHAPE
 from torch import nn
 
 from pretraining.config.training import OptimizerConfig, ParallelConfig
-from pretraining.config.variants import LlamaShape
 from pretraining.data import batch as data_batch
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.model import loss as model_loss
@@ -19,29 +19,15 @@ from pretraining.parallel.sharding import MicroBatchSync, shard_model
 from pretraining.train.step import StepContext, StepOutcome, train_step
 
 CPU = torch.device("cpu")
-SHAPE = LlamaShape(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=32,
-    max_position_embeddings=32,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    rope_scaling=None,
-)
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def context_for_step() -> StepContext:
     mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
-    model = Llama(SHAPE)
+    model = Llama(TINY_SHAPE)
     shard_model(model, model.blocks, mesh, "fsdp", precision_policy(torch.float32))
-    initialize_weights(model, SHAPE, 0, CPU)
+    initialize_weights(model, TINY_SHAPE, 0, CPU)
     optimizer = build_adamw(model, OptimizerConfig(learning_rate=1e-2))
     return StepContext(
         model=model,
@@ -56,7 +42,7 @@ def context_for_step() -> StepContext:
 
 
 def sequences(count: int) -> torch.Tensor:
-    return torch.randint(SHAPE.vocab_size, (count, 9), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    return torch.randint(TINY_SHAPE.vocab_size, (count, 9), generator=torch.Generator().manual_seed(1)).to(torch.int32)
 
 
 def micro_batches(tokens: torch.Tensor, size: int) -> StepBatch:
@@ -137,9 +123,9 @@ def test_parameters_are_gathered_once_a_step_however_many_micro_batches(monkeypa
     monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", counting)
     context = context_for_step()
     train_step(context, micro_batches(sequences(8), 2), 0)
-    assert len(gathers) == SHAPE.num_hidden_layers + 1  # each block, and the rest
+    assert len(gathers) == TINY_SHAPE.num_hidden_layers + 1  # each block, and the rest
     train_step(context, micro_batches(sequences(8), 2), 1)
-    assert len(gathers) == 2 * (SHAPE.num_hidden_layers + 1)  # the update changed them
+    assert len(gathers) == 2 * (TINY_SHAPE.num_hidden_layers + 1)  # the update changed them
 
 
 def test_data_and_model_mean_the_same_by_an_ignored_label() -> None:
