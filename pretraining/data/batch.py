@@ -21,11 +21,15 @@ class MicroBatch:
 
     Attributes:
         tokens_BT: [B, S + 1] uint16 or int32; the last token of a row is only ever a label.
-        padding: how many rows at the end are there for the shape alone; their labels are ignored.
+        lengths_B: [B] int32, tokens of each row that are real; what follows is padding, without labels. None = all.
+        document_starts: [N] int32, ascending: places in the flattened [B * (S + 1)] tokens at which a piece of a
+            document begins. Every row's first place is one of them, and so is the place where a row's padding begins.
+            None = documents are not told apart.
     """
 
     tokens_BT: torch.Tensor
-    padding: int = 0
+    lengths_B: torch.Tensor | None = None
+    document_starts: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """Copy to a device; `non_blocking` lets a copy from pinned memory overlap with computation."""
@@ -36,12 +40,13 @@ class MicroBatch:
 
         Returns:
             tokens_BS and labels_BS, both [B, S] int64: `labels[:, i]` is the token after `tokens[:, i]`, or
-            `IGNORED_LABEL` in padding rows.
+            `IGNORED_LABEL` in padding.
         """
         tokens_BS = self.tokens_BT[:, :-1].to(torch.int64)
         labels_BS = self.tokens_BT[:, 1:].to(torch.int64)
-        if self.padding:
-            labels_BS[-self.padding :] = IGNORED_LABEL
+        if self.lengths_B is not None:
+            places_T = torch.arange(1, self.tokens_BT.size(1), device=labels_BS.device)
+            labels_BS[places_T >= self.lengths_B.to(labels_BS.device)[:, None]] = IGNORED_LABEL
         return tokens_BS, labels_BS
 
 

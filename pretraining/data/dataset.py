@@ -148,7 +148,7 @@ def build_loader(
         )
     sources: list[Samples]
     if opened is None:
-        sources = [DummySamples(config.logical_shards, seed, split, vocab_size)]
+        sources = [DummySamples(config.seq_length, config.logical_shards, seed, split, vocab_size)]
         weights = {sources[0].name: 1}
         changes: dict[str, str] = {}
     else:
@@ -160,11 +160,26 @@ def build_loader(
         sources = [_stream_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
-    sizes = {"seq_length": config.seq_length, "logical_shards": config.logical_shards}
-    reader = BatchReader(sources, Mixture([phase]), plan, rank, vocab_size=vocab_size, **sizes)
+    reader = BatchReader(
+        sources,
+        Mixture([phase]),
+        plan,
+        rank,
+        seq_length=config.seq_length,
+        logical_shards=config.logical_shards,
+        vocab_size=vocab_size,
+    )
     fingerprints = {source.name: source.fingerprint() for source in sources}
     reading = {} if opened is None else {name: getattr(config, name) for name in READING_SETTINGS}
-    order = describe_order(fingerprints, phase, reading, seed=seed, split=split, **sizes)
+    order = describe_order(
+        fingerprints,
+        phase,
+        reading,
+        seed=seed,
+        seq_length=config.seq_length,
+        logical_shards=config.logical_shards,
+        split=split,
+    )
     return Loader(reader, order, num_workers=config.num_workers, limit_steps=limit_steps, changes=changes)
 
 
@@ -175,7 +190,7 @@ def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
 def _stream_samples(
     dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, vocab_size: int, split: SplitName
 ) -> StreamSamples:
-    reader = DocumentReader(dataset.files, dataset.index, config.sep_token, vocab_size, opened.open_files)
+    reader = DocumentReader(dataset.files, dataset.index, (None, config.sep_token), vocab_size, opened.open_files)
     return StreamSamples(
         dataset.files,
         dataset.index,

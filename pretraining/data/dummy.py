@@ -19,6 +19,7 @@ class DummySamples:
     """Samples of consecutive tokens, modulo the vocabulary.
 
     Args:
+        seq_length: S.
         logical_shards: samples are dealt to so many shards, so that batches are sorted as those of a dataset are.
         seed: of the run.
         split: "train" or "held_out", which differ.
@@ -27,8 +28,9 @@ class DummySamples:
 
     name = DUMMY_NAME
 
-    def __init__(self, logical_shards: int, seed: int, split: str, vocab_size: int) -> None:
+    def __init__(self, seq_length: int, logical_shards: int, seed: int, split: str, vocab_size: int) -> None:
         self.shards = logical_shards
+        self._seq_length = seq_length
         self._key = derive_key(Purpose.DUMMY, seed, text_key(split))
         self._vocab_size = vocab_size
 
@@ -41,12 +43,13 @@ class DummySamples:
         numbers = np.arange(begin, end)
         return (hash64(self._key, numbers) % np.uint64(self.shards)).astype(np.int64), numbers
 
-    def spans(self, shard: int, number: int) -> Spans:
-        """No sample is made of documents."""
-        nothing = np.zeros(0, dtype=np.int64)
-        return Spans(nothing, nothing, nothing)
+    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
+        """Every sample is a document of its own."""
+        rows = len(numbers)
+        lengths = np.full(rows, self._seq_length + 1)
+        return Spans(numbers, np.zeros(rows, dtype=np.int64), lengths, np.arange(rows + 1))
 
-    def read(self, shard: int, number: int, row: np.ndarray) -> None:
-        """Fill a row, [S + 1], with a sample."""
-        first = int(hash64(self._key, np.array([number]))[0]) % self._vocab_size
-        row[:] = (np.arange(len(row)) + first) % self._vocab_size
+    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        """Fill rows of a batch with samples."""
+        first = (hash64(self._key, spans.documents) % np.uint64(self._vocab_size)).astype(np.int64)
+        target[rows] = (np.arange(target.shape[1]) + first[:, None]) % self._vocab_size

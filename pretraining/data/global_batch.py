@@ -10,7 +10,7 @@ shards, and keeps few blocks in memory. The sorted batch is the same for any num
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from pretraining.config.batch import BatchPlan
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.mixture import Mixture
 from pretraining.data.samples import Samples
+from pretraining.data.streams import Spans
 from pretraining.errors import DataError
 
 
@@ -51,6 +52,8 @@ class BatchReader:
         seq_length: S.
         logical_shards: the scale on which shards of datasets with fewer are compared.
         vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
+        document_mask: whether to say where documents begin.
+        quarantine: told of a sample that cannot be read, whose slot then has no labels; None = that is an error.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class BatchReader:
         seq_length: int,
         logical_shards: int,
         vocab_size: int,
+        document_mask: bool = False,
+        quarantine: Callable[[str], None] | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self._use(mixture)
@@ -71,6 +76,8 @@ class BatchReader:
         self._seq_length = seq_length
         self._logical_shards = logical_shards
         self._dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+        self._document_mask = document_mask
+        self._quarantine = quarantine
         self._pin = torch.cuda.is_available()
 
     def with_mixture(self, mixture: Mixture) -> BatchReader:
@@ -116,23 +123,70 @@ class BatchReader:
         slots = self.slots(step)
         assert len(slots.samples) == self._plan.global_batch_size, "the plan is another phase's"
         size = self._plan.micro_batch_size
-        micro_batches = []
-        for number in range(self._plan.grad_accum_steps):
-            begin = min(self._begin + number * size, self._end)
-            end = min(begin + size, self._end)
-            tokens_BT = torch.empty(size, self._seq_length + 1, dtype=self._dtype, pin_memory=self._pin)
-            rows = tokens_BT.numpy()
-            for row, slot in enumerate(range(begin, end)):
-                self._read_slot(step, slots, slot, rows[row])
-            rows[end - begin :] = 0
-            micro_batches.append(MicroBatch(tokens_BT, padding=size - (end - begin)))
+        tokens_RT = torch.empty(
+            size * self._plan.grad_accum_steps, self._seq_length + 1, dtype=self._dtype, pin_memory=self._pin
+        )
+        rows = _Rows(tokens_RT.numpy())
+        # Slots fill rows from the first on, whatever the micro-batches; the last rows may stay empty.
+        rows.tokens[self._end - self._begin :] = 0
+        datasets = slots.datasets[self._begin : self._end]
+        for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
+            self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), rows)
+        micro_batches = [
+            MicroBatch(tokens_RT[first : first + size], *rows.describe(first, first + size, self._document_mask))
+            for first in range(0, len(tokens_RT), size)
+        ]
         return StepBatch(step, self.mixture.samples_of_step(step)[0], micro_batches)
 
-    def _read_slot(self, step: int, slots: Slots, slot: int, row: np.ndarray) -> None:
-        dataset, shard, number = (int(values[slot]) for values in (slots.datasets, slots.shards, slots.numbers))
-        source = self.sources[dataset]
+    def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
+        """Read the samples of a dataset into the rows with these numbers."""
+        taken = self._begin + numbers
         try:
-            source.read(shard, number, row)
+            spans = source.spans(slots.shards[taken], slots.numbers[taken])
+            source.read(spans, rows.tokens, numbers)
+            rows.filled(numbers, spans)
+        except DataError:
+            for number in numbers.tolist():  # one by one, to name the samples that cannot be read
+                self._fill_singly(step, slots, source, number, rows)
+
+    def _fill_singly(self, step: int, slots: Slots, source: Samples, number: int, rows: _Rows) -> None:
+        slot, row = self._begin + number, np.array([number])
+        shard, sample = slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1]
+        try:
+            spans = source.spans(shard, sample)
+            source.read(spans, rows.tokens, row)
+            rows.filled(row, spans)
         except DataError as error:
-            where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {number}"
-            raise DataError(f"{error}\n  needed for sample {slots.samples[slot]} ({where})") from error
+            where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard[0]}, its sample {sample[0]}"
+            problem = f"{error}\n  needed for sample {slots.samples[slot]} ({where})"
+            if self._quarantine is None:
+                raise DataError(problem) from error
+            rows.tokens[number] = 0
+            self._quarantine(problem)
+
+
+class _Rows:
+    """The rows of a rank's share, and where documents lie in them; rows are empty until they are filled."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+        self.lengths = np.zeros(len(tokens), dtype=np.int32)
+        self._starts = [np.arange(len(tokens)) * tokens.shape[1]]
+
+    def filled(self, rows: np.ndarray, spans: Spans) -> None:
+        """Note that rows were filled with spans."""
+        self.lengths[rows] = spans.row_tokens
+        self._starts.append(spans.places(rows * self.tokens.shape[1]))
+
+    def describe(self, begin: int, end: int, document_mask: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`lengths_B` and `document_starts` of the micro-batch of rows [begin, end)."""
+        width = self.tokens.shape[1]
+        lengths = self.lengths[begin:end]
+        partly = np.flatnonzero(lengths < width)
+        starts = None
+        if document_mask:
+            padding = (begin + partly) * width + lengths[partly]
+            places = np.unique(np.concatenate([*self._starts, padding]))
+            low, high = np.searchsorted(places, (begin * width, end * width))
+            starts = torch.from_numpy((places[low:high] - begin * width).astype(np.int32))
+        return torch.from_numpy(lengths) if len(partly) else None, starts

@@ -40,7 +40,7 @@ MAGIC = b"PTINDEX\0"
 TRAILER = struct.Struct("<Q8s")
 DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
 FILE = np.dtype([("first_document", "<i8"), ("token_bytes", "<i8")])
-VIRTUAL_SEP, HELD_OUT = 1, 2  # flags of a document
+VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from pretraining.data.files import list_datasets
 from pretraining.data.global_batch import BatchReader, Slots
 from pretraining.data.inspected import SAMPLES_COUNTED, DatasetSummary, InspectedSlot, SpanPlace, describe_summaries
 from pretraining.data.samples import Samples
+from pretraining.data.streams import Spans
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import ConfigError
 
@@ -86,14 +87,14 @@ class Inspector:
 
     def _slot(self, step: int, slots: Slots, slot: int, tokens: bool) -> InspectedSlot:
         source = self._reader.sources[int(slots.datasets[slot])]
-        shard, number = int(slots.shards[slot]), int(slots.numbers[slot])
+        spans = source.spans(slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1])
         ids = None
         if tokens:
-            row = np.empty(self._seq_length + 1, dtype=np.int32)
-            source.read(shard, number, row)
-            ids = tuple(row.tolist())
+            row = np.empty((1, self._seq_length + 1), dtype=np.int32)
+            source.read(spans, row, np.zeros(1, dtype=np.int64))
+            ids = tuple(row[0].tolist())
         dataset = self._datasets.get(source.name)
-        places = tuple(_places(dataset, source, shard, number)) if dataset else ()
+        places = tuple(_places(dataset, spans)) if dataset else ()
         return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids)
 
     def _asked(self, first: int, last: int) -> dict[str, float]:
@@ -129,12 +130,9 @@ class Inspector:
 
     def _documents_begun(self, source: Samples, begin: int, end: int) -> int:
         """How many documents begin in samples [begin, end) of a dataset, the look-ahead token left out."""
-        documents = 0
-        for shard, number in sorted(zip(*(values.tolist() for values in source.samples(begin, end)), strict=True)):
-            spans = source.spans(shard, number)
-            places = np.cumsum(spans.lengths) - spans.lengths
-            documents += int(np.count_nonzero((spans.starts == 0) & (places < self._seq_length)))
-        return documents
+        spans = source.spans(*source.samples(begin, end))
+        places = spans.places(np.zeros(end - begin, dtype=np.int64))
+        return int(np.count_nonzero((spans.starts == 0) & (places < self._seq_length)))
 
 
 def inspect(
@@ -225,9 +223,8 @@ def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> 
     return restored or batch.batch_size * (batch.grad_accum_steps or 1) * ranks
 
 
-def _places(dataset: OpenedDataset, source: Samples, shard: int, number: int) -> Iterator[SpanPlace]:
+def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
     """Where the pieces of a sample are on disk."""
-    spans = source.spans(shard, number)
     files = dataset.index.files_of(spans.documents)
     rows = spans.documents - dataset.index.first_documents[files]
     ends = spans.starts + spans.lengths >= dataset.index.documents["tokens"][spans.documents]

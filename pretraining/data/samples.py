@@ -1,6 +1,8 @@
 """A dataset on disk as a sequence of samples: order (rounds, streams) and content (reader) joined.
 
 k --SampleOrder--> (shard, j) --TokenStream--> spans of documents --DocumentReader--> S + 1 tokens
+
+Finding and reading work on many samples at once: what Python does a call is shared by all the rows of a step.
 """
 
 from __future__ import annotations
@@ -38,12 +40,26 @@ class Samples(Protocol):
         """The shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
         ...
 
-    def spans(self, shard: int, number: int) -> Spans:
-        """The pieces of documents that make sample `number` of a shard; none where it is made of no documents."""
+    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
+        """The pieces of documents that make samples, one row each; a made-up sample is a document of its own.
+
+        Args:
+            shards: [rows], of the samples.
+            numbers: [rows], within their shards.
+        """
         ...
 
-    def read(self, shard: int, number: int, row: np.ndarray) -> None:
-        """Fill a row, [S + 1], with sample `number` of a shard."""
+    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        """Fill rows of a batch with samples, and with zeros behind them.
+
+        Args:
+            spans: of the samples.
+            target: [batch rows, S + 1].
+            rows: [rows], which rows of it to fill.
+
+        Raises:
+            DataError: a file cannot be read, or holds a token beyond the vocabulary.
+        """
         ...
 
 
@@ -99,14 +115,10 @@ class StreamSamples:
         """The shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
         return self._order.samples(begin, end)
 
-    def spans(self, shard: int, number: int) -> Spans:
-        """The pieces of documents that make a sample."""
-        return self._stream.spans(shard, number)
+    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
+        """The pieces of documents that make samples, one row each."""
+        return self._stream.spans(shards, numbers)
 
-    def read(self, shard: int, number: int, row: np.ndarray) -> None:
-        """Fill a row, [S + 1], with a sample.
-
-        Raises:
-            DataError: a file cannot be read, or holds a token beyond the vocabulary.
-        """
-        self._reader.read(self._stream.spans(shard, number), row)
+    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        """Fill rows of a batch with samples; see `DocumentReader.read`."""
+        self._reader.read(spans, target, rows)

@@ -59,17 +59,42 @@ class Shards:
 
 @dataclass(frozen=True)
 class Spans:
-    """Pieces of documents that follow each other in a sample; none is empty.
+    """Pieces of documents that make some rows; none is empty.
+
+    The pieces of a row follow each other from the row's first place. Where they are fewer than S + 1 tokens, the rest
+    of the row is padding.
 
     Attributes:
         documents: [n] int64, canonical numbers.
         starts: [n] int64, first token of the piece within its document.
-        lengths: [n] int64, tokens of the piece, a virtual separator included.
+        lengths: [n] int64, tokens of the piece, virtual ones included.
+        first_spans: [rows + 1] int64, number of each row's first piece, then n.
     """
 
     documents: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
+    first_spans: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of each piece, [n]."""
+        return np.repeat(np.arange(len(self.first_spans) - 1), np.diff(self.first_spans))
+
+    @property
+    def row_tokens(self) -> np.ndarray:
+        """Tokens of each row, [rows]."""
+        return np.diff(np.concatenate(([0], np.cumsum(self.lengths)))[self.first_spans])
+
+    def places(self, row_places: np.ndarray) -> np.ndarray:
+        """Where each piece begins, if each row begins at a place of its own, [n].
+
+        Args:
+            row_places: [rows] integers.
+        """
+        ends = np.cumsum(self.lengths)
+        before_row = np.concatenate(([0], ends))[self.first_spans[:-1]]
+        return ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
 
 
 OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
@@ -123,47 +148,48 @@ class TokenStream:
     ) -> None:
         self._lengths = lengths
         self._shards = shards
+        self._tokens = shards.tokens
         self._seq_length = seq_length
         self._key = key
         self._cache = cache
 
-    def spans(self, shard: int, sample: int) -> Spans:
-        """The pieces of documents that make sample `sample` of a shard: S + 1 tokens.
+    def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
+        """The pieces of documents that make samples: S + 1 tokens each.
 
         Args:
-            shard: number of a shard that is not empty.
-            sample: j, from 0, without end.
+            shards: [rows], numbers of shards that are not empty.
+            samples: [rows], j of each sample, from 0, without end.
         """
-        tokens = int(self._shards.token_bounds[shard + 1] - self._shards.token_bounds[shard])
-        pass_number, position = divmod(sample * self._seq_length, tokens)
-        missing = self._seq_length + 1
-        pieces: list[Spans] = []
-        while missing:
-            taken = min(missing, tokens - position)
-            self._collect(shard, pass_number, position, taken, pieces)
-            missing -= taken
-            pass_number, position = pass_number + 1, 0
-        if len(pieces) == 1:
-            return pieces[0]
-        return Spans(
-            np.concatenate([piece.documents for piece in pieces]),
-            np.concatenate([piece.starts for piece in pieces]),
-            np.concatenate([piece.lengths for piece in pieces]),
-        )
+        if not len(shards):
+            nothing = np.zeros(0, dtype=np.int64)
+            return Spans(nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
+        passes, positions = np.divmod(samples * self._seq_length, self._tokens[shards])
+        parts = _Parts()
+        for shard, pass_number, position in zip(shards.tolist(), passes.tolist(), positions.tolist(), strict=True):
+            missing = self._seq_length + 1
+            while missing:
+                missing -= self._collect(shard, pass_number, position, missing, parts)
+                pass_number, position = pass_number + 1, 0
+            parts.rows.append(len(parts.begins))
+        return parts.spans()
 
-    def _collect(self, shard: int, pass_number: int, position: int, count: int, pieces: list[Spans]) -> None:
-        """Append the spans of tokens [position, position + count) of a pass."""
+    def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: _Parts) -> int:
+        """Collect the pieces of tokens [position, position + count) of a pass as far as it goes; return how far."""
         blocks, block_starts = self._blocks(shard, pass_number)
-        visit = int(np.searchsorted(block_starts, position, side="right")) - 1
-        while count:
+        visit = int(block_starts.searchsorted(position, "right")) - 1
+        left = count
+        while left and visit < len(blocks):
             documents, starts = self._documents(shard, pass_number, int(blocks[visit]))
             begin = position - int(block_starts[visit])
-            end = min(begin + count, int(starts[-1]))
+            end = min(begin + left, int(starts[-1]))
             if end > begin:
-                pieces.append(_cut(documents, starts, begin, end))
-            count -= end - begin
-            position += end - begin
+                first = int(starts.searchsorted(begin, "right")) - 1
+                last = int(starts.searchsorted(end, "left"))
+                parts.add(documents[first:last], starts[first : last + 1], begin, end)
+                position += end - begin
+                left -= end - begin
             visit += 1
+        return count - left
 
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
         """The blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
@@ -182,15 +208,16 @@ class TokenStream:
         return self._cache.get((self._key, len(self._shards), shard, pass_number), make)
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of a block in the order of a pass, [n], and the tokens of the block before each, [n + 1]."""
+        """The documents of a block that have tokens, in the order of a pass, [n]; the tokens before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             size = self._lengths.block_documents
             begin = max(block * size, int(self._shards.documents[shard]))
             end = min((block + 1) * size, int(self._shards.documents[shard + 1]))
-            documents = np.arange(begin, end)
+            lengths = self._lengths.lengths(begin, end)
+            documents = np.flatnonzero(lengths) + begin
             order = keyed_order(derive_key(Purpose.DOCUMENTS, *self._key, shard, pass_number), documents)
-            return documents[order], _starts(self._lengths.lengths(begin, end)[order])
+            return documents[order], _starts(lengths[documents[order] - begin])
 
         return self._cache.get((self._key, len(self._shards), shard, pass_number, block), make)
 
@@ -202,15 +229,29 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
     return starts
 
 
-def _cut(documents: np.ndarray, starts: np.ndarray, begin: int, end: int) -> Spans:
-    """The pieces that cover tokens [begin, end) of documents laid end to end."""
-    first = int(np.searchsorted(starts, begin, side="right")) - 1
-    last = int(np.searchsorted(starts, end, side="left"))
-    low = starts[first:last]
-    piece_starts = np.maximum(low, begin)
-    lengths = np.minimum(starts[first + 1 : last + 1], end) - piece_starts
-    piece_starts -= low
-    filled = lengths > 0
-    if filled.all():
-        return Spans(documents[first:last], piece_starts, lengths)
-    return Spans(documents[first:last][filled], piece_starts[filled], lengths[filled])
+class _Parts:
+    """Stretches of ordered documents, from which the pieces of many rows are cut at once."""
+
+    def __init__(self) -> None:
+        self.documents: list[np.ndarray] = []
+        self.bounds: list[np.ndarray] = []
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.rows = [0]
+
+    def add(self, documents: np.ndarray, bounds: np.ndarray, begin: int, end: int) -> None:
+        """Add tokens [begin, end) of documents laid end to end, which start at `bounds`, [documents + 1]."""
+        self.documents.append(documents)
+        self.bounds.append(bounds)
+        self.begins.append(begin)
+        self.ends.append(end)
+
+    def spans(self) -> Spans:
+        """The pieces of all that was added; `rows` says how many parts there are before each row."""
+        counts = np.array([len(documents) for documents in self.documents])
+        lows = np.concatenate([bounds[:-1] for bounds in self.bounds])
+        highs = np.concatenate([bounds[1:] for bounds in self.bounds])
+        starts = np.maximum(lows, np.repeat(self.begins, counts))
+        lengths = np.minimum(highs, np.repeat(self.ends, counts)) - starts
+        first_spans = np.concatenate(([0], np.cumsum(counts)))[self.rows]
+        return Spans(np.concatenate(self.documents), starts - lows, lengths, first_spans)

@@ -148,11 +148,11 @@ def test_held_out_samples_are_the_same_each_time_and_none_is_trained_on(config: 
     for split, made in (("train", train), ("held_out", held_out)):
         for step in range(60):
             slots = made.reader.slots(step)
-            for dataset, shard, number in zip(slots.datasets, slots.shards, slots.numbers, strict=True):
-                source = made.reader.sources[dataset]
+            for number, source in enumerate(made.reader.sources):
                 assert isinstance(source, StreamSamples)
-                for document in source.spans(int(shard), int(number)).documents.tolist():
-                    documents[split].add((source.name, document))
+                its = slots.datasets == number
+                spans = source.spans(slots.shards[its], slots.numbers[its])
+                documents[split].update((source.name, document) for document in spans.documents.tolist())
     assert documents["train"] and documents["held_out"] and not documents["train"] & documents["held_out"]
 
 

@@ -19,6 +19,7 @@ from pretraining.data.global_batch import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.mixture import Mixture, Phase
 from pretraining.data.state import describe_order
+from pretraining.data.streams import Spans
 from pretraining.errors import DataError
 
 SIZES = {"seq_length": 1, "logical_shards": 4}
@@ -38,8 +39,12 @@ class Numbers:
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         return np.divmod(np.arange(begin, end), self.shards)[::-1]  # type: ignore[return-value]
 
-    def read(self, shard: int, number: int, row: np.ndarray) -> None:
-        row[:] = (ord(self.name), number * self.shards + shard)
+    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
+        rows = len(shards)
+        return Spans(numbers * self.shards + shards, np.zeros(rows, int), np.full(rows, 2), np.arange(rows + 1))
+
+    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        target[rows, 0], target[rows, 1] = ord(self.name), spans.documents
 
 
 def numbers_loader(weights: Mapping[str, int], batch: int, ranks: int = 1, rank: int = 0) -> Loader:

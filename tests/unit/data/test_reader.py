@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,56 +27,68 @@ def reader(
 ) -> DocumentReader:
     files = list_datasets(DataConfig(data_path=str(root), datasets=("web",))).datasets[0]
     index = build_index(files, IndexSettings("web", "tokens", sep_token, 0.0))
-    return DocumentReader(files, index, sep_token, vocab_size, open_files(limit))
+    return DocumentReader(files, index, (None, sep_token), vocab_size, open_files(limit))
 
 
-def spans(*pieces: tuple[int, int, int]) -> Spans:
-    return Spans(*(np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True)))
+Piece = tuple[int, int, int]  # document, start, length
 
 
-def read(made: DocumentReader, pieces: list[tuple[int, int, int]], dtype: type = np.uint16) -> list[int]:
-    row: np.ndarray = np.full(sum(length for _, _, length in pieces), 77, dtype=dtype)
-    made.read(spans(*pieces), row)
-    return row.tolist()
+def spans(rows: Sequence[Sequence[Piece]]) -> Spans:
+    columns = zip(*(piece for pieces in rows for piece in pieces), strict=True)
+    first_spans = np.cumsum([0, *(len(pieces) for pieces in rows)])
+    return Spans(*(np.array(column, dtype=np.int64) for column in columns), first_spans)
+
+
+def read(made: DocumentReader, pieces: list[Piece], dtype: type = np.uint16) -> list[int]:
+    row: np.ndarray = np.full((1, sum(length for _, _, length in pieces)), 77, dtype=dtype)
+    made.read(spans([pieces]), row, np.array([0]))
+    return row[0].tolist()
 
 
 @st.composite
-def documents_and_pieces(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-    documents = draw(st.lists(st.lists(st.integers(0, 99), max_size=12), min_size=1, max_size=8))
-    pieces = []
-    for _ in range(draw(st.integers(1, 6))):
-        document = draw(st.integers(0, len(documents) - 1))
-        length = len(documents[document]) + 1  # with the separator
-        start = draw(st.integers(0, length - 1))
-        pieces.append((document, start, draw(st.integers(1, length - start))))
-    return documents, pieces
+def documents_and_rows(draw: st.DrawFn) -> tuple[list[list[int]], list[list[Piece]]]:
+    documents = draw(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        pieces = []
+        for _ in range(draw(st.integers(1, 6))):
+            document = draw(st.integers(0, len(documents) - 1))
+            length = len(documents[document]) + 1  # with the separator
+            start = draw(st.integers(0, length - 1))
+            pieces.append((document, start, draw(st.integers(1, length - start))))
+        rows.append(pieces)
+    return documents, rows
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    documents_and_pieces(),
+    documents_and_rows(),
     st.integers(0, 8),
     st.sampled_from(
         [(pa.uint16(), pa.uint16()), (pa.int32(), pa.int32()), (pa.uint16(), pa.uint32()), (pa.int64(), pa.uint8())]
     ),
     st.sampled_from([np.uint16, np.int32]),
 )
-def test_pieces_of_documents_are_read_with_their_separators(
+def test_rows_are_filled_with_pieces_of_documents_and_their_separators_and_with_zeros_behind(
     tmp_path_factory: pytest.TempPathFactory,
-    drawn: tuple[list[list[int]], list[tuple[int, int, int]]],
+    drawn: tuple[list[list[int]], list[list[Piece]]],
     cut: int,
     kinds: tuple[pa.DataType, pa.DataType],
     dtype: type,
 ) -> None:
-    documents, pieces = drawn
+    documents, rows = drawn
     root = tmp_path_factory.mktemp("reader")
     write_documents(root / "web/a.arrow", documents[:cut], pa.list_(kinds[0]), batch_documents=2)
     write_documents(root / "web/b.arrow", documents[cut:], pa.list_(kinds[1]))
     made = reader(root, sep_token=200, vocab_size=201)
-    expected = [
-        token for document, start, length in pieces for token in ([*documents[document], 200])[start : start + length]
-    ]
-    assert read(made, pieces, dtype) == expected
+    width = max(sum(length for _, _, length in pieces) for pieces in rows)
+    target: np.ndarray = np.full((len(rows) + 2, width), 77, dtype=dtype)
+    numbers = np.roll(np.arange(len(rows)), 1) + 1  # any rows, in any order
+    made.read(spans(rows), target, numbers)
+    assert (target[[0, -1]] == 77).all()  # others are left alone
+    for number, pieces in zip(numbers.tolist(), rows, strict=True):
+        tokens = [token for document, start, length in pieces for token in [*documents[document], 200][start:][:length]]
+        assert target[number].tolist() == tokens + [0] * (width - len(tokens))
 
 
 def test_short_documents_that_lie_together_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

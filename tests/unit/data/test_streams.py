@@ -50,6 +50,10 @@ def places(spans: Spans) -> list[Place]:
     ]
 
 
+def spans_of(made: TokenStream, shard: int, sample: int) -> Spans:
+    return made.spans(np.array([shard]), np.array([sample]))
+
+
 def stream(lengths: list[int], block: int, shards: int, seq_length: int) -> tuple[TokenStream, Shards, Oracle]:
     known = KnownLengths(lengths, block)
     cut = cut_shards(known, shards)
@@ -79,9 +83,27 @@ def test_samples_are_those_of_the_oracle(lengths: list[int], block: int, shards:
             continue
         expected = oracle.shard_samples(shard, passes)
         for sample, wanted in enumerate(expected):
-            spans = made.spans(shard, sample)
+            spans = spans_of(made, shard, sample)
             assert places(spans) == wanted
             assert (spans.lengths > 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 6), st.integers(1, 15))
+def test_many_samples_at_once_are_the_single_ones(lengths: list[int], block: int, shards: int, seq_length: int) -> None:
+    made, cut, _ = stream(lengths, block, shards, seq_length)
+    filled = np.flatnonzero(cut.tokens)
+    wanted_shards, samples = np.repeat(filled, 4), np.tile([0, 3, 1, 17], len(filled))
+    spans = made.spans(wanted_shards, samples)
+    assert spans.row_tokens.tolist() == [seq_length + 1] * len(samples)
+    assert spans.rows.tolist() == sorted(spans.rows.tolist())
+    single = [spans_of(made, *pair) for pair in zip(wanted_shards.tolist(), samples.tolist(), strict=True)]
+    assert places(spans) == [place for each in single for place in places(each)]
+    assert np.diff(spans.first_spans).tolist() == [len(each.documents) for each in single]
+    begins = spans.places(np.arange(len(samples)) * 1000)
+    assert begins.tolist() == [
+        1000 * row + int(place) for row, each in enumerate(single) for place in each.places(np.zeros(1, int))
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +117,7 @@ def test_every_token_comes_exactly_once_in_every_pass(
     for shard, tokens in enumerate(cut.tokens.tolist()):
         position = 0
         for sample in range(passes * tokens // seq_length + 1 if tokens else 0):
-            for place in places(made.spans(shard, sample))[:seq_length]:
+            for place in places(spans_of(made, shard, sample))[:seq_length]:
                 if position < passes * tokens:
                     seen[position // tokens, place] += 1
                 position += 1
@@ -116,12 +138,12 @@ def test_shards_are_cut_between_documents_and_balanced(lengths: list[int], count
 def test_the_label_of_a_samples_last_token_is_the_next_samples_first() -> None:
     made, _, _ = stream([7, 3, 20, 1], 2, 1, 6)
     for sample in range(50):
-        assert places(made.spans(0, sample))[-1] == places(made.spans(0, sample + 1))[0]
+        assert places(spans_of(made, 0, sample))[-1] == places(spans_of(made, 0, sample + 1))[0]
 
 
 def test_every_pass_has_an_order_of_its_own() -> None:
     made, _, _ = stream([1] * 64, 8, 1, 64)
-    orders = [tuple(place[0] for place in places(made.spans(0, number))[:64]) for number in range(20)]
+    orders = [tuple(place[0] for place in places(spans_of(made, 0, number))[:64]) for number in range(20)]
     assert len(set(orders)) == 20
 
 
@@ -132,7 +154,7 @@ def test_a_sample_costs_the_same_in_any_pass() -> None:
         known = KnownLengths(lengths, 64)
         made = TokenStream(known, cut_shards(known, 4), 100, KEY, order_cache())
         known.asked = 0
-        spans = made.spans(2, sample)
+        spans = spans_of(made, 2, sample)
         assert spans.lengths.sum() == 101
         costs.append(known.asked)
     assert max(costs) <= 3 * 64  # a sample of 101 tokens lies in one block of about 1000, or across a border
@@ -144,7 +166,7 @@ def test_counts_beyond_32_bits_are_exact() -> None:
     made = TokenStream(known, cut, 4096, KEY, order_cache())
     tokens = int(cut.tokens[1])
     for sample in (0, 2**31 + 5, 7 * tokens // 4096, 2**50):
-        spans = made.spans(1, sample)
+        spans = spans_of(made, 1, sample)
         assert spans.lengths.sum() == 4097
         within = sample * 4096 % tokens
         assert spans.starts[0] == within % 100_003  # all documents are equally long, whatever their order
@@ -160,7 +182,7 @@ def test_the_memory_for_orders_is_bounded_and_changes_nothing() -> None:
     made = TokenStream(known, cut, 13, KEY, large)
     for sample in range(40):
         for shard in range(5):
-            assert places(forgetful.spans(shard, sample)) == places(made.spans(shard, sample))
+            assert places(spans_of(forgetful, shard, sample)) == places(spans_of(made, shard, sample))
             assert small.total_cost <= 2000 or len(small) == 1
     assert len(large) > len(small)
 

@@ -70,6 +70,7 @@ def rows(batch: StepBatch) -> list[list[int]]:
     """All sequences of a batch that are not padding."""
     found: list[list[int]] = []
     for micro_batch in batch.micro_batches:
-        filled = len(micro_batch.tokens_BT) - micro_batch.padding
+        lengths = micro_batch.lengths_B
+        filled = len(micro_batch.tokens_BT) if lengths is None else int((lengths > 0).sum())
         found += micro_batch.tokens_BT[:filled].tolist()
     return found

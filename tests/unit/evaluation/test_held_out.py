@@ -27,7 +27,7 @@ class LossIsInput(nn.Module):
 
 def evaluator_with(opened: list[int], reports: list[tuple[int, float]], every: int = 3) -> Evaluator:
     first = MicroBatch(torch.tensor([[1, 1, 1], [1, 1, 1]], dtype=torch.int32))
-    second = MicroBatch(torch.tensor([[7, 7, 7], [9, 9, 9]], dtype=torch.int32), padding=1)
+    second = MicroBatch(torch.tensor([[7, 7, 7], [9, 9, 9]], dtype=torch.int32), lengths_B=torch.tensor([3, 0]))
 
     @contextmanager
     def open_batches() -> Iterator[list[StepBatch]]:

@@ -51,7 +51,8 @@ def micro_batches(tokens: torch.Tensor, size: int) -> StepBatch:
     for part in tokens.split(size):
         padding = size - len(part)
         rows = torch.cat([part, torch.zeros(padding, part.shape[1], dtype=part.dtype)])
-        parts.append(MicroBatch(rows, padding))
+        lengths = torch.tensor([part.shape[1]] * len(part) + [0] * padding)
+        parts.append(MicroBatch(rows, lengths))
     return StepBatch(0, 0, parts)
 
 
