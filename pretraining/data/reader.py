@@ -185,8 +185,9 @@ class DocumentReader:
         widths = self._index.token_bytes[files]
         lows = np.minimum.reduceat(pieces.offsets, firsts)
         highs = np.maximum.reduceat(pieces.offsets + pieces.counts * self._index.token_bytes[pieces.files], firsts)
-        at_once = (lasts - firsts > 1) & (highs - lows <= (lasts - firsts) * _STRETCH_BYTES_A_SPAN)
-        scratch = np.empty(int((highs - lows)[at_once].max(initial=0)), dtype=np.uint8)
+        stretches = highs - lows
+        at_once = (lasts - firsts > 1) & (stretches > 0) & (stretches <= (lasts - firsts) * _STRETCH_BYTES_A_SPAN)
+        scratch = np.empty(int(stretches[at_once].max(initial=0)), dtype=np.uint8)
         columns = (column.tolist() for column in (firsts, lasts, files, widths, lows, highs, at_once))
         file, opened = -1, None
         for first, last, number, width, low, high, is_stretch in zip(*columns, strict=True):
