@@ -132,10 +132,9 @@ class BatchReader:
         datasets = slots.datasets[self._begin : self._end]
         for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
             self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), rows)
-        micro_batches = [
-            MicroBatch(tokens_RT[first : first + size], *rows.describe(first, first + size, self._document_mask))
-            for first in range(0, len(tokens_RT), size)
-        ]
+        lengths = rows.micro_batch_lengths(size)
+        starts = rows.micro_batch_starts(size) if self._document_mask else [None] * len(lengths)
+        micro_batches = [MicroBatch(*parts) for parts in zip(tokens_RT.split(size), lengths, starts, strict=True)]
         return StepBatch(step, self.mixture.samples_of_step(step)[0], micro_batches)
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
@@ -171,22 +170,29 @@ class _Rows:
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens = tokens
         self.lengths = np.zeros(len(tokens), dtype=np.int32)
-        self._starts = [np.arange(len(tokens)) * tokens.shape[1]]
+        self._starts: list[np.ndarray] = []
 
     def filled(self, rows: np.ndarray, spans: Spans) -> None:
         """Note that rows were filled with spans."""
         self.lengths[rows] = spans.row_tokens
         self._starts.append(spans.places(rows * self.tokens.shape[1]))
 
-    def describe(self, begin: int, end: int, document_mask: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """`lengths_B` and `document_starts` of the micro-batch of rows [begin, end)."""
+    def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
+        """`lengths_B` of every micro-batch of so many rows."""
+        full = self.tokens.shape[1]
+        return [
+            None if (lengths == full).all() else torch.from_numpy(lengths) for lengths in self.lengths.reshape(-1, size)
+        ]
+
+    def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
+        """`document_starts` of every micro-batch of so many rows."""
         width = self.tokens.shape[1]
-        lengths = self.lengths[begin:end]
-        partly = np.flatnonzero(lengths < width)
-        starts = None
-        if document_mask:
-            padding = (begin + partly) * width + lengths[partly]
-            places = np.unique(np.concatenate([*self._starts, padding]))
-            low, high = np.searchsorted(places, (begin * width, end * width))
-            starts = torch.from_numpy((places[low:high] - begin * width).astype(np.int32))
-        return torch.from_numpy(lengths) if len(partly) else None, starts
+        partly = np.flatnonzero(self.lengths < width)  # of an empty row, padding begins at its first place
+        starts = np.concatenate([*self._starts, partly * width + self.lengths[partly]])
+        starts.sort()
+        borders = np.arange(0, self.tokens.size + 1, size * width)
+        numbers = np.searchsorted(starts, borders)
+        return [
+            torch.from_numpy((starts[low:high] - border).astype(np.int32))
+            for low, high, border in zip(numbers[:-1], numbers[1:], borders[:-1], strict=True)
+        ]
