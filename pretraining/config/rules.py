@@ -208,3 +208,14 @@ def _names_are_not_empty(config: TrainConfig) -> Problems:
         yield "--ckpt_save_path is empty: name the run's folder"
     if not config.data.col_name:
         yield "--col_name is empty: name the column that holds the token ids"
+
+
+@_rule("skip_samples")
+def _skipped_samples_are_ranges(config: TrainConfig) -> Problems:
+    try:
+        _ = config.data.skipped_ranges
+    except ValueError:
+        yield (
+            f"skip_samples={','.join(config.data.skip_samples)}: write the first and the last sample of each range, "
+            "as in --skip_samples=307200-309759,400000-400255"
+        )

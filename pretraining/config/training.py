@@ -99,7 +99,33 @@ class DataConfig:
         None,
         "folder for document indices; none = inside each dataset's, or the user's cache folder where that is read-only",
     )
+    skip_samples: tuple[str, ...] = setting(
+        (),
+        "samples never to train on: global indices A-B as `pretrain inspect` shows them, both included, comma list; "
+        "those of a checkpoint stay skipped",
+    )
+    bad_documents: str = setting(
+        "stop",
+        "when a sample cannot be read (damaged file, token beyond the vocabulary): stop and name it, or quarantine: "
+        "go on without its labels and say so; no other sample moves",
+        choices=("stop", "quarantine"),
+    )
     use_dummy_dataset: bool = setting(False, "made-up tokens, no files: for quick tests and performance benchmarks")
+
+    @property
+    def skipped_ranges(self) -> list[tuple[int, int]]:
+        """`skip_samples` as (first, end).
+
+        Raises:
+            ValueError: they are no ranges of samples.
+        """
+        ranges = []
+        for text in self.skip_samples:
+            first, _, last = text.partition("-")
+            ranges.append((int(first), int(last or first) + 1))
+            if not 0 <= ranges[-1][0] < ranges[-1][1]:
+                raise ValueError(text)
+        return ranges
 
 
 @dataclass(frozen=True)

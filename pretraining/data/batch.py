@@ -56,8 +56,8 @@ class StepBatch:
 
     Attributes:
         step: number of the step that trains on it, from 0.
-        first_sample: global index of the batch's first sample; the batch is samples [first_sample, first_sample +
-            global batch size).
+        first_sample: global index of the batch's first sample; the batch is the next ones of global batch size that
+            are not skipped.
         micro_batches: as many as the plan accumulates, in the order in which they are computed.
     """
 

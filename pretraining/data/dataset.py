@@ -23,8 +23,10 @@ from pretraining.data.index import Index, IndexSettings, find_index, index_place
 from pretraining.data.index_build import build_index
 from pretraining.data.loader import Loader
 from pretraining.data.mixture import Mixture, Phase, integer_weights
+from pretraining.data.quarantine import Quarantine
 from pretraining.data.reader import DocumentReader, OpenFiles, open_files
 from pretraining.data.samples import Samples, StreamSamples
+from pretraining.data.skipped import Skipped
 from pretraining.data.state import READING_SETTINGS, describe_order
 from pretraining.data.streams import OrderCache, order_cache
 from pretraining.errors import ConfigError, DataError
@@ -125,6 +127,7 @@ def build_loader(
     vocab_size: int,
     split: SplitName = "train",
     limit_steps: int | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Loader:
     """Make the loader of one data-parallel rank.
 
@@ -137,6 +140,7 @@ def build_loader(
         vocab_size: of the model; a token that is not below it is an error.
         split: "train", or "held_out" for evaluation.
         limit_steps: end after so many steps; `rewind` begins again with the same samples. None = never end.
+        note: told, in lines for the user, of samples that are quarantined; maybe from another thread.
 
     Raises:
         ConfigError: weights do not match the datasets, or sep_token is not in the vocabulary.
@@ -160,14 +164,16 @@ def build_loader(
         sources = [_stream_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
+    skipped = config.skipped_ranges if split == "train" else []
     reader = BatchReader(
         sources,
-        Mixture([phase]),
+        Mixture([phase], Skipped(skipped)),
         plan,
         rank,
         seq_length=config.seq_length,
         logical_shards=config.logical_shards,
         vocab_size=vocab_size,
+        quarantine=Quarantine(note) if config.bad_documents == "quarantine" else None,
     )
     fingerprints = {source.name: source.fingerprint() for source in sources}
     reading = {} if opened is None else {name: getattr(config, name) for name in READING_SETTINGS}
@@ -175,6 +181,7 @@ def build_loader(
         fingerprints,
         phase,
         reading,
+        skipped=skipped,
         seed=seed,
         seq_length=config.seq_length,
         logical_shards=config.logical_shards,

@@ -10,7 +10,7 @@ shards, and keeps few blocks in memory. The sorted batch is the same for any num
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from pretraining.config.batch import BatchPlan
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.mixture import Mixture
+from pretraining.data.quarantine import Quarantine
 from pretraining.data.samples import Samples
 from pretraining.data.streams import Spans
 from pretraining.errors import DataError
@@ -53,7 +54,7 @@ class BatchReader:
         logical_shards: the scale on which shards of datasets with fewer are compared.
         vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
         document_mask: whether to say where documents begin.
-        quarantine: told of a sample that cannot be read, whose slot then has no labels; None = that is an error.
+        quarantine: for samples that cannot be read, whose slots then have no labels; None = they are errors.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class BatchReader:
         logical_shards: int,
         vocab_size: int,
         document_mask: bool = False,
-        quarantine: Callable[[str], None] | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self._use(mixture)
@@ -97,22 +98,21 @@ class BatchReader:
         Raises:
             DataError: the step is of an earlier phase, and used a dataset that is not among the sources.
         """
-        begin, end = self.mixture.samples_of_step(step)
-        named, within = self.mixture.assign_step(step)
+        samples, named, within = self.mixture.assign_step(step)
         datasets = self._source_of_name[named]
         if (datasets < 0).any():
             missing = sorted({self.mixture.names[number] for number in named[datasets < 0]})
             raise DataError(f"step {step} is of {', '.join(missing)}, too, and this run reads without: see --datasets")
-        shards, numbers, scaled = (np.empty(end - begin, dtype=np.int64) for _ in range(3))
+        shards, numbers, scaled = (np.empty(len(samples), dtype=np.int64) for _ in range(3))
         for dataset, source in enumerate(self.sources):
             places = np.flatnonzero(datasets == dataset)
-            if len(places):
-                # The samples that a dataset gives to a batch follow each other.
-                first = int(within[places[0]])
-                shards[places], numbers[places] = source.samples(first, first + len(places))
-                scaled[places] = shards[places] * self._logical_shards // source.shards
+            # The samples that a dataset gives to a batch follow each other, but for those that are skipped.
+            for run in np.split(places, np.flatnonzero(np.diff(within[places]) != 1) + 1) if len(places) else ():
+                first = int(within[run[0]])
+                shards[run], numbers[run] = source.samples(first, first + len(run))
+            scaled[places] = shards[places] * self._logical_shards // source.shards
         order = np.lexsort((datasets, scaled))  # stable: equal slots stay in the order of their samples
-        return Slots(np.arange(begin, end)[order], datasets[order], shards[order], numbers[order])
+        return Slots(samples[order], datasets[order], shards[order], numbers[order])
 
     def read(self, step: int) -> StepBatch:
         """The rank's share of a step.
@@ -135,7 +135,7 @@ class BatchReader:
         lengths = rows.micro_batch_lengths(size)
         starts = rows.micro_batch_starts(size) if self._document_mask else [None] * len(lengths)
         micro_batches = [MicroBatch(*parts) for parts in zip(tokens_RT.split(size), lengths, starts, strict=True)]
-        return StepBatch(step, self.mixture.samples_of_step(step)[0], micro_batches)
+        return StepBatch(step, self.mixture.first_sample(step), micro_batches)
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
         """Read the samples of a dataset into the rows with these numbers."""
@@ -144,6 +144,8 @@ class BatchReader:
             spans = source.spans(slots.shards[taken], slots.numbers[taken])
             source.read(spans, rows.tokens, numbers)
             rows.filled(numbers, spans)
+            if self._quarantine is not None:
+                self._quarantine.end_row()
         except DataError:
             for number in numbers.tolist():  # one by one, to name the samples that cannot be read
                 self._fill_singly(step, slots, source, number, rows)
@@ -155,13 +157,15 @@ class BatchReader:
             spans = source.spans(shard, sample)
             source.read(spans, rows.tokens, row)
             rows.filled(row, spans)
+            if self._quarantine is not None:
+                self._quarantine.end_row()
         except DataError as error:
             where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard[0]}, its sample {sample[0]}"
             problem = f"{error}\n  needed for sample {slots.samples[slot]} ({where})"
             if self._quarantine is None:
                 raise DataError(problem) from error
             rows.tokens[number] = 0
-            self._quarantine(problem)
+            self._quarantine.add(problem)
 
 
 class _Rows:

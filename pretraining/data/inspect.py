@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -45,14 +45,20 @@ class Inspector:
         self._seq_length = seq_length
 
     def step_of_sample(self, sample_id: int) -> int:
-        """The step, from 1, that trains on a sample."""
-        phase = [phase for phase in self._reader.mixture.phases if phase.first_sample <= sample_id][-1]
-        return phase.first_step + (sample_id - phase.first_sample) // phase.global_batch_size + 1
+        """The step, from 1, that trains on a sample.
+
+        Raises:
+            ConfigError: none does: it is skipped.
+        """
+        skipped, phases = self._reader.mixture.skipped, self._reader.mixture.phases
+        if not skipped.count(sample_id, sample_id + 1):
+            raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
+        phase = [phase for phase in phases if phase.first_sample <= sample_id][-1]
+        return phase.first_step + skipped.count(phase.first_sample, sample_id) // phase.global_batch_size + 1
 
     def global_batch_size(self, step: int) -> int:
         """Slots of a step, from 1: a run's phases may differ."""
-        begin, end = self._reader.mixture.samples_of_step(step - 1)
-        return end - begin
+        return self._reader.mixture.global_batch_size(step - 1)
 
     def slots(
         self, step: int, share: tuple[int, int] | None = None, sample_id: int | None = None, tokens: bool = False
@@ -77,11 +83,21 @@ class Inspector:
     def summary(self, first: int, last: int) -> list[DatasetSummary]:
         """What each dataset gives to steps `first` to `last`, both from 1 and included."""
         mixture = self._reader.mixture
-        before, after = mixture.counts_before_step(first - 1), mixture.counts_before_step(last)
-        samples = mixture.samples_of_step(last - 1)[1] - mixture.samples_of_step(first - 1)[0]
-        asked = self._asked(first, last)
+        stretches = list(mixture.taken(first - 1, last))
+        samples = sum(end - begin for stretch in stretches for begin, end in stretch.values())
+        asked, before, after = (
+            self._asked(first, last),
+            mixture.counts_before_step(first - 1),
+            mixture.counts_before_step(last),
+        )
         return [
-            self._summary(source, before[source.name], after[source.name], asked[source.name] / samples, samples)
+            self._summary(
+                source,
+                [stretch[source.name] for stretch in stretches if source.name in stretch],
+                (before[source.name], after[source.name]),
+                asked[source.name] / samples,
+                samples,
+            )
             for source in self._reader.sources
         ]
 
@@ -109,22 +125,34 @@ class Inspector:
                 asked[name] += steps * phase.global_batch_size * phase.weights.get(name, 0) / total
         return asked
 
-    def _summary(self, source: Samples, begin: int, end: int, asked: float, samples: int) -> DatasetSummary:
-        counted = min(end - begin, SAMPLES_COUNTED)
+    def _summary(
+        self,
+        source: Samples,
+        stretches: Sequence[tuple[int, int]],
+        counts: tuple[int, int],
+        asked: float,
+        all_samples: int,
+    ) -> DatasetSummary:
+        """What samples `stretches` of a dataset are, of which it has given or skipped `counts` before and after."""
+        samples = sum(end - begin for begin, end in stretches)
         dataset = self._datasets.get(source.name)
-        documents = self._documents_begun(source, begin, begin + counted) if dataset else 0
+        documents = counted = 0
+        for begin, end in stretches if dataset else ():
+            end = min(end, begin + SAMPLES_COUNTED - counted)
+            documents += self._documents_begun(source, begin, end)
+            counted += end - begin
         passes = None
         if dataset:
             pass_tokens = dataset.tokens("train")
-            passes = (begin * self._seq_length / pass_tokens, end * self._seq_length / pass_tokens)
+            passes = (counts[0] * self._seq_length / pass_tokens, counts[1] * self._seq_length / pass_tokens)
         return DatasetSummary(
             dataset=source.name,
             asked=asked,
-            realised=(end - begin) / samples,
-            samples=end - begin,
-            tokens=(end - begin) * self._seq_length,
-            documents=documents * (end - begin) // max(counted, 1),
-            documents_are_exact=counted == end - begin,
+            realised=samples / all_samples,
+            samples=samples,
+            tokens=samples * self._seq_length,
+            documents=documents * samples // max(counted, 1),
+            documents_are_exact=counted == samples or not dataset,
             passes=passes,
         )
 

@@ -32,7 +32,7 @@ class Loader:
 
     Attributes:
         reader: as given; after a resume, with the phases of the whole run.
-        new_phase: how the data changed at the last resume, a line for the user; None where it goes on as it was.
+        changes_at_resume: how the data changed at the last resume, a line each for the user.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Loader:
     ) -> None:
         self.reader = self._reader_of_new_run = reader
         self._order = self._order_of_new_run = dict(order)
-        self.new_phase: str | None = None
+        self.changes_at_resume: tuple[str, ...] = ()
         self._changes = dict(changes or {})
         self._workers = num_workers
         self._limit = limit_steps
@@ -98,13 +98,13 @@ class Loader:
         resumed = resume(state, self._order_of_new_run, self._changes)
         self._drop_ahead()
         self.reader = self._reader_of_new_run.with_mixture(resumed.mixture)
-        self._order, self._next_step, self.new_phase = resumed.order, resumed.step, resumed.new_phase
+        self._order, self._next_step, self.changes_at_resume = resumed.order, resumed.step, resumed.changes
 
     def rewind(self) -> None:
         """Begin again with the first step, as if no state had been loaded."""
         self._drop_ahead()
         self.reader, self._order = self._reader_of_new_run, self._order_of_new_run
-        self._next_step, self.new_phase = 0, None
+        self._next_step, self.changes_at_resume = 0, ()
 
     def close(self) -> None:
         """End the threads."""

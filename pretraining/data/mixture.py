@@ -8,19 +8,21 @@ prefix each dataset is within two samples of its share. Consecutive samples reac
 batch is split with a few array operations a node, wherever it begins.
 
 Weights may change on the way: a run is a list of phases, each with a tree of its own that begins at 0 where the phase
-does. A phase knows how many samples each dataset gave before it, and numbers its own from there.
+does. A phase knows how many samples each dataset gave before it, and numbers its own from there. Samples that are to be
+skipped keep their datasets, and a step takes those that are left.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
+from pretraining.data.skipped import Skipped
 from pretraining.errors import ConfigError
 
 _LARGEST_TOTAL = 1 << 40
@@ -124,10 +126,11 @@ class Phase:
 
     Attributes:
         first_step: number of its first step.
-        first_sample: global index of its first sample.
+        first_sample: global index of its first sample, or of one that is skipped before it.
         global_batch_size: samples a step.
         weights: by name, of the datasets that give samples.
-        base_counts: samples that each dataset of the phase, and of those before it, has given before the phase.
+        base_counts: samples that each dataset of the phase, and of those before it, has given, or skipped, before the
+            phase.
     """
 
     first_step: int
@@ -141,24 +144,26 @@ class Phase:
         """The phase that a run begins with."""
         return Phase(0, 0, global_batch_size, dict(weights), dict.fromkeys(sorted(weights), 0))
 
-    def followed_by(self, first_step: int, global_batch_size: int, weights: Mapping[str, int]) -> Phase:
+    def followed_by(
+        self, first_step: int, global_batch_size: int, weights: Mapping[str, int], skipped: Skipped
+    ) -> Phase:
         """The phase after this one: it goes on with every dataset where this one leaves it at a step."""
-        counts = dict.fromkeys(weights, 0) | self.counts_before_step(first_step)
+        counts = dict.fromkeys(weights, 0) | self.counts_before_step(first_step, skipped)
         counts = {name: counts[name] for name in sorted(counts)}
-        return Phase(first_step, self.sample_of_step(first_step), global_batch_size, dict(weights), counts)
+        return Phase(first_step, self.sample_of_step(first_step, skipped), global_batch_size, dict(weights), counts)
 
-    def sample_of_step(self, step: int) -> int:
-        """Global index of the first sample of a step."""
-        return self.first_sample + (step - self.first_step) * self.global_batch_size
+    def sample_of_step(self, step: int, skipped: Skipped) -> int:
+        """Global index of the first sample of a step of the phase, or of the step after its last."""
+        return skipped.advance(self.first_sample, (step - self.first_step) * self.global_batch_size)
 
     def tree(self, names: Sequence[str]) -> WeightTree:
         """The mixture of these datasets."""
         return WeightTree([self.weights.get(name, 0) for name in names])
 
-    def counts_before_step(self, step: int) -> dict[str, int]:
-        """Samples that each dataset has given before a step of the phase, or before the one after its last."""
+    def counts_before_step(self, step: int, skipped: Skipped) -> dict[str, int]:
+        """Samples that each dataset has given, or skipped, before a step as in `sample_of_step`."""
         names = list(self.base_counts)
-        given = self.tree(names).counts(self.sample_of_step(step) - self.first_sample)
+        given = self.tree(names).counts(self.sample_of_step(step, skipped) - self.first_sample)
         return {name: self.base_counts[name] + count for name, count in zip(names, given, strict=True)}
 
     def same_data(self, other: Phase) -> bool:
@@ -171,14 +176,17 @@ class Mixture:
 
     Args:
         phases: in order; the first begins at sample 0.
+        skipped: samples that no step takes.
 
     Attributes:
         names: of all datasets of all phases, sorted; results refer to their positions here.
         phases: as given.
+        skipped: as given.
     """
 
-    def __init__(self, phases: Sequence[Phase]) -> None:
+    def __init__(self, phases: Sequence[Phase], skipped: Skipped | None = None) -> None:
         self.phases = tuple(phases)
+        self.skipped = skipped or Skipped()
         self.names = tuple(sorted(phases[-1].base_counts))
         self._trees = [phase.tree(self.names) for phase in phases]
         self._bases = [np.array([phase.base_counts.get(name, 0) for name in self.names], np.int64) for phase in phases]
@@ -186,20 +194,55 @@ class Mixture:
     def _phase_of_step(self, step: int) -> int:
         return max(number for number, phase in enumerate(self.phases) if phase.first_step <= step)
 
-    def samples_of_step(self, step: int) -> tuple[int, int]:
-        """Global indices [begin, end) of a step's samples."""
-        phase = self.phases[self._phase_of_step(step)]
-        begin = phase.sample_of_step(step)
-        return begin, begin + phase.global_batch_size
+    def first_sample(self, step: int) -> int:
+        """Global index of the first sample of a step."""
+        return self.phases[self._phase_of_step(step)].sample_of_step(step, self.skipped)
 
-    def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The dataset of each sample of a step, and the sample's number within it, both [global batch size] int64."""
+    def global_batch_size(self, step: int) -> int:
+        """Samples of a step."""
+        return self.phases[self._phase_of_step(step)].global_batch_size
+
+    def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The samples of a step, all [global batch size] int64.
+
+        Returns:
+            global index of each, ascending; its dataset; its number within the dataset.
+        """
         number = self._phase_of_step(step)
-        begin, end = self.samples_of_step(step)
-        first = self.phases[number].first_sample
-        datasets, numbers = self._trees[number].assign(begin - first, end - first)
-        return datasets, numbers + self._bases[number][datasets]
+        phase, tree, bases = self.phases[number], self._trees[number], self._bases[number]
+        samples, datasets, numbers = [], [], []
+        for begin, end in self._ranges(phase, step, step + 1):
+            owners, within = tree.assign(begin - phase.first_sample, end - phase.first_sample)
+            samples.append(np.arange(begin, end))
+            datasets.append(owners)
+            numbers.append(within + bases[owners])
+        return np.concatenate(samples), np.concatenate(datasets), np.concatenate(numbers)
+
+    def taken(self, first_step: int, end_step: int) -> Iterator[dict[str, tuple[int, int]]]:
+        """What steps [first_step, end_step) take of each dataset: (first, end) of its samples, stretch by stretch.
+
+        A stretch ends where a phase does and where samples are skipped.
+        """
+        ends = [*(phase.first_step for phase in self.phases[1:]), end_step]
+        for phase, phase_end in zip(self.phases, ends, strict=True):
+            names = list(phase.base_counts)
+            tree = phase.tree(names)
+            for begin, end in self._ranges(phase, max(first_step, phase.first_step), min(end_step, phase_end)):
+                before, after = (tree.counts(sample - phase.first_sample) for sample in (begin, end))
+                yield {
+                    name: (phase.base_counts[name] + low, phase.base_counts[name] + high)
+                    for name, low, high in zip(names, before, after, strict=True)
+                }
 
     def counts_before_step(self, step: int) -> dict[str, int]:
-        """Samples that each dataset has given before a step."""
-        return dict.fromkeys(self.names, 0) | self.phases[self._phase_of_step(step)].counts_before_step(step)
+        """Samples that each dataset has given, or skipped, before a step."""
+        phase = self.phases[self._phase_of_step(step)]
+        return dict.fromkeys(self.names, 0) | phase.counts_before_step(step, self.skipped)
+
+    def _ranges(self, phase: Phase, first_step: int, end_step: int) -> Iterator[tuple[int, int]]:
+        """The samples that steps [first_step, end_step) of a phase take, as (first, end) of ranges."""
+        if first_step < end_step:
+            begin, last = (phase.sample_of_step(step, self.skipped) for step in (first_step, end_step - 1))
+            # The end is found from the last sample: where it is skipped on, that belongs to the next step.
+            last = self.skipped.advance(last, phase.global_batch_size - 1)
+            yield from self.skipped.taken(begin, last + 1)

@@ -6,20 +6,22 @@ the same on every rank and for any number of ranks.
 
 Weights, datasets and global batch size may change at a resume. The state keeps them as phases; where a run asks for
 others than the last one's, `resume` adds a phase that begins there. A dataset that is left out stays in the state, so
-that it goes on where it was if it comes back.
+that it goes on where it was if it comes back. Ranges of samples that are to be skipped are kept as well, once they are
+asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from pretraining.data.mixture import Mixture, Phase
+from pretraining.data.skipped import Skipped
 from pretraining.errors import DataError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 READING_SETTINGS = ("col_name", "sep_token", "held_out_fraction")
 """How documents are read: the same for all datasets, throughout a run."""
 _NAMES_SHOWN = 12
@@ -30,6 +32,7 @@ def describe_order(
     phase: Phase,
     reading: Mapping[str, Any],
     *,
+    skipped: Sequence[tuple[int, int]] = (),
     seed: int,
     seq_length: int,
     logical_shards: int,
@@ -41,6 +44,7 @@ def describe_order(
         sources: fingerprint of each dataset by name.
         phase: the mixture of a run that begins now.
         reading: `READING_SETTINGS`; nothing for made-up data.
+        skipped: (first, end) of the samples that are skipped.
         seed: of all orders.
         seq_length: tokens a sample.
         logical_shards: pieces of a dataset.
@@ -55,12 +59,13 @@ def describe_order(
         **reading,
         "datasets": {name: dict(fingerprint) for name, fingerprint in sources.items()},
         "phases": [asdict(phase)],
+        "skipped": [list(each) for each in skipped],
     }
 
 
 def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:
     """The state once all steps before `step` are done."""
-    return {**order, "next_sample": mixture.samples_of_step(step)[0], "counts": mixture.counts_before_step(step)}
+    return {**order, "next_sample": mixture.first_sample(step), "counts": mixture.counts_before_step(step)}
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,13 @@ class Resumption:
         step: that comes next.
         mixture: over all phases, those of the state and the one that may begin here.
         order: what the order of the data depends on, with these phases.
-        new_phase: says in a line what changes here; None where the last phase goes on.
+        changes: what is other than before, a line each for the user.
     """
 
     step: int
     mixture: Mixture
     order: dict[str, Any]
-    new_phase: str | None
+    changes: tuple[str, ...]
 
 
 def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> Resumption:
@@ -97,8 +102,9 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         )
     try:
         problems = _differences(state, order, changes)
-        phases = [Phase(**phase) for phase in state["phases"]]
-        step = _step_of_sample(phases, state["next_sample"])
+        phases, next_sample = [Phase(**phase) for phase in state["phases"]], state["next_sample"]
+        before = Skipped((begin, end) for begin, end in state["skipped"])
+        step = _step_of_sample(phases, next_sample, before)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(f"the data state is damaged: {type(error).__name__}: {error}") from error
     if problems:
@@ -108,41 +114,60 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
             "Restore what differs, or start a new run in another --ckpt_save_path (weights, the list of datasets and "
             "the global batch size may change)"
         )
-    phases, begins = _with_wanted(phases, Phase(**order["phases"][0]), step)
-    mixture = Mixture(phases)
+    skipped = Skipped([*before.ranges, *_newly_skipped(order["skipped"], before, next_sample)])
+    phases, begins = _with_wanted(phases, Phase(**order["phases"][0]), step, skipped)
+    mixture = Mixture(phases, skipped)
     known = {**state["datasets"], **order["datasets"]}
     order = {
         **order,
         "datasets": {name: known[name] for name in mixture.names},
         "phases": [asdict(phase) for phase in phases],
+        "skipped": [list(each) for each in skipped.ranges],
     }
-    return Resumption(step, mixture, order, _describe_last(phases) if begins else None)
+    news = [_describe_last(phases)] if begins else []
+    news += [f"skipped: samples {begin}-{end - 1}" for begin, end in skipped.without(before)]
+    return Resumption(step, mixture, order, tuple(news))
 
 
-def _step_of_sample(phases: Sequence[Phase], sample: int) -> int:
+def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample: int) -> list[tuple[int, int]]:
+    """What is to be skipped and was not yet.
+
+    Raises:
+        DataError: it was trained on.
+    """
+    new = Skipped((begin, end) for begin, end in wanted).without(before)
+    if new and new[0][0] < next_sample:
+        raise DataError(
+            f"--skip_samples asks to skip sample {new[0][0]}, but the run has trained on all before {next_sample}: "
+            "go on from an earlier checkpoint (--ckpt_load_path, with another --ckpt_save_path), or leave it out"
+        )
+    return new
+
+
+def _step_of_sample(phases: Sequence[Phase], sample: int, skipped: Skipped) -> int:
     """The step of the last phase that begins with a sample.
 
     Raises:
         ValueError: none does, or a phase does not begin where the one before it ends.
     """
     for before, after in pairwise(phases):
-        if after != before.followed_by(after.first_step, after.global_batch_size, after.weights):
+        if after != before.followed_by(after.first_step, after.global_batch_size, after.weights, skipped):
             raise ValueError(f"the phase from step {after.first_step} does not follow from the one before")
     last = phases[-1]
-    steps, rest = divmod(sample - last.first_sample, last.global_batch_size)
-    if rest or steps < 0:
+    steps, rest = divmod(skipped.count(last.first_sample, sample), last.global_batch_size)
+    if rest or last.sample_of_step(last.first_step + steps, skipped) != sample:
         raise ValueError(f"sample {sample} is not the first of a step")
     return last.first_step + steps
 
 
-def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int) -> tuple[list[Phase], bool]:
+def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int, skipped: Skipped) -> tuple[list[Phase], bool]:
     """The phases of a run that goes on at a step as wanted, and whether the last of them begins there."""
     phases = [phase for phase in phases if phase.first_step < step]  # one that gave no sample yet is as if it never was
     if not phases:
         return [wanted], False
     if phases[-1].same_data(wanted):
         return phases, False
-    return [*phases, phases[-1].followed_by(step, wanted.global_batch_size, wanted.weights)], True
+    return [*phases, phases[-1].followed_by(step, wanted.global_batch_size, wanted.weights, skipped)], True
 
 
 def _describe_last(phases: Sequence[Phase]) -> str:

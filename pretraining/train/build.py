@@ -147,7 +147,7 @@ def _assemble(
     )
     checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch)
     on_rank_zero(lambda: write_config(config))
-    announce(parts, state, loader.new_phase, observer.note)
+    announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(
         state=state,
         restored_from=parts.restorable.path if parts.restorable else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from pretraining.config.batch import BatchPlan
@@ -42,16 +43,25 @@ def open_loader(
     limit_steps = config.evaluation.eval_batches if split == "held_out" else None
     return on_every_rank(
         lambda: build_loader(
-            opened, config.data, plan, rank, config.run.seed, vocab_size, split=split, limit_steps=limit_steps
+            opened,
+            config.data,
+            plan,
+            rank,
+            config.run.seed,
+            vocab_size,
+            split=split,
+            limit_steps=limit_steps,
+            note=lambda line: print(f"rank {rank}: {line}", file=sys.stderr, flush=True),
         )
     )
 
 
 def pace_of(loader: Loader, seq_length: int) -> Pace:
     """Tokens of a run's steps, from the first, as its training loader knows them."""
-    return Pace(
-        tuple(
-            (phase.first_step, phase.first_sample * seq_length, phase.global_batch_size * seq_length)
-            for phase in loader.reader.mixture.phases
-        )
-    )
+    phases = loader.reader.mixture.phases
+    stretches, tokens = [], 0
+    for phase, after in zip(phases, (*phases[1:], None), strict=True):
+        stretches.append((phase.first_step, tokens, phase.global_batch_size * seq_length))
+        if after is not None:
+            tokens += (after.first_step - phase.first_step) * phase.global_batch_size * seq_length
+    return Pace(tuple(stretches))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretraining.checkpoint import store
@@ -15,13 +15,13 @@ from pretraining.train.parts import Parts
 from pretraining.train.state import TrainState
 
 
-def announce(parts: Parts, state: TrainState, new_phase: str | None, note: Callable[[str], None]) -> None:
+def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Callable[[str], None]) -> None:
     """Say what is about to be trained, on what, for how long, and from where.
 
     Args:
         parts: of the run.
         state: where it stands.
-        new_phase: how its data changes here, if it does.
+        changes: how its data changes here, a line each.
         note: shows a line.
     """
     config, processes, plan, restorable = parts.config, parts.processes, parts.plan, parts.restorable
@@ -43,8 +43,8 @@ def announce(parts: Parts, state: TrainState, new_phase: str | None, note: Calla
         note(f"start       from initial weights, seed {config.run.seed}")
     else:
         note(f"start       from {restorable.path}, step {restorable.manifest.step}")
-        if new_phase is not None:
-            note(f"            {new_phase}")
+        for change in changes:
+            note(f"            {change}")
         if state.stop_step < state.total_steps:
             note(f"            this invocation ends at step {state.stop_step}")
     for path in parts.abandoned:

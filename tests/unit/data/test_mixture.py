@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pretraining.data import mixture
 from pretraining.data.mixture import Mixture, Phase, WeightTree, integer_weights
+from pretraining.data.skipped import Skipped
 from pretraining.errors import ConfigError
 
 WEIGHTS = st.lists(st.one_of(st.just(0), st.integers(1, 10), st.integers(1, 10**9)), min_size=1, max_size=40).filter(
@@ -109,12 +110,12 @@ def test_weights_that_are_all_zero_are_refused() -> None:
 
 def test_a_phase_goes_on_where_the_one_before_ended() -> None:
     first = Phase.first(4, {"a": 1, "b": 1})
-    second = first.followed_by(5, 6, {"a": 3, "c": 1})
+    second = first.followed_by(5, 6, {"a": 3, "c": 1}, Skipped())
     assert second == Phase(5, 20, 6, {"a": 3, "c": 1}, {"a": 10, "b": 10, "c": 0})
     both = Mixture([first, second])
     assert both.names == ("a", "b", "c")
-    assert both.samples_of_step(4) == (16, 20) and both.samples_of_step(5) == (20, 26)
-    assert both.samples_of_step(6) == (26, 32)
+    assert [both.first_sample(step) for step in (4, 5, 6)] == [16, 20, 26]
+    assert [both.global_batch_size(step) for step in (4, 5, 6)] == [4, 6, 6]
 
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -129,7 +130,9 @@ def test_through_any_phases_each_dataset_is_consumed_in_order_and_within_two_sam
     phases: list[Phase] = []
     step = 0
     for steps, batch, weights in wanted:
-        phases.append(phases[-1].followed_by(step, batch, weights) if phases else Phase.first(batch, weights))
+        phases.append(
+            phases[-1].followed_by(step, batch, weights, Skipped()) if phases else Phase.first(batch, weights)
+        )
         step += steps
     mixture, ends = Mixture(phases), [*(phase.first_step for phase in phases[1:]), step]
     taken = dict.fromkeys(mixture.names, 0)
@@ -138,10 +141,12 @@ def test_through_any_phases_each_dataset_is_consumed_in_order_and_within_two_sam
         assert phase.base_counts == {name: taken[name] for name in phase.base_counts}
         total, given = sum(phase.weights.values()), 0
         for step in range(phase.first_step, end):
-            assert mixture.samples_of_step(step) == (next_sample, next_sample + phase.global_batch_size)
+            assert mixture.first_sample(step) == next_sample
             assert mixture.counts_before_step(step) == taken
+            samples, *assigned = (values.tolist() for values in mixture.assign_step(step))
+            assert samples == list(range(next_sample, next_sample + phase.global_batch_size))
             next_sample += phase.global_batch_size
-            for dataset, number in zip(*(values.tolist() for values in mixture.assign_step(step)), strict=True):
+            for dataset, number in zip(*assigned, strict=True):
                 assert number == taken[mixture.names[dataset]]  # in order, no gap, no repeat
                 taken[mixture.names[dataset]] += 1
                 given += 1

@@ -124,17 +124,17 @@ def test_each_change_is_one_line_with_the_step_at_which_it_begins() -> None:
     ):
         made = numbers_loader(weights, batch)
         _, state = go_on([made], state, 10)
-        lines.append(made.new_phase)
+        lines.append(made.changes_at_resume)
     assert lines == [
-        None,
-        None,
-        "phase 2 from step 20: weights a 0.6 -> 0.5, b 0.4 -> 0.2, c added at 0.3",
-        "phase 3 from step 30: weights a 0.5 -> 1, b removed, c removed; global batch 5 -> 8 sequences",
-        "phase 4 from step 40: weights a 1 -> 0.75, b back at 0.25",
+        (),
+        (),
+        ("phase 2 from step 20: weights a 0.6 -> 0.5, b 0.4 -> 0.2, c added at 0.3",),
+        ("phase 3 from step 30: weights a 0.5 -> 1, b removed, c removed; global batch 5 -> 8 sequences",),
+        ("phase 4 from step 40: weights a 1 -> 0.75, b back at 0.25",),
     ]
     made.rewind()
     assert (
-        made.new_phase is None
+        made.changes_at_resume == ()
         and made.state_dict()["phases"] == numbers_loader({"a": 3, "b": 1}, 8).state_dict()["phases"]
     )
 
@@ -143,7 +143,7 @@ def test_a_line_names_a_dozen_datasets_at_most() -> None:
     _, state = go_on([numbers_loader({chr(97 + number): 1 for number in range(20)}, 5)], None, 1)
     made = numbers_loader({"a": 1}, 5)
     made.load_state_dict(state)
-    assert made.new_phase is not None and made.new_phase.endswith("l removed, and 8 more")
+    assert made.changes_at_resume[0].endswith("l removed, and 8 more")
 
 
 def test_a_phase_in_which_nothing_was_trained_leaves_no_trace() -> None:
@@ -156,7 +156,7 @@ def test_a_phase_in_which_nothing_was_trained_leaves_no_trace() -> None:
     begun = numbers_loader({"a": 1, "b": 1}, 4).state_dict()  # and where nothing was trained at all
     changed = numbers_loader({"c": 2}, 7)
     changed.load_state_dict(begun)
-    assert changed.state_dict() == numbers_loader({"c": 2}, 7).state_dict() and changed.new_phase is None
+    assert changed.state_dict() == numbers_loader({"c": 2}, 7).state_dict() and changed.changes_at_resume == ()
 
 
 def test_steps_before_a_change_are_what_they_were() -> None:
@@ -236,7 +236,7 @@ def test_without_weights_an_added_dataset_changes_the_mixture(config: DataConfig
     make_root(Path(config.data_path or ""), seed=5, books=80)
     after = loader(config, plan(8))
     after.load_state_dict(state)
-    line = str(after.new_phase)
+    (line,) = after.changes_at_resume
     assert line.startswith("phase 2 from step 1: weights code 0.3576 -> 0.2") and ", books added at 0.3" in line
     assert after.state_dict()["datasets"].keys() == {"books", "code", "web"}
 
@@ -261,4 +261,4 @@ def test_a_weight_of_zero_leaves_a_dataset_out_as_removing_it_does(config: DataC
         for changes in ({"datasets": ("web",)}, {"datasets": ("web", "code"), "weights": (1.0, 0.0)})
     )
     assert go_on([removed], state, 2) == go_on([zero], state, 2)
-    assert removed.new_phase == zero.new_phase and str(zero.new_phase).endswith("code removed")
+    assert removed.changes_at_resume == zero.changes_at_resume and zero.changes_at_resume[0].endswith("code removed")

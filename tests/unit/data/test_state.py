@@ -33,7 +33,7 @@ def refusal(state: dict[str, Any], config: DataConfig, batch: int = 8, seed: int
 
 
 def test_the_state_holds_what_the_order_depends_on(state: dict[str, Any]) -> None:
-    assert state["version"] == 1 and state["next_sample"] == 8 and state["seed"] == 7
+    assert state["version"] == 2 and state["next_sample"] == 8 and state["seed"] == 7
     assert state["seq_length"] == 16 and state["logical_shards"] == 4 and state["split"] == "train"
     assert state["datasets"].keys() == {"code", "web"}
     (phase,) = state["phases"]
@@ -114,8 +114,8 @@ def test_a_phase_that_does_not_follow_from_the_one_before_is_damage(config: Data
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda state: state.clear(), "version None, but this release reads version 1"),
-        (lambda state: state.update(version=2), "version 2, but this release reads version 1"),
+        (lambda state: state.clear(), "version None, but this release reads version 2"),
+        (lambda state: state.update(version=1), "version 1, but this release reads version 2"),
         (lambda state: state.pop("seed"), "damaged: KeyError: 'seed'"),
         (lambda state: state.update(datasets=3), "damaged: AttributeError"),
         (lambda state: state.update(next_sample="x"), "damaged: TypeError"),

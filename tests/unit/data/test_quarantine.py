@@ -1,0 +1,133 @@
+"""Samples that cannot be read: by default an error, in quarantine a slot without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from unit.data.token_files import opened, plan, random_documents, write_documents
+
+from pretraining.config.training import DataConfig
+from pretraining.data.batch import StepBatch
+from pretraining.data.dataset import build_loader
+from pretraining.data.loader import Loader
+from pretraining.data.quarantine import LINES_SHOWN, MOST_IN_A_ROW, Quarantine
+from pretraining.errors import DataError
+
+STEPS = 12
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    for name in ("good", "bad"):
+        write_documents(tmp_path / f"data/web/{name}.arrow", random_documents(100, seed=len(name), vocab_size=900))
+    write_documents(tmp_path / "data/code/x.arrow", random_documents(60, seed=9, vocab_size=900))
+    return DataConfig(
+        data_path=str(tmp_path / "data"), seq_length=16, logical_shards=4, num_workers=0, bad_documents="quarantine"
+    )
+
+
+def made(config: DataConfig, lines: list[str], ranks: int = 1, rank: int = 0, vocab_size: int = 1000) -> Loader:
+    return build_loader(opened(config), config, plan(8, ranks, 2), rank, 7, vocab_size, note=lines.append)
+
+
+def slots(batch: StepBatch) -> Iterator[tuple[list[int], int]]:
+    """Each row of a batch with how much of it is real."""
+    for micro_batch in batch.micro_batches:
+        lengths = micro_batch.lengths_B
+        full = torch.full((len(micro_batch.tokens_BT),), micro_batch.tokens_BT.shape[1])
+        yield from zip(micro_batch.tokens_BT.tolist(), (full if lengths is None else lengths).tolist(), strict=True)
+
+
+def damage(config: DataConfig, token: int = 999) -> None:
+    """Overwrite one token of the file, as a disk would, without a trace in names and sizes."""
+    path = Path(config.data_path or "") / "web/bad.arrow"
+    content = bytearray(path.read_bytes())
+    at = len(content) // 2 // 2 * 2
+    content[at : at + 2] = (token).to_bytes(2, "little")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_bad_token_takes_the_labels_of_its_slot_and_moves_nothing(config: DataConfig, workers: int) -> None:
+    config = replace(config, num_workers=workers)
+    lines: list[str] = []
+    with made(config, [], vocab_size=950) as whole:
+        expected = [list(slots(next(whole))) for _ in range(STEPS)]
+    damage(config)
+    bad = 0
+    with made(config, lines, vocab_size=950) as quarantining:
+        for wanted in expected:
+            for (tokens, length), (good, full) in zip(slots(next(quarantining)), wanted, strict=True):
+                assert full == 17
+                if length == 0:
+                    assert tokens == [0] * 17
+                    bad += 1
+                else:
+                    assert (tokens, length) == (good, 17)
+    assert 0 < bad < STEPS and len(lines) >= bad
+    assert all("token" in line and "bad.arrow, row " in line and "needed for sample" in line for line in lines)
+
+
+def test_on_several_ranks_the_same_slots_are_quarantined(config: DataConfig) -> None:
+    damage(config)
+    alone = made(config, [], vocab_size=950)
+    parts = [made(config, [], 2, rank, vocab_size=950) for rank in range(2)]
+    found = []
+    for _ in range(STEPS):
+        wanted = list(slots(next(alone)))
+        assert [slot for part in parts for slot in slots(next(part))] == wanted
+        found += [length for _, length in wanted]
+    assert 0 in found
+
+
+def test_by_default_it_is_an_error_that_names_the_sample(config: DataConfig) -> None:
+    damage(config)
+    running = made(replace(config, bad_documents="stop"), [], vocab_size=950)
+    with pytest.raises(DataError, match=r"bad\.arrow, row \d+: token \d+ .* is 999(.|\n)*needed for sample \d+ \(step"):
+        for _ in range(STEPS):
+            next(running)
+
+
+def test_a_file_that_goes_away_under_the_run_is_quarantined_too(config: DataConfig) -> None:
+    lines: list[str] = []
+    running = made(config, lines)
+    (Path(config.data_path or "") / "web/bad.arrow").unlink()
+    lengths = [length for _ in range(STEPS) for _, length in slots(next(running))]
+    assert set(lengths) == {0, 17} and "cannot open" in lines[0]
+
+
+def test_where_nothing_can_be_read_the_run_ends(config: DataConfig) -> None:
+    lines: list[str] = []
+    running = made(replace(config, datasets=("code",)), lines)
+    (Path(config.data_path or "") / "code/x.arrow").unlink()
+    with pytest.raises(DataError, match=rf"{MOST_IN_A_ROW} samples in a row cannot be read(.|\n)*cannot open"):
+        for _ in range(MOST_IN_A_ROW):
+            next(running)
+    assert len(lines) == LINES_SHOWN + 3  # then 32, 64 and 128
+
+
+def test_many_samples_are_counted_instead_of_named() -> None:
+    lines: list[str] = []
+    quarantine = Quarantine(lines.append)
+    for number in range(300):
+        quarantine.add(f"sample {number}")
+        quarantine.end_row()
+    assert lines[LINES_SHOWN - 1].endswith("left out: sample 19")
+    assert [line.split()[1] for line in lines[LINES_SHOWN:]] == ["32", "64", "128", "256"]
+
+
+def test_where_documents_begin_in_an_empty_slot(config: DataConfig) -> None:
+    damage(config)
+    running = made(config, [], vocab_size=950)
+    running.reader._document_mask = True
+    for _ in range(STEPS):
+        for micro_batch in next(running).micro_batches:
+            starts = micro_batch.document_starts
+            assert starts is not None
+            for row, (_, length) in enumerate(slots(StepBatch(0, 0, [micro_batch]))):
+                inside = [start for start in starts.tolist() if row * 17 <= start < (row + 1) * 17]
+                assert inside[0] == row * 17 and (length or len(inside) == 1)
