@@ -23,11 +23,12 @@ from pretraining.config.variants import resolve_shape
 from pretraining.data.dataset import OpenedDataset, OpenedDatasets, build_indices, build_loader, open_datasets
 from pretraining.data.files import list_datasets
 from pretraining.data.global_batch import BatchReader, Slots
+from pretraining.data.index import VIRTUAL_BOS
 from pretraining.data.inspected import SAMPLES_COUNTED, DatasetSummary, InspectedSlot, SpanPlace, describe_summaries
 from pretraining.data.samples import Samples
 from pretraining.data.streams import Spans
 from pretraining.data.tokenizer import load_tokenizer
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, DataError
 
 
 class Inspector:
@@ -37,10 +38,14 @@ class Inspector:
         reader: makes the batches.
         opened: the datasets; None for made-up data.
         seq_length: S.
+        quarantine: whether a sample that cannot be read is shown as such; otherwise it is an error.
     """
 
-    def __init__(self, reader: BatchReader, opened: OpenedDatasets | None, seq_length: int) -> None:
+    def __init__(
+        self, reader: BatchReader, opened: OpenedDatasets | None, seq_length: int, quarantine: bool = False
+    ) -> None:
         self._reader = reader
+        self._quarantine = quarantine
         self._datasets = {dataset.files.name: dataset for dataset in opened.datasets} if opened else {}
         self._seq_length = seq_length
 
@@ -104,14 +109,19 @@ class Inspector:
     def _slot(self, step: int, slots: Slots, slot: int, tokens: bool) -> InspectedSlot:
         source = self._reader.sources[int(slots.datasets[slot])]
         spans = source.spans(slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1])
-        ids = None
+        ids = problem = None
         if tokens:
             row = np.empty((1, self._seq_length + 1), dtype=np.int32)
-            source.read(spans, row, np.zeros(1, dtype=np.int64))
-            ids = tuple(row[0].tolist())
+            try:
+                source.read(spans, row, np.zeros(1, dtype=np.int64))
+                ids = tuple(row[0].tolist())
+            except DataError as error:
+                if not self._quarantine:
+                    raise
+                problem = str(error)
         dataset = self._datasets.get(source.name)
         places = tuple(_places(dataset, spans)) if dataset else ()
-        return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids)
+        return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids, problem)
 
     def _asked(self, first: int, last: int) -> dict[str, float]:
         """Samples of steps `first` to `last` that each dataset should give by its weights."""
@@ -199,7 +209,9 @@ def inspect(
     )
     if state is not None:
         loader.load_state_dict(state)  # refuses another order
-    inspector = Inspector(loader.reader, opened, config.data.seq_length)
+    inspector = Inspector(
+        loader.reader, opened, config.data.seq_length, quarantine=config.data.bad_documents == "quarantine"
+    )
     if asked.steps is not None:
         first, last = asked.step_range
         summaries = inspector.summary(first, last)
@@ -255,7 +267,9 @@ def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
     """Where the pieces of a sample are on disk."""
     files = dataset.index.files_of(spans.documents)
     rows = spans.documents - dataset.index.first_documents[files]
-    ends = spans.starts + spans.lengths >= dataset.index.documents["tokens"][spans.documents]
+    documents = dataset.index.documents[spans.documents]
+    has_bos = (documents["flags"] & VIRTUAL_BOS) != 0
+    ends = spans.starts + spans.lengths >= documents["tokens"].astype(np.int64) + has_bos
     columns = (column.tolist() for column in (files, rows, spans.starts, spans.lengths, ends))
     for file, row, start, length, ends_document in zip(*columns, strict=True):
         yield SpanPlace(dataset.files.path(file), row, start, length, ends_document)

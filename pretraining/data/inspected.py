@@ -21,9 +21,9 @@ class SpanPlace:
     Attributes:
         file: absolute path.
         row: of the document in the file.
-        start: first token of the piece within the document.
-        length: tokens of the piece. Where it takes in the separator that `sep_token` puts behind the document,
-            start + length is one more than the document has in the file.
+        start: first token of the piece within the document as it is trained on: the token that `bos_token` puts in
+            front counts, those that `strip_tokens` removes do not.
+        length: tokens of the piece, with the separator that `sep_token` puts behind the document if it reaches there.
         ends_document: whether the piece goes to the document's end.
     """
 
@@ -45,7 +45,8 @@ class InspectedSlot:
         dataset: that gives it.
         spans: in order; their lengths add up to S + 1, of which the last token is only ever a label. None where samples
             are made up.
-        ids: S + 1 tokens; None where they were not asked for.
+        ids: S + 1 tokens; None where they were not asked for, or cannot be read.
+        problem: why they cannot be read, where that quarantines the sample.
     """
 
     step: int
@@ -54,14 +55,16 @@ class InspectedSlot:
     dataset: str
     spans: tuple[SpanPlace, ...]
     ids: tuple[int, ...] | None
+    problem: str | None = None
 
     def document(self) -> dict[str, Any]:
         """The JSON object of `--json`, an interface: fields are added, never renamed."""
         fields = asdict(self)
         for span in fields["spans"]:
             del span["ends_document"]
-        if self.ids is None:
-            del fields["ids"]
+        for name in ("ids", "problem"):
+            if fields[name] is None:
+                del fields[name]
         return fields
 
     def describe(self, decode: Callable[[Sequence[int]], str] | None) -> Iterator[str]:
@@ -71,6 +74,8 @@ class InspectedSlot:
             decode: ids to text; None = show ids.
         """
         yield f"slot {self.slot}  sample {self.sample_id}  dataset {self.dataset}"
+        if self.problem is not None:
+            yield f"  quarantined, no labels: {self.problem}"
         at = 0
         for span in self.spans:
             end = ", to its end" if span.ends_document else ""

@@ -13,6 +13,7 @@ from unit.data.token_files import opened, plan, random_documents, write_document
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import build_loader
+from pretraining.data.inspect import Inspector
 from pretraining.data.loader import Loader
 from pretraining.data.quarantine import LINES_SHOWN, MOST_IN_A_ROW, Quarantine
 from pretraining.errors import DataError
@@ -131,3 +132,23 @@ def test_where_documents_begin_in_an_empty_slot(config: DataConfig) -> None:
             for row, (_, length) in enumerate(slots(StepBatch(0, 0, [micro_batch]))):
                 inside = [start for start in starts.tolist() if row * 17 <= start < (row + 1) * 17]
                 assert inside[0] == row * 17 and (length or len(inside) == 1)
+
+
+def test_inspect_shows_which_slots_are_quarantined(config: DataConfig) -> None:
+    damage(config)
+    running = made(config, [], vocab_size=950)
+    tolerant = Inspector(running.reader, opened(config), 16, quarantine=True)
+    strict = Inspector(running.reader, opened(config), 16)
+    found = 0
+    for step in range(1, STEPS + 1):
+        lengths = [length for _, length in slots(next(running))]
+        shown = list(tolerant.slots(step, tokens=True))
+        assert [slot.problem is None for slot in shown] == [length > 0 for length in lengths]
+        for slot in shown:
+            assert slot.spans and (slot.ids is None) == (slot.problem is not None) == ("problem" in slot.document())
+            if slot.problem is not None:
+                found += 1
+                assert f"  quarantined, no labels: {slot.problem}" in list(slot.describe(None))
+                with pytest.raises(DataError, match="is 999"):
+                    list(strict.slots(step, sample_id=slot.sample_id, tokens=True))
+    assert found
