@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 import numpy as np
 
@@ -113,7 +114,7 @@ def draw() -> str:
 
 def _draw_documents(canvas: Canvas, shard_documents: np.ndarray) -> None:
     canvas.title("documents of a dataset", "in canonical order")
-    x = LEFT
+    x = float(LEFT)
     for document, length in enumerate(LENGTHS):
         shard = int(np.searchsorted(shard_documents, document, side="right")) - 1
         canvas.box(x, length * SCALE, SHARD_COLORS[shard], str(document), opacity=_shade(document))
@@ -122,7 +123,7 @@ def _draw_documents(canvas: Canvas, shard_documents: np.ndarray) -> None:
         x += length * SCALE
     canvas.y += 38
     bounds = np.cumsum((0, *LENGTHS))[shard_documents]
-    for shard, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for shard, (begin, end) in enumerate(pairwise(bounds.tolist())):
         middle = LEFT + (begin + end) / 2 * SCALE
         canvas.text(middle, f"logical shard {shard}: {end - begin} tokens", "middle", SHARD_COLORS[shard])
     canvas.y += 40
@@ -131,7 +132,7 @@ def _draw_documents(canvas: Canvas, shard_documents: np.ndarray) -> None:
 def _draw_stream(canvas: Canvas, stream: TokenStream, tokens: int, shard: int) -> None:
     """Two passes of a shard and the samples that are cut from them."""
     canvas.title(f"stream of shard {shard}", f"samples of S = {SEQ_LENGTH} tokens")
-    x = LEFT
+    x = float(LEFT)
     for document, length in _pieces(stream, tokens, shard):
         canvas.box(x, length * SCALE, SHARD_COLORS[shard], str(document), opacity=_shade(document))
         x += length * SCALE
