@@ -80,12 +80,13 @@ class MicroBatch:
         if self.document_starts is None:
             return ModelInputs(tokens_BS, labels_BS)
 
-        starts, (rows, length) = self.document_starts.to(torch.int64), tokens_BS.shape
-        # Of S + 1 tokens a row, S are inputs: a place moves down by one for every row above it.
-        starts_BS, places = starts - starts // (length + 1), starts % (length + 1)
-        inside = starts_BS[places > 0]
-        labels_BS.view(-1).index_fill_(0, _send(inside - 1, labels_BS.device), IGNORED_LABEL)
-        begins = starts_BS[places < length]  # a piece of which only a row's last token is here has no inputs
+        rows, length = tokens_BS.shape
+        starts = self.document_starts.to(torch.int64)
+        places = starts % (length + 1)  # in their rows
+        begins = starts - starts // (length + 1)  # among inputs: of each row above, S + 1 tokens make S inputs
+        crossing = begins[places > 0] - 1  # the labels that are the first token of another document
+        labels_BS.view(-1).index_fill_(0, _send(crossing, labels_BS.device), IGNORED_LABEL)
+        begins = begins[places < length]  # a piece that begins with a row's last token has no inputs there
         lengths = torch.diff(begins, append=torch.tensor([rows * length]))
         positions_BS = _count_from_zero(begins, lengths, rows * length, tokens_BS.device).view(rows, length)
         return ModelInputs(tokens_BS, labels_BS, positions_BS, tuple(lengths.tolist()))
