@@ -86,6 +86,9 @@ class DataConfig:
         "pieces a dataset is cut into; the order of the data depends on it, the number of GPUs does not",
         minimum=1,
     )
+    document_mask: bool = setting(
+        False, "attention stays inside documents, positions restart at each, and no label crosses from one to the next"
+    )
     num_workers: int = setting(
         1, "threads that read ahead in each process; 0 = read in the training loop. The data is the same", minimum=0
     )

@@ -1,18 +1,48 @@
 """What the loader hands to a training step.
 
 A `StepBatch` is one rank's share of a global batch, already cut into micro-batches of equal shape. Tokens travel to the
-device in the narrow type that they were read in; inputs and labels are widened and shifted there, which is cheaper than
-any copy that the host would make.
+device in the narrow type that they were read in; inputs, labels and positions are made from them there, which is
+cheaper than any copy that the host would make. How far rows are filled and where documents begin stays on the host,
+which decides by it what the device is to do, and so never has to ask it.
+
+Shapes: B rows, S sequence, T = S + 1, N pieces of documents.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 IGNORED_LABEL = -100
 """Label of a position that adds nothing to the loss."""
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What the model takes, in the order of its arguments.
+
+    Attributes:
+        tokens_BS: [B, S] int64.
+        labels_BS: [B, S] int64, the token after each one, or `IGNORED_LABEL`.
+        positions_BS: [B, S] int64, each token's place in its piece of a document; None = in its row.
+        document_lengths: tokens of the pieces of documents that lie end to end in the flattened [B * S] tokens; none
+            crosses from one row to the next. None = each row is taken for one document. On the host.
+    """
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    positions_BS: torch.Tensor | None = None
+    document_lengths: tuple[int, ...] | None = None
+
+    @property
+    def attention_span(self) -> float:
+        """Tokens of the piece that a token is in, on average over tokens: S without pieces."""
+        if self.document_lengths is None:
+            return float(self.tokens_BS.size(1))
+        lengths = np.array(self.document_lengths, dtype=np.float64)
+        return float(lengths @ lengths / lengths.sum())
 
 
 @dataclass
@@ -21,10 +51,11 @@ class MicroBatch:
 
     Attributes:
         tokens_BT: [B, S + 1] uint16 or int32; the last token of a row is only ever a label.
-        lengths_B: [B] int32, tokens of each row that are real; what follows is padding, without labels. None = all.
+        lengths_B: [B] int32, tokens of each row that are real; what follows is padding, without labels. None = all. On
+            the host.
         document_starts: [N] int32, ascending: places in the flattened [B * (S + 1)] tokens at which a piece of a
             document begins. Every row's first place is one of them, and so is the place where a row's padding begins.
-            None = documents are not told apart.
+            None = documents are not told apart. On the host.
     """
 
     tokens_BT: torch.Tensor
@@ -32,22 +63,47 @@ class MicroBatch:
     document_starts: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """Copy to a device; `non_blocking` lets a copy from pinned memory overlap with computation."""
+        """Copy the tokens to a device; `non_blocking` lets a copy from pinned memory overlap with computation."""
         return replace(self, tokens_BT=self.tokens_BT.to(device, non_blocking=non_blocking))
 
-    def inputs_and_labels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Derive what the model takes, on the device that the tokens are on.
+    def model_inputs(self) -> ModelInputs:
+        """Derive what the model takes, on the device that the tokens are on and without waiting for it.
 
-        Returns:
-            tokens_BS and labels_BS, both [B, S] int64: `labels[:, i]` is the token after `tokens[:, i]`, or
-            `IGNORED_LABEL` in padding.
+        Labels are ignored in padding. Where documents are told apart, the first token of a piece is no label, since
+        what comes before it is of another document, and positions count from 0 in every piece, padding included.
         """
         tokens_BS = self.tokens_BT[:, :-1].to(torch.int64)
         labels_BS = self.tokens_BT[:, 1:].to(torch.int64)
         if self.lengths_B is not None:
-            places_T = torch.arange(1, self.tokens_BT.size(1), device=labels_BS.device)
-            labels_BS[places_T >= self.lengths_B.to(labels_BS.device)[:, None]] = IGNORED_LABEL
-        return tokens_BS, labels_BS
+            places_S = torch.arange(1, self.tokens_BT.size(1), device=labels_BS.device)  # of labels in their rows
+            labels_BS.masked_fill_(places_S >= _send(self.lengths_B, labels_BS.device)[:, None], IGNORED_LABEL)
+        if self.document_starts is None:
+            return ModelInputs(tokens_BS, labels_BS)
+
+        rows, length = tokens_BS.shape
+        starts = self.document_starts.to(torch.int64)
+        places = starts % (length + 1)  # in their rows
+        begins = starts - starts // (length + 1)  # among inputs: of each row above, S + 1 tokens make S inputs
+        crossing = begins[places > 0] - 1  # the labels that are the first token of another document
+        labels_BS.view(-1).index_fill_(0, _send(crossing, labels_BS.device), IGNORED_LABEL)
+        begins = begins[places < length]  # a piece that begins with a row's last token has no inputs there
+        lengths = torch.diff(begins, append=torch.tensor([rows * length]))
+        positions_BS = _count_from_zero(begins, lengths, rows * length, tokens_BS.device).view(rows, length)
+        return ModelInputs(tokens_BS, labels_BS, positions_BS, tuple(lengths.tolist()))
+
+
+def _count_from_zero(begins: torch.Tensor, lengths: torch.Tensor, total: int, device: torch.device) -> torch.Tensor:
+    """Place of each token in its piece, [total] int64 on the device, of pieces that lie end to end."""
+    begins, lengths = _send(torch.stack((begins, lengths)), device)
+    # The size is known here; otherwise the device would be asked for it.
+    return torch.arange(total, device=device) - torch.repeat_interleave(begins, lengths, output_size=total)
+
+
+def _send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy from the host without waiting for the device, which takes pinned memory."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 @dataclass

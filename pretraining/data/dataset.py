@@ -173,6 +173,7 @@ def build_loader(
         seq_length=config.seq_length,
         logical_shards=config.logical_shards,
         vocab_size=vocab_size,
+        document_mask=config.document_mask,
         quarantine=Quarantine(note) if config.bad_documents == "quarantine" else None,
     )
     fingerprints = {source.name: source.fingerprint() for source in sources}

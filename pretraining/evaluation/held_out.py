@@ -19,7 +19,7 @@ class Evaluator:
     """Evaluates on an interval and at the end of the run.
 
     Args:
-        model: returns the sum of losses and the number of valid tokens for (inputs, labels).
+        model: returns the sum of losses and the number of valid tokens for a micro-batch's `ModelInputs`.
         open_batches: opens the held-out batches of one evaluation, from the first; None = never evaluate.
         device: of the model.
         interval: how often; the run's last step is always evaluated.
@@ -59,8 +59,10 @@ class Evaluator:
         with open_batches() as batches:
             for batch in batches:
                 for micro_batch in batch.micro_batches:
-                    inputs, labels = micro_batch.to(self._device, non_blocking=True).inputs_and_labels()
-                    loss_sum, valid_tokens = self._model(inputs, labels)
+                    inputs = micro_batch.to(self._device, non_blocking=True).model_inputs()
+                    loss_sum, valid_tokens = self._model(
+                        inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
+                    )
                     totals += torch.stack([loss_sum.double(), valid_tokens.double()])
         reshard_model(self._model)
         dist.all_reduce(totals)

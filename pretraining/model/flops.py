@@ -22,7 +22,7 @@ def matmul_parameters(shape: LlamaShape) -> int:
     return shape.num_hidden_layers * (attention + feed_forward) + shape.hidden_size * shape.vocab_size
 
 
-def flops_per_token(shape: LlamaShape, seq_length: int) -> int:
+def flops_per_token(shape: LlamaShape, seq_length: float) -> float:
     """Floating-point operations that training needs for one token: 6 x matmul parameters + 6·L·(H·E)·S.
 
     Matrices: a token and a parameter meet in one multiplication and one addition, 2 FLOPs. Backward does it twice more,
@@ -37,7 +37,8 @@ def flops_per_token(shape: LlamaShape, seq_length: int) -> int:
 
     Args:
         shape: dimensions of the model.
-        seq_length: S, tokens a sequence.
+        seq_length: S, tokens a sequence. Where attention stays inside documents, the tokens of the document that a
+            token is in, on average over tokens: the formula is linear in it.
     """
     attention = 6 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * seq_length
     return 6 * matmul_parameters(shape) + attention

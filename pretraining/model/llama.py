@@ -56,7 +56,11 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, tokens_BS: Tensor, labels_BS: Tensor | None = None, positions_BS: Tensor | None = None
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        document_lengths: tuple[int, ...] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Predicts the token after each one.
 
@@ -64,14 +68,17 @@ class Llama(nn.Module):
             tokens_BS: token ids, int64 [B, S].
             labels_BS: the token that follows each one, already shifted (`labels[:, i]` is what comes after
                 `tokens[:, i]`), int64 [B, S]; -100 where nothing is to be learned.
-            positions_BS: position of each token for the rotary embedding, integers [B, S]; none = 0 .. S-1. Attention
-                reaches all earlier tokens of the sequence whatever the positions are.
+            positions_BS: position of each token for the rotary embedding, integers [B, S]; none = 0 .. S-1. What
+                attention reaches does not depend on them.
+            document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens, none across
+                two rows; attention then reaches earlier tokens of the same document. None = all earlier tokens of the
+                row.
 
         Returns:
             Without labels the logits [B, S, V], in the dtype of the parameters. With labels the cross-entropy summed
             over valid labels (float32 scalar, nats) and their number (int64 scalar).
         """
-        hidden_BSD = self.model(tokens_BS, positions_BS)
+        hidden_BSD = self.model(tokens_BS, positions_BS, document_lengths)
         logits_BSV: Tensor = self.lm_head(hidden_BSD)
         return logits_BSV if labels_BS is None else cross_entropy_sum(logits_BSV, labels_BS)
 
@@ -86,14 +93,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.num_hidden_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, positions_BS: Tensor | None, document_lengths: tuple[int, ...] | None
+    ) -> Tensor:
         """Hidden states [B, S, D] of tokens [B, S]; arguments as in `Llama.forward`."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device)[None]
         rotation = compute_rotation(self.shape, positions_BS)
         x_BSD = self.embed_tokens(tokens_BS)
         for block in self.layers:
-            x_BSD = block(x_BSD, rotation)
+            x_BSD = block(x_BSD, rotation, document_lengths)
         return self.norm(x_BSD)
 
 
@@ -107,9 +116,9 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation) -> Tensor:
-        """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles, see `rope.py`."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation)
+    def forward(self, x_BSD: Tensor, rotation: Rotation, document_lengths: tuple[int, ...] | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles (`rope.py`), for lengths see `Llama.forward`."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, document_lengths)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 

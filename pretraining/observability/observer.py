@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Protocol
@@ -49,6 +50,10 @@ class Outcome(Protocol):
     def learning_rate(self) -> float:
         """Of the update."""
 
+    @property
+    def attention_span(self) -> float:
+        """Tokens of the document or row that a token of this rank is in, on average."""
+
 
 class Observer:
     """Reports of a run.
@@ -56,7 +61,7 @@ class Observer:
     Args:
         interval: how often to report; where an invocation ends is always reported.
         total_steps: of the run, for the time left.
-        flops_per_token: of the model, forward and backward.
+        flops_per_token: of the model, forward and backward, for the tokens that attention spans on average.
         peak_tflops: of a device, or None where it is not known.
         device: of the step's tensors.
         stopwatch: shared with whoever spends time on something else than training.
@@ -70,7 +75,7 @@ class Observer:
         *,
         interval: Interval,
         total_steps: int,
-        flops_per_token: float,
+        flops_per_token: Callable[[float], float],
         peak_tflops: float | None,
         device: torch.device,
         stopwatch: Stopwatch,
@@ -112,6 +117,7 @@ class Observer:
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
         self._valid_tokens += torch.where(kept, outcome.valid_tokens, 0)
         self._skipped += outcome.skipped
+        self._attention_spans += outcome.attention_span
         if state.stopping or self._interval.is_due(state):
             self._report(state.progress, outcome)
 
@@ -130,12 +136,15 @@ class Observer:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._valid_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._attention_spans = 0.0
 
     def _report(self, now: Progress, outcome: Outcome) -> None:
         assert self._start is not None and self._reported is not None
-        dist.all_reduce(self._loss_sum)
-        loss_sum, valid_tokens, skipped, grad_norm = (
-            value.item() for value in (self._loss_sum, self._valid_tokens, self._skipped, outcome.grad_norm)
+        sums = torch.stack((self._loss_sum, torch.full_like(self._loss_sum, self._attention_spans)))
+        dist.all_reduce(sums)
+        loss_sum, attention_spans = sums.tolist()
+        valid_tokens, skipped, grad_norm = (
+            value.item() for value in (self._valid_tokens, self._skipped, outcome.grad_norm)
         )
         memory = self._memory_of_the_fullest_rank()
         seconds, spent = self._stopwatch.lap()  # after `.item()`: the device has finished the steps
@@ -144,7 +153,7 @@ class Observer:
         rate = (now.tokens - self._reported.tokens) / seconds
         overall_rate = (now.tokens - self._start.tokens) / self._stopwatch.overall_training_seconds
         tokens_per_step = (now.tokens - self._reported.tokens) / steps
-        model_tflops = self._flops_per_token * rate / gpus / 1e12
+        model_tflops = self._flops_per_token(attention_spans / (steps * gpus)) * rate / gpus / 1e12
         report = Report(
             step=now.steps,
             tokens_seen=now.tokens,

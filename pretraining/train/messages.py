@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretraining.checkpoint import store
+from pretraining.checkpoint.state import Manifest
+from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import TrainConfig
+from pretraining.config.values import format_value
 from pretraining.model.flops import parameter_count
 from pretraining.observability.progress import format_seconds
 from pretraining.observability.trackers import METRICS_FILE
@@ -45,6 +48,9 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
         note(f"start       from {restorable.path}, step {restorable.manifest.step}")
         for change in changes:
             note(f"            {change}")
+        before, now = _had_document_mask(restorable.manifest), config.data.document_mask
+        if before != now:
+            note(f"            document_mask was {format_value(before)} and is {format_value(now)} from here on")
         if state.stop_step < state.total_steps:
             note(f"            this invocation ends at step {state.stop_step}")
     for path in parts.abandoned:
@@ -77,3 +83,9 @@ def conclude(
         lines.append(f"  go on        the same command with --num_steps={2 * max(state.step, state.total_steps)}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     return "\n".join(lines)
+
+
+def _had_document_mask(manifest: Manifest) -> bool:
+    """Whether the checkpoint's last step had one; the order of the data does not depend on it, so no phase says it."""
+    settings = parse_recipe(manifest.config, "config of a checkpoint")
+    return any(setting.name == "data.document_mask" and setting.raw == "true" for setting in settings)

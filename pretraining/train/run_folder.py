@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,7 +70,7 @@ def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState) -> Obs
     return Observer(
         interval=Interval(config.report.report_interval, parts.training_tokens),
         total_steps=parts.total_steps,
-        flops_per_token=flops_per_token(parts.shape, config.data.seq_length),
+        flops_per_token=partial(flops_per_token, parts.shape),
         peak_tflops=peak,
         device=device,
         stopwatch=stopwatch,

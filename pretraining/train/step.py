@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class StepContext:
     """What a step works with.
 
     Attributes:
-        model: sharded; returns (sum of losses, valid tokens) for inputs and labels.
+        model: sharded; returns (sum of losses, valid tokens) for a micro-batch's `ModelInputs`.
         sync: between its ranks, micro-batch by micro-batch.
         parameters: of the model, as sharded.
         optimizer: over them.
@@ -59,6 +60,8 @@ class StepOutcome:
         grad_norm: of the whole gradient before clipping.
         skipped: whether the update was left out because the gradient was not finite.
         learning_rate: of the update.
+        attention_span: tokens of the document (without a document mask: the row) that a token of this rank is in, on
+            average; on the host.
     """
 
     loss_sum: torch.Tensor
@@ -66,6 +69,7 @@ class StepOutcome:
     grad_norm: torch.Tensor
     skipped: torch.Tensor
     learning_rate: float
+    attention_span: float
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
@@ -76,16 +80,18 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         batch: this rank's micro-batches of the global batch.
         step: updates done before this one.
     """
-    pairs = [
-        micro_batch.to(context.device, non_blocking=True).inputs_and_labels() for micro_batch in batch.micro_batches
+    micro_batches = [
+        micro_batch.to(context.device, non_blocking=True).model_inputs() for micro_batch in batch.micro_batches
     ]
-    valid_tokens = torch.stack([(labels_BS != IGNORED_LABEL).sum() for _, labels_BS in pairs]).sum()
+    valid_tokens = torch.stack([(inputs.labels_BS != IGNORED_LABEL).sum() for inputs in micro_batches]).sum()
     # One process would only wake a thread of gloo's beside those that compute.
     counting = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
     loss_sum = torch.zeros((), dtype=torch.float32, device=context.device)
-    for index, (inputs_BS, labels_BS) in enumerate(pairs):
-        context.sync.next_backward(is_last=index == len(pairs) - 1)
-        micro_loss_sum, _ = context.model(inputs_BS, labels_BS)
+    for index, inputs in enumerate(micro_batches):
+        context.sync.next_backward(is_last=index == len(micro_batches) - 1)
+        micro_loss_sum, _ = context.model(
+            inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
+        )
         if index == 0 and counting is not None:
             counting.wait()  # the count was under way during the first forward
         (micro_loss_sum / valid_tokens.clamp(min=1)).backward()
@@ -99,4 +105,5 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     skip_update_if(context.optimizer, skipped)
     context.optimizer.step()
     context.optimizer.zero_grad(set_to_none=True)
-    return StepOutcome(loss_sum, valid_tokens, norm, skipped, learning_rate)
+    attention_span = fmean(inputs.attention_span for inputs in micro_batches)
+    return StepOutcome(loss_sum, valid_tokens, norm, skipped, learning_rate, attention_span)

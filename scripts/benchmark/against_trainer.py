@@ -32,7 +32,8 @@ class Rows(torch.utils.data.Dataset):
         self._rows: list[dict[str, torch.Tensor]] = []
         for micro_batches in batches_in_memory(config, shape):
             for micro_batch in micro_batches:
-                for inputs_S, labels_S in zip(*micro_batch.inputs_and_labels(), strict=True):
+                inputs = micro_batch.model_inputs()  # made-up rows are a document each: a document mask changes nothing
+                for inputs_S, labels_S in zip(inputs.tokens_BS, inputs.labels_BS, strict=True):
                     self._rows.append({"input_ids": inputs_S, "labels": labels_S, "shift_labels": labels_S})
 
     def __len__(self) -> int:

@@ -33,20 +33,17 @@ def bare(config: TrainConfig, turn: Turn) -> None:
         mesh = build_mesh(config.parallel, 1, 1, device.type)
         model = build_model(shape, config, mesh, device, initialize=True)
         optimizer = build_adamw(model, config.optimizer)
-        steps = [
-            [micro_batch.inputs_and_labels() for micro_batch in micro_batches]
-            for micro_batches in batches_in_memory(config, shape)
-        ]
-        if device.type == "cuda":
-            steps = [[(inputs.pin_memory(), labels.pin_memory()) for inputs, labels in step] for step in steps]
+        steps = batches_in_memory(config, shape)
         report_steps = int(config.report.report_interval.amount)
         reported: float | None = None
         losses = torch.zeros((), device=device)
         for number, step in enumerate(steps, start=1):
             turn.before_step(reported)
-            for inputs, labels in step:
-                inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-                loss_sum, valid_tokens = model(inputs, labels)
+            for micro_batch in step:
+                inputs = micro_batch.to(device, non_blocking=True).model_inputs()
+                loss_sum, valid_tokens = model(
+                    inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
+                )
                 loss = loss_sum / (valid_tokens * len(step))
                 loss.backward()
                 losses += loss.detach()

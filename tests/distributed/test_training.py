@@ -70,18 +70,23 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
 
 
 def test_a_run_goes_on_with_any_number_of_processes_and_any_strategy(data_path: Path, tmp_path: Path) -> None:
-    common = ["num_steps=12", "batch_size=2", "global_batch_size=6"]
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    train_runs(1, data_path, [[*common, f"ckpt_save_path={whole}"]])
+    kinds = {"plain": [], "masked": ["document_mask=true"]}
+    common = ["num_steps=12", "batch_size=2"]
+    train_runs(
+        1,
+        data_path,
+        [[*common, *kind, "global_batch_size=6", f"ckpt_save_path={tmp_path}/{name}"] for name, kind in kinds.items()],
+    )
     stages = [(2, "ddp"), (4, "hsdp"), (1, "zero2"), (3, "fsdp")]
     for processes, strategy in stages:
-        stage = [
-            "num_steps=12",
-            "batch_size=2",
-            "run_steps=3",
-            f"sharding_strategy={strategy}",
-            f"ckpt_save_path={moved}",
-        ]
+        stage = [*common, "run_steps=3", f"sharding_strategy={strategy}"]
         # The global batch is kept from the checkpoint; only the first stage has to name it.
-        train_runs(processes, data_path, [[*stage, *(["global_batch_size=6"] if processes == 2 else [])]])
-    assert losses_of(moved) == pytest.approx(losses_of(whole), rel=1e-4)
+        stage += ["global_batch_size=6"] if processes == 2 else []
+        train_runs(
+            processes,
+            data_path,
+            [[*stage, *kind, f"ckpt_save_path={tmp_path}/{name}_moved"] for name, kind in kinds.items()],
+        )
+    for name in kinds:
+        assert losses_of(tmp_path / f"{name}_moved") == pytest.approx(losses_of(tmp_path / name), rel=1e-4)
+    assert losses_of(tmp_path / "masked") != pytest.approx(losses_of(tmp_path / "plain"), rel=1e-4)

@@ -176,4 +176,4 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(example, names)
-    assert names["inputs"].shape == (8, 1024) and names["state"]["next_sample"] == 32
+    assert names["inputs"].tokens_BS.shape == (8, 1024) and names["state"]["next_sample"] == 32

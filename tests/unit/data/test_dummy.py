@@ -11,9 +11,9 @@ CONFIG = DataConfig(use_dummy_dataset=True, seq_length=16, num_workers=0)
 
 def test_every_token_is_followed_by_the_next_number() -> None:
     micro_batch = next(loader(CONFIG, vocab_size=50)).micro_batches[0]
-    tokens_BS, labels_BS = micro_batch.inputs_and_labels()
-    assert ((tokens_BS + 1) % 50 == labels_BS).all()
-    assert tokens_BS.shape == (8, 16)
+    inputs = micro_batch.model_inputs()
+    assert ((inputs.tokens_BS + 1) % 50 == inputs.labels_BS).all()
+    assert inputs.tokens_BS.shape == (8, 16)
 
 
 def test_a_sample_is_a_function_of_its_number_seed_and_split() -> None:

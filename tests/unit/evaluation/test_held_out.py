@@ -20,7 +20,13 @@ pytestmark = pytest.mark.usefixtures("single_process")
 class LossIsInput(nn.Module):
     """The loss of a position is its input token; positions with ignored labels do not count."""
 
-    def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_lengths: tuple[int, ...] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         valid = labels_BS != -100
         return (tokens_BS * valid).sum().float(), valid.sum()
 

@@ -45,6 +45,16 @@ def test_flops_are_six_a_matmul_parameter_and_half_the_attention_matrix(name: st
     assert 3 * attention / 2 == (flops_per_token(shape, length) - 6 * matmul_parameters(shape)) * length
 
 
+def test_documents_cost_what_a_row_of_their_mean_length_over_tokens_would() -> None:
+    shape, lengths = VARIANTS["tiny"], (100, 28, 1, 127)
+    with FlopCounterMode(display=False) as counter:
+        meta_model(shape)(torch.zeros(2, 128, dtype=torch.int64, device="meta"), None, None, lengths)
+    operations = counter.get_flop_counts()["Global"]
+    operations.pop(torch.ops.aten.mm)
+    span = sum(length**2 for length in lengths) / 256
+    assert 3 * sum(operations.values()) / 2 == (flops_per_token(shape, span) - 6 * matmul_parameters(shape)) * 256
+
+
 @pytest.mark.parametrize(
     ("variant", "seq_length", "expected"),
     [

@@ -44,12 +44,19 @@ class Recorder:
         self.closed += 1
 
 
-def observe(recorder: Recorder, losses: list[float], *, every: int, skipped: tuple[int, ...] = ()) -> Observer:
+def observe(
+    recorder: Recorder,
+    losses: list[float],
+    *,
+    every: int,
+    skipped: tuple[int, ...] = (),
+    spans: tuple[float, ...] = (10.0,),
+) -> Observer:
     """Observe steps of 10 tokens and 2 seconds with the given mean losses."""
     observer = Observer(
         interval=Interval(Duration(every, "steps"), None),
         total_steps=len(losses),
-        flops_per_token=1e12,
+        flops_per_token=lambda span: span * 1e11,
         peak_tflops=20.0,
         device=torch.device("cpu"),
         stopwatch=Stopwatch(lambda: recorder.now),
@@ -69,6 +76,7 @@ def observe(recorder: Recorder, losses: list[float], *, every: int, skipped: tup
                     grad_norm=torch.tensor(0.5),
                     skipped=torch.tensor(index in skipped),
                     learning_rate=0.1,
+                    attention_span=spans[index % len(spans)],
                 ),
             )
     return observer
@@ -92,6 +100,12 @@ def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:
     assert report.mfu == pytest.approx(5.0 / 20.0)  # 5 tokens/s at 1 TFLOP each, of 20 TFLOP/s
     assert report.time_left_seconds == pytest.approx(4.0)
     assert report.memory_gib > 0 and report.memory_reserved_gib is None
+
+
+def test_mfu_counts_attention_as_far_as_it_reached_on_average_over_the_interval() -> None:
+    recorder = Recorder()
+    observe(recorder, [1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))
+    assert [report.mfu for report in recorder.reports] == pytest.approx([0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0])
 
 
 def test_a_skipped_step_is_counted_and_does_not_spoil_the_mean() -> None:

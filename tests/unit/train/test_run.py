@@ -253,6 +253,21 @@ def test_weights_datasets_and_batch_change_at_a_resume_and_the_length_in_tokens_
     assert "finished already, at step 14 of 14" in capsys.readouterr().out
 
 
+def test_a_document_mask_may_change_at_a_resume_and_this_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    run, common = tmp_path / "run", [f"data_path={data}", "num_steps=6", "sep_token=0"]
+    start(run, *common, "run_steps=2")
+    start(run, *common, "run_steps=2", "document_mask=true")
+    assert "document_mask was false and is true from here on\n" in capsys.readouterr().out
+    start(run, *common, "run_steps=1", "document_mask=true")
+    assert "document_mask was" not in capsys.readouterr().out
+    start(run, *common)
+    assert "document_mask was true and is false from here on\n" in capsys.readouterr().out
+    assert tokens_seen(run) == [64 * step for step in range(1, 7)]
+
+
 def test_inspect_shows_what_was_trained_before_and_after_a_phase_began(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

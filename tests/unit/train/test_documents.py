@@ -1,0 +1,125 @@
+"""With a document mask, documents that share a row train as if each had one of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from tiny_shape import TINY_SHAPE
+from torch import Tensor
+from unit.data.packed_rows import Row, pack, packed_rows
+from unit.train.test_step import context_for_step, values
+
+from pretraining.data.batch import ModelInputs, StepBatch
+from pretraining.model.llama import Llama
+from pretraining.train.step import train_step
+
+
+def llama() -> Llama:
+    """With weights large enough that a token of another document would show."""
+    model = Llama(TINY_SHAPE)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def inputs_of(width: int, rows: list[Row]) -> ModelInputs:
+    return pack(width, rows, vocab_size=TINY_SHAPE.vocab_size).model_inputs()
+
+
+def logits_of(model: Llama, inputs: ModelInputs) -> Tensor:
+    return model(inputs.tokens_BS, None, inputs.positions_BS, inputs.document_lengths)
+
+
+def loss_of(model: Llama, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+    return model(inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths)
+
+
+def gradients_of(model: Llama, loss_sum: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss_sum, list(model.parameters())))
+
+
+def documents_of(width: int, rows: list[Row]) -> list[tuple[int, int, Tensor]]:
+    """Row, place and tokens of every piece of a document."""
+    tokens = pack(width, rows, vocab_size=TINY_SHAPE.vocab_size).tokens_BT.long()
+    return [
+        (number, sum(row[:index]), tokens[number, sum(row[:index]) :][:length])
+        for number, row in enumerate(rows)
+        for index, length in enumerate(row)
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(packed_rows())
+def test_logits_are_those_of_each_document_alone(batch: tuple[int, list[Row]]) -> None:
+    model = llama()
+    logits = logits_of(model, inputs_of(*batch))
+    for row, place, tokens in documents_of(*batch):
+        packed = logits[row, place : place + len(tokens)]  # without the row's last token, which is no input
+        if len(packed):
+            torch.testing.assert_close(packed, model(tokens[None, : len(packed)])[0], atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(packed_rows())
+def test_loss_and_gradients_are_the_sums_of_those_of_each_document_alone(batch: tuple[int, list[Row]]) -> None:
+    model = llama()
+    loss_sum, count = loss_of(model, inputs_of(*batch))
+    gradients = gradients_of(model, loss_sum)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+    expected, expected_count = torch.zeros(()), 0
+    summed = [torch.zeros_like(gradient) for gradient in gradients]
+    for _, _, tokens in documents_of(*batch):
+        if len(tokens) > 1:
+            alone, labels = model(tokens[None, :-1], tokens[None, 1:])
+            expected, expected_count = expected + alone.detach(), expected_count + int(labels)
+            torch._foreach_add_(summed, gradients_of(model, alone))
+    assert int(count) == expected_count
+    torch.testing.assert_close(loss_sum, expected, atol=1e-5, rtol=1e-5)
+    for gradient, other in zip(gradients, summed, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_changed_token_changes_its_own_document_from_there_on_and_no_other() -> None:
+    model, inputs = llama(), inputs_of(11, [[4, 3, 4], [2, 6]])
+    before = logits_of(model, inputs)
+    inputs.tokens_BS[0, 5] += 1  # the middle one of the second document's three
+    changed = (logits_of(model, inputs) != before).any(dim=-1)
+    assert changed.nonzero().tolist() == [[0, 5], [0, 6]]
+
+
+def test_what_stands_in_padding_changes_nothing() -> None:
+    model, inputs = llama(), inputs_of(9, [[4, 2], [], [9]])
+    loss_sum, count = loss_of(model, inputs)
+    gradients = gradients_of(model, loss_sum)
+    assert int(count) == 3 + 1 + 8
+    inputs.tokens_BS[0, 6:], inputs.tokens_BS[1] = 7, 5
+    loss_with_other, _ = loss_of(model, inputs)
+    assert torch.equal(loss_with_other, loss_sum)
+    for gradient, other in zip(gradients, gradients_of(model, loss_with_other), strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_step_is_the_same_whether_documents_share_rows_or_not() -> None:
+    rows = [[4, 3, 2], [9], [5, 4]]
+    alone = pack(9, [[length] for row in rows for length in row])
+    for number, (_, _, tokens) in enumerate(documents_of(9, rows)):
+        alone.tokens_BT[number, : len(tokens)] = tokens.int()
+
+    outcomes, weights = [], []
+    for micro_batches in ([pack(9, rows, vocab_size=TINY_SHAPE.vocab_size), pack(9, [[], [], []])], [alone]):
+        context = context_for_step()
+        outcomes.append(train_step(context, StepBatch(0, 0, micro_batches), 0))
+        weights.append(values(context))
+    for outcome in outcomes:
+        assert int(outcome.valid_tokens) == sum(length - 1 for row in rows for length in row)
+        assert float(outcome.loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
+        assert float(outcome.grad_norm) == pytest.approx(float(outcomes[0].grad_norm), rel=1e-5)
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    # The last token of a row is no input: 4 + 3 + 1, 8, 5 + 3, and three rows of padding.
+    assert outcomes[0].attention_span == pytest.approx((16 + 9 + 1 + 64 + 25 + 9 + 3 * 64) / 48)
