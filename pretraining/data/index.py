@@ -9,8 +9,9 @@
 
 Documents have canonical numbers: files by sorted path, rows in order. A document belongs to the held-out split by a
 hash of (dataset, path, row), so adding files or rows moves no other document; to the rest of the data path the
-documents of the other split are empty ones. Where a separator ends documents it is a virtual token: it counts in
-lengths and is written when tokens are read, never stored.
+documents of the other split are empty ones. Tokens that are stripped from a document's ends are none of its tokens.
+What is put around every document are virtual tokens: they count in lengths and are written when tokens are read, never
+stored. A document of which no stored token is left has length 0, and no virtual tokens.
 
 An index is valid for exactly one listing and one `IndexSettings`. `index_build.py` makes it.
 """
@@ -35,7 +36,7 @@ BLOCK_DOCUMENTS = 1024
 """Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
 SPLITS = ("train", "held_out")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"PTINDEX\0"
 TRAILER = struct.Struct("<Q8s")
 DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
@@ -52,12 +53,18 @@ class IndexSettings:
         column: of the token lists.
         sep_token: virtual token after each document that does not end with it; None = none.
         held_out_fraction: of the documents.
+        bos_token: virtual token before each document that does not begin with it; None = none.
+        strip_tokens: removed at documents' ends before all else, ascending.
+        min_length: documents of which fewer tokens are left count as empty, virtual tokens not counted.
     """
 
     dataset: str
     column: str
     sep_token: int | None
     held_out_fraction: float
+    bos_token: int | None = None
+    strip_tokens: tuple[int, ...] = ()
+    min_length: int = 1
 
     @property
     def digest(self) -> str:
@@ -159,7 +166,7 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
     """Tokens that documents have in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
     flags = documents["flags"]
     lengths = documents["tokens"].astype(np.int64)
-    lengths += flags & VIRTUAL_SEP
+    lengths += (flags & VIRTUAL_SEP) // VIRTUAL_SEP + (flags & VIRTUAL_BOS) // VIRTUAL_BOS
     lengths[(flags & HELD_OUT) != held_out] = 0
     return lengths
 

@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from pretraining.data.arrow import read_document_layout
+from pretraining.data.document_ends import documents_as_trained
 from pretraining.data.files import DatasetFiles, describe_changes
 from pretraining.data.index import (
     BLOCK_DOCUMENTS,
@@ -29,7 +30,6 @@ from pretraining.data.index import (
     MAGIC,
     SPLITS,
     TRAILER,
-    VIRTUAL_SEP,
     Index,
     IndexSettings,
     find_index,
@@ -42,7 +42,7 @@ from pretraining.errors import DataError
 
 _PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
-_LARGEST_LENGTH = 2**32 - 2  # a length is 32 bits, and a virtual token may come on top
+_LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may come on top
 
 
 def build_index(
@@ -99,6 +99,8 @@ def build_index(
 def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
     """Which rows of a file belong to the held-out split, [rows] bool: those whose hash is below the fraction."""
     threshold = int(settings.held_out_fraction * 2**64)
+    if threshold == 0:
+        return np.zeros(rows, dtype=bool)
     if threshold >= 2**64:
         return np.ones(rows, dtype=bool)
     key = derive_key(Purpose.HELD_OUT, text_key(settings.dataset, path))
@@ -153,17 +155,14 @@ def _write_index(
 def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tuple[np.ndarray, int]:
     """The documents of one file, [rows] `DOCUMENT`, and its bytes a token."""
     path = files.path(number)
-    layout = read_document_layout(path, settings.column, settings.sep_token)
-    documents = np.zeros(len(layout.lengths), dtype=DOCUMENT)
+    layout = read_document_layout(path, settings.column)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
     if len(too_long):
         row = too_long[0]
         raise DataError(
             f"{path}, row {row}: a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})"
         )
-    documents["offset"], documents["tokens"] = layout.offsets, layout.lengths
-    if settings.sep_token is not None:
-        documents["flags"][~layout.ends_with_sep] |= VIRTUAL_SEP
+    documents = documents_as_trained(layout, settings)
     documents["flags"][held_out_mask(settings, files.paths[number], len(documents))] |= HELD_OUT
     return documents, layout.width
 

@@ -60,7 +60,7 @@ def test_blocks_are_totals_of_their_documents(tmp_path: Path, monkeypatch: pytes
 def test_a_separator_is_counted_where_it_is_not_there_already(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 9], [1, 2], [], [9]])
     index = build_index(files(tmp_path), dataclasses.replace(SETTINGS, sep_token=9))
-    assert lengths_of(index) == [2, 3, 1, 1]
+    assert lengths_of(index) == [2, 3, 0, 1]
 
 
 def test_splits_share_no_document_and_lose_none(tmp_path: Path) -> None:
@@ -114,8 +114,11 @@ def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
         dataclasses.replace(SETTINGS, held_out_fraction=0.1),
         dataclasses.replace(SETTINGS, column="ids"),
         dataclasses.replace(SETTINGS, dataset="code"),
+        dataclasses.replace(SETTINGS, bos_token=0),
+        dataclasses.replace(SETTINGS, strip_tokens=(0,)),
+        dataclasses.replace(SETTINGS, min_length=2),
     ]
-    assert len({settings.digest for settings in different}) == 5
+    assert len({settings.digest for settings in different}) == len(different)
     (tmp_path / "web/y.arrow").unlink()
     build_index(files(tmp_path), SETTINGS)
     assert find_index(files(tmp_path), different[1], None) is None
