@@ -36,6 +36,8 @@ BLOCK_DOCUMENTS = 1024
 """Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
 SPLITS = ("train", "held_out")
 
+_BLOCKS_MAPPED = 32  # the system maps 64 KiB or more with each
+
 FORMAT_VERSION = 2
 MAGIC = b"PTINDEX\0"
 TRAILER = struct.Struct("<Q8s")
@@ -98,6 +100,7 @@ class Index:
             if size < TRAILER.size:
                 raise DataError(f"index {path} is damaged")
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._looks = 0
         header_bytes, magic = TRAILER.unpack_from(self._content, size - TRAILER.size)
         if magic != MAGIC or header_bytes > size - TRAILER.size:
             raise DataError(f"index {path} is damaged")
@@ -115,6 +118,23 @@ class Index:
     def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
         """Whether it was made from these files with these settings."""
         return self.header["files"] == files.digest and self.header["settings"] == settings.digest
+
+    def documents_at(self, numbers: np.ndarray) -> np.ndarray:
+        """The `DOCUMENT`s with these canonical numbers, copied."""
+        blocks = numbers // BLOCK_DOCUMENTS
+        self.note_looks(1 + int(np.count_nonzero(blocks[1:] != blocks[:-1])))
+        return self.documents[numbers]
+
+    def note_looks(self, blocks: int) -> None:
+        """Count blocks that were looked at, and let go of them once they are many.
+
+        What is looked at in a mapped file counts as memory of this process until it is let go; it stays in the system's
+        file cache, shared by all processes, and is mapped again when it is needed, within microseconds.
+        """
+        self._looks += blocks
+        if self._looks > _BLOCKS_MAPPED and hasattr(mmap, "MADV_DONTNEED"):
+            self._looks = 0
+            self._content.madvise(mmap.MADV_DONTNEED)
 
     def files_of(self, documents: np.ndarray) -> np.ndarray:
         """Number of the file that holds each document."""
@@ -159,6 +179,7 @@ class Split:
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
         """Tokens of documents [begin, end), virtual ones included, int64."""
+        self._index.note_looks(1)
         return split_lengths(self._index.documents[begin:end], self._held_out)
 
 

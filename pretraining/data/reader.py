@@ -159,7 +159,7 @@ class DocumentReader:
 
     def _copy(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
         """Bring the spans, each to its place, into the flat `target`, which is as wide as the widest file."""
-        documents = self._index.documents[spans.documents]
+        documents = self._index.documents_at(spans.documents)
         files = self._index.files_of(spans.documents)
         ends = spans.starts + spans.lengths
         # Stored tokens of a document are numbered from 0, or from 1 where a virtual one is in front of them.
