@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,9 +67,10 @@ class OpenFile:
                 raise DataError(f"{self.path} ends at byte {offset:,}, before its documents do: it was truncated")
             target, offset = target[count:], offset + count
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # The default keeps the function: when a program ends, the module may be emptied before the last file goes.
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            close(self._descriptor)
 
 
 OpenFiles = RecentlyUsed[OpenFile]
