@@ -144,17 +144,18 @@ def _weights_belong_to_datasets(config: TrainConfig) -> Problems:
             yield f"--datasets={format_value(datasets)} names {name} {times} times; give it once, with a larger weight"
 
 
-@_rule("sep_token", "vocab_size", "model_variant")
-def _separator_is_in_the_vocabulary(config: TrainConfig) -> Problems:
+@_rule("bos_token", "sep_token", "vocab_size", "model_variant")
+def _virtual_tokens_are_in_the_vocabulary(config: TrainConfig) -> Problems:
     model = config.model
     if model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
         return
     vocab_size = resolve_shape(ModelConfig(model_variant=model.model_variant, vocab_size=model.vocab_size)).vocab_size
-    if config.data.sep_token is not None and config.data.sep_token >= vocab_size:
-        yield (
-            f"--sep_token={config.data.sep_token} is outside a vocabulary of {vocab_size} (0 to {vocab_size - 1}): "
-            "change --sep_token or --vocab_size"
-        )
+    for name, token in (("bos_token", config.data.bos_token), ("sep_token", config.data.sep_token)):
+        if token is not None and token >= vocab_size:
+            yield (
+                f"--{name}={token} is outside a vocabulary of {vocab_size} (0 to {vocab_size - 1}): "
+                f"change --{name} or --vocab_size"
+            )
 
 
 @_rule("global_batch_size", "grad_accum_steps")

@@ -76,10 +76,24 @@ class DataConfig:
         (), "proportions of the datasets, comma list in their order; empty = in proportion to their tokens"
     )
     seq_length: int = setting(4096, "tokens a sequence", minimum=1)
+    bos_token: int | None = setting(
+        None,
+        "token id that begins every document (not doubled where it is there already); none = nothing before documents",
+        minimum=0,
+    )
     sep_token: int | None = setting(
         None,
         "token id that ends every document (not doubled where it is there already); none = nothing between documents",
         minimum=0,
+    )
+    strip_tokens: tuple[int, ...] = setting(
+        (),
+        "token ids removed at both ends of every document, as many as there are, before bos_token and sep_token are "
+        "looked at, comma list",
+        minimum=0,
+    )
+    min_length: int = setting(
+        1, "documents that hold fewer tokens, after strip_tokens, are left out; 1 = only empty ones are", minimum=1
     )
     logical_shards: int = setting(
         1024,

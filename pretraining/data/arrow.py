@@ -5,6 +5,9 @@ index:
 
     footer -> record batches -> metadata -> positions of the column's buffers -> list offsets -> bytes of each row
 
+A document is a row, a list of integers. Some tools write a column of plain integers instead: there a record batch is a
+document, its rows are the tokens, and its number stands for the row.
+
 Files of one document a record batch have as many metadata blocks as documents, so these are read together: the first
 one is parsed, and every other one that has the same bytes apart from its numbers (checked byte by byte) has its numbers
 at the same places. The few that differ are parsed singly.
@@ -12,26 +15,27 @@ at the same places. The few that differ are parsed singly.
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from pretraining.data.arrow_metadata import MAGIC, NUMBERS, ColumnPlace, batch_numbers, read_footer, record_batches
+from pretraining.data.arrow_metadata import (
+    FLAT_NUMBERS,
+    LIST_NUMBERS,
+    MAGIC,
+    ColumnPlace,
+    Footer,
+    batch_numbers,
+    read_footer,
+)
+from pretraining.data.arrow_schema import locate_column
 from pretraining.errors import DataError
 
-TOKEN_WIDTHS = {
-    pa.uint8(): 1,
-    pa.uint16(): 2,
-    pa.int16(): 2,
-    pa.uint32(): 4,
-    pa.int32(): 4,
-    pa.uint64(): 8,
-    pa.int64(): 8,
-}
-"""Bytes a token. Negative numbers read as very large ones, and so as beyond any vocabulary."""
+_SMALL_FILE_BYTES = 1 << 16
+"""Files up to this size are read as a whole, which is faster than to map them."""
 
 
 @dataclass(frozen=True)
@@ -41,160 +45,151 @@ class DocumentLayout:
     Attributes:
         offsets: [n] int64, bytes from the start of the file to a document's first token.
         lengths: [n] int64, in tokens.
-        ends_with_sep: [n] bool, whether the last token is the separator; all False where none was asked for.
         width: bytes a token.
+        tokens: the file as unsigned integers of this width, a multiple of which is the offset of every document that is
+            not empty.
     """
 
     offsets: np.ndarray
     lengths: np.ndarray
-    ends_with_sep: np.ndarray
     width: int
+    tokens: np.ndarray
 
 
-def read_document_layout(path: str, column: str, sep_token: int | None = None) -> DocumentLayout:
+def read_document_layout(path: str, column: str) -> DocumentLayout:
     """Find the documents of an Arrow IPC file.
 
     Args:
         path: of the file.
         column: name of the column of token lists.
-        sep_token: token to look for at the documents' ends.
 
     Raises:
         DataError: the file is truncated or damaged, has no such column, or the column cannot be read in place.
     """
     try:
-        size = Path(path).stat().st_size
-        if size < 2 * len(MAGIC) + 6:
-            raise DataError(f"{path} is damaged: {size} bytes are no Arrow file")
-        content = np.memmap(path, dtype=np.uint8, mode="r")
+        content = _content(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(content) < 2 * len(MAGIC) + 6:
+        raise DataError(f"{path} is damaged: {len(content)} bytes are no Arrow file")
     try:
-        return _layout(path, content, column, sep_token)
+        footer = read_footer(path, content)
+        place = locate_column(path, footer.schema, column)
+        numbers = batch_numbers(path, content, footer, place)
+        if place.is_flat:
+            offsets, lengths = _batches(path, footer, dict(zip(FLAT_NUMBERS, numbers, strict=True)), place, column)
+        else:
+            numbered = dict(zip(LIST_NUMBERS, numbers, strict=True))
+            offsets, lengths = _rows(path, content, footer, numbered, place, column)
     except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged: its structure points outside the file") from error
+    return DocumentLayout(offsets, lengths, place.width, _as_integers(content, f"<u{place.width}"))
 
 
-def _layout(path: str, content: np.ndarray, column: str, sep_token: int | None) -> DocumentLayout:
-    footer = read_footer(path, content)
-    schema = _schema(path)
-    place = _locate_column(path, schema, column)
-    blocks = record_batches(path, content, footer)
-    numbers = dict(zip(NUMBERS, batch_numbers(path, content, blocks, place).T, strict=True))
-    _check_batches(path, content, blocks, numbers, place, column)
-    body = blocks["offset"] + blocks["metadata_bytes"]
-
-    rows = numbers["rows"]
-    batch = np.repeat(np.arange(len(rows)), rows)  # of each row
-    row_in_batch = np.arange(len(batch)) - np.repeat(np.cumsum(rows) - rows, rows)
-    list_offsets = content[: len(content) // place.offset_bytes * place.offset_bytes].view(f"<i{place.offset_bytes}")
-    at = ((body + numbers["offsets_at"]) // place.offset_bytes)[batch] + row_in_batch
-    begins = list_offsets[at].astype(np.int64)
-    ends = list_offsets[at + 1].astype(np.int64)
-
-    wrong = np.flatnonzero((begins < 0) | (ends < begins) | (ends > (numbers["tokens_bytes"] // place.width)[batch]))
-    if len(wrong):
-        raise DataError(f"{path} is damaged: row {wrong[0]} lies outside the tokens of its record batch")
-    lengths = ends - begins
-    lengths[_null_rows(content, body, numbers, batch, row_in_batch)] = 0
-    offsets = (body + numbers["tokens_at"])[batch] + begins * place.width
-
-    ends_with_sep = np.zeros(len(lengths), dtype=bool)
-    if sep_token is not None and sep_token < 1 << 8 * place.width:
-        tokens = content[: len(content) // place.width * place.width].view(f"<u{place.width}")
-        filled = np.flatnonzero(lengths)
-        ends_with_sep[filled] = tokens[offsets[filled] // place.width + lengths[filled] - 1] == sep_token
-    return DocumentLayout(offsets, lengths, ends_with_sep, place.width)
-
-
-def _schema(path: str) -> pa.Schema:
-    """The file's schema; the library checks the footer while it reads it."""
+def _content(path: str) -> np.ndarray:
+    """The bytes of a file, read or mapped."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
-        with pa.memory_map(path) as source:
-            return pa.ipc.open_file(source).schema
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
+        size = os.fstat(descriptor).st_size
+        if size <= _SMALL_FILE_BYTES:
+            return np.frombuffer(os.read(descriptor, size), dtype=np.uint8)
+        return np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+    finally:
+        os.close(descriptor)
 
 
-def _locate_column(path: str, schema: pa.Schema, column: str) -> ColumnPlace:
-    names = schema.names
-    if column not in names:
-        raise DataError(f"{path} has no column '{column}', but {', '.join(names) or 'none at all'}: give --col_name")
-    kind = schema.field(column).type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not is_list or kind.value_type not in TOKEN_WIDTHS:
-        raise DataError(
-            f"column '{column}' of {path} holds {kind}, but documents are lists of integers, such as list<uint16>"
-        )
-    node = buffer = 0
-    for field in schema:
-        if field.name == column:
-            break
-        nodes, buffers = _parts(path, field.type)
-        node, buffer = node + nodes, buffer + buffers
-    return ColumnPlace(node, buffer, 8 if pa.types.is_large_list(kind) else 4, TOKEN_WIDTHS[kind.value_type])
+def _as_integers(content: np.ndarray, dtype: str) -> np.ndarray:
+    """A file as integers, without the bytes that are left over at its end."""
+    width = np.dtype(dtype).itemsize
+    return content[: len(content) // width * width].view(dtype)
 
 
-def _parts(path: str, kind: pa.DataType) -> tuple[int, int]:
-    """How many field nodes and buffers a column of a type has, with its children's."""
-    types = pa.types
-    if isinstance(kind, pa.BaseExtensionType):
-        return _parts(path, kind.storage_type)
-    if types.is_null(kind):
-        return 1, 0
-    if (
-        types.is_dictionary(kind)
-        or types.is_primitive(kind)
-        or types.is_decimal(kind)
-        or types.is_fixed_size_binary(kind)
-    ):
-        return 1, 2
-    if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
-        return 1, 3
-    if types.is_struct(kind) or types.is_fixed_size_list(kind):
-        own, children = (1, 1), [kind.field(number).type for number in range(kind.num_fields)]
-    elif types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
-        own, children = (1, 2), [kind.field(number).type for number in range(kind.num_fields)]
-    else:
-        raise DataError(
-            f"{path} has a column of type {kind} before the tokens, which is not supported: write the tokens first"
-        )
-    parts = [own, *(_parts(path, child) for child in children)]
-    return sum(nodes for nodes, _ in parts), sum(buffers for _, buffers in parts)
-
-
-def _check_batches(
-    path: str, content: np.ndarray, blocks: np.ndarray, numbers: dict[str, np.ndarray], place: ColumnPlace, column: str
-) -> None:
-    """Refuse what cannot be read in place, before any of it is looked at."""
-    rows, body = numbers["rows"], blocks["offset"] + blocks["metadata_bytes"]
-    for start, bytes_needed in (
-        ("offsets_at", np.where(rows > 0, (rows + 1) * place.offset_bytes, 0)),
-        ("tokens_at", numbers["tokens_bytes"]),
-        ("validity_at", np.where(numbers["null_rows"] > 0, (rows + 7) // 8, 0)),
-    ):
-        outside = (rows < 0) | (rows > blocks["body_bytes"]) | (numbers[start] < 0) | (bytes_needed < 0)
-        outside |= numbers[start] > blocks["body_bytes"] - bytes_needed
-        if outside.any():
-            raise DataError(f"{path} is damaged: record batch {np.flatnonzero(outside)[0]} reaches beyond its bytes")
-    short = np.flatnonzero((rows > 0) & (numbers["offsets_bytes"] < (rows + 1) * place.offset_bytes))
-    if len(short):
-        raise DataError(f"{path} is damaged: record batch {short[0]} has fewer list offsets than rows")
+def _rows(
+    path: str,
+    content: np.ndarray,
+    footer: Footer,
+    numbers: dict[str, np.ndarray],
+    place: ColumnPlace,
+    column: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and lengths of the rows of a column of lists."""
+    bodies = footer.offsets + footer.metadata_bytes
+    rows = numbers["rows"]
+    needed = (rows + (rows > 0)) * place.offset_bytes
+    _check_inside(path, footer, rows, numbers["offsets_at"], needed)
+    _check_inside(path, footer, rows, numbers["tokens_at"], numbers["tokens_bytes"])
+    has_nulls = numbers["null_rows"] > 0
+    if has_nulls.any():
+        _check_inside(path, footer, rows, numbers["validity_at"], np.where(has_nulls, (rows + 7) // 8, 0))
+    short = numbers["offsets_bytes"] < needed
+    if short.any():
+        raise DataError(f"{path} is damaged: record batch {np.flatnonzero(short)[0]} has fewer list offsets than rows")
     nulls = np.flatnonzero(numbers["null_tokens"])
     if len(nulls):
         raise DataError(
             f"column '{column}' of {path} has missing tokens (null) in rows from {rows[: nulls[0]].sum()} on"
         )
-    crooked = (body + numbers["offsets_at"]) % place.offset_bytes + (body + numbers["tokens_at"]) % place.width
-    if crooked[rows > 0].any():
+    list_starts, token_starts = bodies + numbers["offsets_at"], bodies + numbers["tokens_at"]
+    _check_aligned(path, rows, list_starts % place.offset_bytes + token_starts % place.width)
+
+    batch = np.repeat(np.arange(len(rows)), rows)  # of each row
+    row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
+    at = (list_starts // place.offset_bytes)[batch] + row_in_batch
+    list_offsets = _as_integers(content, f"<i{place.offset_bytes}")
+    begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
+    wrong = (begins < 0) | (ends < begins) | (ends > (numbers["tokens_bytes"] // place.width)[batch])
+    if wrong.any():
+        row = np.flatnonzero(wrong)[0]
+        raise DataError(f"{path} is damaged: row {row} lies outside the tokens of its record batch")
+    lengths = ends - begins
+    if has_nulls.any():
+        lengths[_null_rows(content, bodies + numbers["validity_at"], has_nulls, batch, row_in_batch)] = 0
+    return token_starts[batch] + begins * place.width, lengths
+
+
+def _batches(
+    path: str, footer: Footer, numbers: dict[str, np.ndarray], place: ColumnPlace, column: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and lengths of the record batches of a column of plain integers."""
+    tokens = numbers["tokens"]
+    _check_inside(path, footer, tokens, numbers["tokens_at"], numbers["tokens_bytes"])
+    short = numbers["tokens_bytes"] < tokens * place.width
+    if short.any():
+        raise DataError(f"{path} is damaged: record batch {np.flatnonzero(short)[0]} has fewer tokens than rows")
+    nulls = np.flatnonzero(numbers["null_tokens"])
+    if len(nulls):
+        raise DataError(f"column '{column}' of {path} has missing tokens (null) in record batch {nulls[0]}")
+    starts = footer.offsets + footer.metadata_bytes + numbers["tokens_at"]
+    _check_aligned(path, tokens, starts % place.width)
+    return starts, tokens
+
+
+def _check_inside(path: str, footer: Footer, rows: np.ndarray, starts: np.ndarray, needed: np.ndarray) -> None:
+    """Refuse buffers that reach out of the bodies of their record batches, before any of them is looked at."""
+    bodies = footer.body_bytes
+    outside = (rows < 0) | (rows > bodies) | (starts < 0) | (needed < 0) | (starts > bodies - needed)
+    if outside.any():
+        raise DataError(f"{path} is damaged: record batch {np.flatnonzero(outside)[0]} reaches beyond its bytes")
+
+
+def _check_aligned(path: str, rows: np.ndarray, remainders: np.ndarray) -> None:
+    if remainders[rows > 0].any():
         raise DataError(f"{path} is not aligned as the Arrow format asks: write it anew with an Arrow library")
 
 
 def _null_rows(
-    content: np.ndarray, body: np.ndarray, numbers: dict[str, np.ndarray], batch: np.ndarray, row_in_batch: np.ndarray
+    content: np.ndarray, starts: np.ndarray, has_nulls: np.ndarray, batch: np.ndarray, row_in_batch: np.ndarray
 ) -> np.ndarray:
-    """Numbers of the rows that are null; they are empty documents, whatever their offsets say."""
-    rows = np.flatnonzero(numbers["null_rows"][batch] > 0)
+    """Numbers of the rows that are null; they are empty documents, whatever their offsets say.
+
+    Args:
+        content: the file.
+        starts: [batches], where the bits of each record batch's rows are.
+        has_nulls: [batches], whether these bits are there.
+        batch: of each row.
+        row_in_batch: of each row.
+    """
+    rows = np.flatnonzero(has_nulls[batch])
     bits = row_in_batch[rows]
-    valid = content[(body + numbers["validity_at"])[batch[rows]] + bits // 8] >> (bits % 8).astype(np.uint8) & 1
+    valid = content[starts[batch[rows]] + bits // 8] >> (bits % 8).astype(np.uint8) & 1
     return rows[valid == 0]

@@ -15,7 +15,8 @@ import numpy as np
 from pretraining.errors import DataError
 
 MAGIC = b"ARROW1"
-NUMBERS = (
+FLAT_NUMBERS = ("tokens", "null_tokens", "tokens_at", "tokens_bytes")
+LIST_NUMBERS = (
     "rows",
     "null_rows",
     "null_tokens",
@@ -25,7 +26,8 @@ NUMBERS = (
     "tokens_at",
     "tokens_bytes",
 )
-"""What is read from a record batch's metadata, in this order. Positions count from the start of the batch's body."""
+"""What is read from a record batch's metadata, in this order, where the column is of plain integers and where it is of
+lists. Positions count from the start of the batch's body."""
 
 _BATCHES_AT_ONCE = 4096
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata_bytes", "<i4"), ("_", "<i4"), ("body_bytes", "<i8")])
@@ -33,16 +35,48 @@ _BLOCK = np.dtype([("offset", "<i8"), ("metadata_bytes", "<i4"), ("_", "<i4"), (
 
 @dataclass(frozen=True)
 class ColumnPlace:
-    """Where the column's parts stand in the metadata of a record batch, and how wide its numbers are."""
+    """Where the column's parts stand in the metadata of a record batch, and how wide its numbers are.
+
+    Attributes:
+        node, buffer: number of the column's first field node, and of its first buffer.
+        offset_bytes: of a list offset; 0 where the column is not of lists but of plain integers.
+        width: bytes a token.
+    """
 
     node: int
     buffer: int
     offset_bytes: int
     width: int
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether the column is of plain integers: a record batch is a document then."""
+        return self.offset_bytes == 0
 
-def read_footer(path: str, content: np.ndarray) -> bytes:
-    """The file's footer, a FlatBuffer."""
+
+@dataclass(frozen=True)
+class Footer:
+    """What a file's footer says.
+
+    Attributes:
+        offsets: [batches] int64, bytes from the file's start to each record batch.
+        metadata_bytes: [batches] int64, of each.
+        body_bytes: [batches] int64, of each; the body follows the metadata.
+        schema: the footer, a FlatBuffer, with zeros in place of the numbers above.
+    """
+
+    offsets: np.ndarray
+    metadata_bytes: np.ndarray
+    body_bytes: np.ndarray
+    schema: bytes
+
+
+def read_footer(path: str, content: np.ndarray) -> Footer:
+    """Read the footer of a file.
+
+    Raises:
+        DataError: the file does not end as it should, or cannot be read in place.
+    """
     tail = content[-10:].tobytes()
     if tail[4:] != MAGIC:
         if content[:4].tobytes() == b"\xff\xff\xff\xff":
@@ -51,11 +85,7 @@ def read_footer(path: str, content: np.ndarray) -> bytes:
     (length,) = struct.unpack_from("<i", tail)
     if not 0 < length <= len(content) - 10 - len(MAGIC):
         raise DataError(f"{path} is damaged: its footer says that it is {length} bytes long")
-    return content[-10 - length : -10].tobytes()
-
-
-def record_batches(path: str, content: np.ndarray, footer: bytes) -> np.ndarray:
-    """The positions of the record batches, [batches] `_BLOCK`."""
+    footer = content[-10 - length : -10].tobytes()
     root = _follow(footer, 0)
     schema = _field(footer, root, 1)
     endianness = None if schema is None else _field(footer, _follow(footer, schema), 0)
@@ -63,48 +93,52 @@ def record_batches(path: str, content: np.ndarray, footer: bytes) -> np.ndarray:
         raise DataError(f"{path} was written in big-endian order: write it anew on a little-endian machine")
     field = _field(footer, root, 3)
     if field is None:
-        return np.zeros(0, dtype=_BLOCK)
+        nothing = np.zeros(0, dtype=np.int64)
+        return Footer(nothing, nothing, nothing, footer)
     vector = _follow(footer, field)
     (count,) = struct.unpack_from("<I", footer, vector)
-    if vector + 4 + count * _BLOCK.itemsize > len(footer):
+    begin, end = vector + 4, vector + 4 + count * _BLOCK.itemsize
+    if end > len(footer):
         raise IndexError
-    blocks = np.frombuffer(footer, dtype=_BLOCK, count=count, offset=vector + 4)
-    offset, metadata_bytes, body_bytes = blocks["offset"], blocks["metadata_bytes"], blocks["body_bytes"]
-    wrong = (offset < 0) | (metadata_bytes < 8) | (body_bytes < 0) | (body_bytes > len(content))
-    if (wrong | (offset > len(content) - metadata_bytes - body_bytes)).any():
+    blocks = np.frombuffer(footer, dtype=_BLOCK, count=count, offset=begin)
+    offsets, body_bytes = blocks["offset"], blocks["body_bytes"]
+    metadata_bytes = blocks["metadata_bytes"].astype(np.int64)
+    wrong = (offsets < 0) | (metadata_bytes < 8) | (body_bytes < 0) | (body_bytes > len(content))
+    if (wrong | (offsets > len(content) - metadata_bytes - body_bytes)).any():
         raise IndexError
-    return blocks
+    return Footer(offsets, metadata_bytes, body_bytes, footer[:begin] + bytes(end - begin) + footer[end:])
 
 
-def batch_numbers(path: str, content: np.ndarray, blocks: np.ndarray, place: ColumnPlace) -> np.ndarray:
-    """Read `NUMBERS` from the metadata of every record batch, [batches, len(NUMBERS)] int64."""
-    numbers = np.zeros((len(blocks), len(NUMBERS)), dtype=np.int64)
-    if len(blocks) == 0:
+def batch_numbers(path: str, content: np.ndarray, footer: Footer, place: ColumnPlace) -> np.ndarray:
+    """Read `LIST_NUMBERS` or `FLAT_NUMBERS` from the metadata of every record batch, [numbers, batches] int64."""
+    names = FLAT_NUMBERS if place.is_flat else LIST_NUMBERS
+    batches = len(footer.offsets)
+    numbers = np.zeros((len(names), batches), dtype=np.int64)
+    if batches == 0:
         return numbers
-    first = _metadata(content, blocks[0])
+    begins, ends = footer.offsets, footer.offsets + footer.metadata_bytes
+    first = content[begins[0] : ends[0]].tobytes()
     positions, free = _positions(path, first, place)
-    numbers[0] = _read(first, positions)
+    numbers[:, 0] = _read(first, positions)
+    if batches == 1:
+        return numbers
     fixed = np.ones(len(first), dtype=bool)
     for begin, end in free:
         fixed[begin:end] = False
     expected = np.frombuffer(first, dtype=np.uint8)[fixed]
-    for begin in range(1, len(blocks), _BATCHES_AT_ONCE):
-        chunk = np.arange(begin, min(begin + _BATCHES_AT_ONCE, len(blocks)))
-        alike = chunk[blocks["metadata_bytes"][chunk] == len(first)]
+    for start in range(1, batches, _BATCHES_AT_ONCE):
+        chunk = np.arange(start, min(start + _BATCHES_AT_ONCE, batches))
+        alike = chunk[footer.metadata_bytes[chunk] == len(first)]
         # batches L (bytes of metadata)
-        metadata = content[blocks["offset"][alike][:, None] + np.arange(len(first))]
+        metadata = content[begins[alike][:, None] + np.arange(len(first))]
         same = (metadata[:, fixed] == expected).all(axis=1)
         alike, metadata = alike[same], metadata[same]
         for number, at in enumerate(positions):
-            numbers[alike, number] = np.ascontiguousarray(metadata[:, at : at + 8]).view("<i8")[:, 0]
+            numbers[number, alike] = np.ascontiguousarray(metadata[:, at : at + 8]).view("<i8")[:, 0]
         for batch in np.setdiff1d(chunk, alike, assume_unique=True):
-            single = _metadata(content, blocks[batch])
-            numbers[batch] = _read(single, _positions(path, single, place)[0])
+            single = content[begins[batch] : ends[batch]].tobytes()
+            numbers[:, batch] = _read(single, _positions(path, single, place)[0])
     return numbers
-
-
-def _metadata(content: np.ndarray, block: np.ndarray) -> bytes:
-    return content[block["offset"] : block["offset"] + block["metadata_bytes"]].tobytes()
 
 
 def _read(metadata: bytes, positions: list[int]) -> list[int]:
@@ -112,7 +146,7 @@ def _read(metadata: bytes, positions: list[int]) -> list[int]:
 
 
 def _positions(path: str, metadata: bytes, place: ColumnPlace) -> tuple[list[int], list[tuple[int, int]]]:
-    """Parse a record batch's metadata: where `NUMBERS` stand in it, and all ranges of bytes that are plain numbers."""
+    """Parse a record batch's metadata: where the numbers asked for stand, and all ranges of bytes that are numbers."""
     begin = 8 if metadata[:4] == b"\xff\xff\xff\xff" else 4  # format V4 has no continuation marker
     message = _follow(metadata, begin)
     header = _field(metadata, message, 2)
@@ -127,13 +161,16 @@ def _positions(path: str, metadata: bytes, place: ColumnPlace) -> tuple[list[int
         raise IndexError
     nodes, buffers = _follow(metadata, nodes_field), _follow(metadata, buffers_field)
     node_count, buffer_count = (struct.unpack_from("<I", metadata, vector)[0] for vector in (nodes, buffers))
-    if node_count < place.node + 2 or buffer_count < place.buffer + 4:
+    own_nodes, own_buffers = (1, 2) if place.is_flat else (2, 4)
+    if node_count < place.node + own_nodes or buffer_count < place.buffer + own_buffers:
         raise IndexError
     nodes, buffers = nodes + 4, buffers + 4
     free = [(nodes, nodes + 16 * node_count), (buffers, buffers + 16 * buffer_count)]
     free += [(at, at + 8) for at in (_field(metadata, message, 3), _field(metadata, batch, 0)) if at is not None]
     node, buffer = nodes + 16 * place.node, buffers + 16 * place.buffer
-    # A node is (length, nulls), a buffer (offset, length).
+    # A node is (length, nulls), a buffer (offset, length). Integers have one node, and buffers (validity, values).
+    if place.is_flat:
+        return [node, node + 8, buffer + 16, buffer + 24], free
     # A list has nodes (list, values) and buffers (list's validity, list offsets, values' validity, values).
     return [node, node + 8, node + 24, buffer, buffer + 16, buffer + 24, buffer + 48, buffer + 56], free
 

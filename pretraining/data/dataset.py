@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import DataConfig
@@ -47,7 +47,7 @@ class OpenedDataset:
     index: Index
 
     def tokens(self, split: SplitName) -> int:
-        """Tokens of a split, virtual separators included."""
+        """Tokens of a split, virtual ones included."""
         return self.index.split(split).tokens
 
 
@@ -143,13 +143,14 @@ def build_loader(
         note: told, in lines for the user, of samples that are quarantined; maybe from another thread.
 
     Raises:
-        ConfigError: weights do not match the datasets, or sep_token is not in the vocabulary.
+        ConfigError: weights do not match the datasets, or bos_token or sep_token is not in the vocabulary.
         DataError: a dataset has too few tokens for one sample.
     """
-    if config.sep_token is not None and config.sep_token >= vocab_size:
-        raise ConfigError(
-            f"sep_token={config.sep_token} is not in the vocabulary of {vocab_size} tokens: give a smaller --sep_token"
-        )
+    for name, token in (("bos_token", config.bos_token), ("sep_token", config.sep_token)):
+        if token is not None and token >= vocab_size:
+            raise ConfigError(
+                f"{name}={token} is not in the vocabulary of {vocab_size} tokens: give a smaller --{name}"
+            )
     sources: list[Samples]
     if opened is None:
         sources = [DummySamples(config.seq_length, config.logical_shards, seed, split, vocab_size)]
@@ -177,7 +178,7 @@ def build_loader(
         quarantine=Quarantine(note) if config.bad_documents == "quarantine" else None,
     )
     fingerprints = {source.name: source.fingerprint() for source in sources}
-    reading = {} if opened is None else {name: getattr(config, name) for name in READING_SETTINGS}
+    reading = {} if opened is None else _reading_settings(config)
     order = describe_order(
         fingerprints,
         phase,
@@ -192,13 +193,28 @@ def build_loader(
 
 
 def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
-    return IndexSettings(files.name, config.col_name, config.sep_token, float(config.held_out_fraction))
+    return IndexSettings(
+        dataset=files.name,
+        column=config.col_name,
+        sep_token=config.sep_token,
+        held_out_fraction=float(config.held_out_fraction),
+        bos_token=config.bos_token,
+        strip_tokens=tuple(sorted(set(config.strip_tokens))),
+        min_length=config.min_length,
+    )
+
+
+def _reading_settings(config: DataConfig) -> dict[str, Any]:
+    """`READING_SETTINGS` as JSON gives them back."""
+    values = {name: getattr(config, name) for name in READING_SETTINGS}
+    return {**values, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
 def _stream_samples(
     dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, vocab_size: int, split: SplitName
 ) -> StreamSamples:
-    reader = DocumentReader(dataset.files, dataset.index, (None, config.sep_token), vocab_size, opened.open_files)
+    virtual = (config.bos_token, config.sep_token)
+    reader = DocumentReader(dataset.files, dataset.index, virtual, vocab_size, opened.open_files)
     return StreamSamples(
         dataset.files,
         dataset.index,

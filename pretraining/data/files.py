@@ -17,6 +17,8 @@ from pathlib import Path
 from pretraining.config.training import DataConfig
 from pretraining.errors import DataError
 
+COUNTS_FILES = "meta/*counts*.csv"
+"""What other tools write beside their datasets: how many documents and tokens there are in each file."""
 _NAMES_SHOWN = 12
 
 
@@ -54,7 +56,8 @@ def list_datasets(config: DataConfig) -> Listing:
     """Find the token files of the configured datasets.
 
     Args:
-        config: `data_path`, `datasets` (empty: every sub-folder with token files) and `file_type`.
+        config: `data_path`, `datasets` (empty: every sub-folder with token files, except a `meta` that holds counts of
+            them) and `file_type`.
 
     Raises:
         DataError: a folder is missing or holds no token files.
@@ -75,7 +78,9 @@ def list_datasets(config: DataConfig) -> Listing:
             if not files:
                 raise DataError(f"dataset '{name}' has no *{suffix} files in {root / name}; {_what_is_in(root / name)}")
     else:
-        found = {name: _scan(root / name, suffix) for name in _sub_folders(root)}
+        has_counts = any(root.glob(COUNTS_FILES))
+        names = [name for name in _sub_folders(root) if not (has_counts and name == "meta")]
+        found = {name: _scan(root / name, suffix) for name in names}
         found = {name: files for name, files in found.items() if files}
         if not found:
             raise DataError(_nothing_found(root, suffix))

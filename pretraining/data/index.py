@@ -9,8 +9,9 @@
 
 Documents have canonical numbers: files by sorted path, rows in order. A document belongs to the held-out split by a
 hash of (dataset, path, row), so adding files or rows moves no other document; to the rest of the data path the
-documents of the other split are empty ones. Where a separator ends documents it is a virtual token: it counts in
-lengths and is written when tokens are read, never stored.
+documents of the other split are empty ones. Tokens that are stripped from a document's ends are none of its tokens.
+What is put around every document are virtual tokens: they count in lengths and are written when tokens are read, never
+stored. A document of which no stored token is left has length 0, and no virtual tokens.
 
 An index is valid for exactly one listing and one `IndexSettings`. `index_build.py` makes it.
 """
@@ -35,7 +36,9 @@ BLOCK_DOCUMENTS = 1024
 """Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
 SPLITS = ("train", "held_out")
 
-FORMAT_VERSION = 1
+_BLOCKS_MAPPED = 32  # the system maps 64 KiB or more with each
+
+FORMAT_VERSION = 2
 MAGIC = b"PTINDEX\0"
 TRAILER = struct.Struct("<Q8s")
 DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
@@ -52,12 +55,18 @@ class IndexSettings:
         column: of the token lists.
         sep_token: virtual token after each document that does not end with it; None = none.
         held_out_fraction: of the documents.
+        bos_token: virtual token before each document that does not begin with it; None = none.
+        strip_tokens: removed at documents' ends before all else, ascending.
+        min_length: documents of which fewer tokens are left count as empty, virtual tokens not counted.
     """
 
     dataset: str
     column: str
     sep_token: int | None
     held_out_fraction: float
+    bos_token: int | None = None
+    strip_tokens: tuple[int, ...] = ()
+    min_length: int = 1
 
     @property
     def digest(self) -> str:
@@ -91,6 +100,7 @@ class Index:
             if size < TRAILER.size:
                 raise DataError(f"index {path} is damaged")
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._looks = 0
         header_bytes, magic = TRAILER.unpack_from(self._content, size - TRAILER.size)
         if magic != MAGIC or header_bytes > size - TRAILER.size:
             raise DataError(f"index {path} is damaged")
@@ -108,6 +118,23 @@ class Index:
     def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
         """Whether it was made from these files with these settings."""
         return self.header["files"] == files.digest and self.header["settings"] == settings.digest
+
+    def documents_at(self, numbers: np.ndarray) -> np.ndarray:
+        """The `DOCUMENT`s with these canonical numbers, copied."""
+        blocks = numbers // BLOCK_DOCUMENTS
+        self.note_looks(1 + int(np.count_nonzero(blocks[1:] != blocks[:-1])))
+        return self.documents[numbers]
+
+    def note_looks(self, blocks: int) -> None:
+        """Count blocks that were looked at, and let go of them once they are many.
+
+        What is looked at in a mapped file counts as memory of this process until it is let go; it stays in the system's
+        file cache, shared by all processes, and is mapped again when it is needed, within microseconds.
+        """
+        self._looks += blocks
+        if self._looks > _BLOCKS_MAPPED and hasattr(mmap, "MADV_DONTNEED"):
+            self._looks = 0
+            self._content.madvise(mmap.MADV_DONTNEED)
 
     def files_of(self, documents: np.ndarray) -> np.ndarray:
         """Number of the file that holds each document."""
@@ -152,6 +179,7 @@ class Split:
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
         """Tokens of documents [begin, end), virtual ones included, int64."""
+        self._index.note_looks(1)
         return split_lengths(self._index.documents[begin:end], self._held_out)
 
 
@@ -159,7 +187,7 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
     """Tokens that documents have in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
     flags = documents["flags"]
     lengths = documents["tokens"].astype(np.int64)
-    lengths += flags & VIRTUAL_SEP
+    lengths += (flags & VIRTUAL_SEP) // VIRTUAL_SEP + (flags & VIRTUAL_BOS) // VIRTUAL_BOS
     lengths[(flags & HELD_OUT) != held_out] = 0
     return lengths
 

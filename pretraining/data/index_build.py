@@ -12,14 +12,17 @@ import json
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from pretraining.data.arrow import read_document_layout
+from pretraining.data.counts import describe_contradictions
+from pretraining.data.document_ends import documents_as_trained
 from pretraining.data.files import DatasetFiles, describe_changes
 from pretraining.data.index import (
     BLOCK_DOCUMENTS,
@@ -29,7 +32,6 @@ from pretraining.data.index import (
     MAGIC,
     SPLITS,
     TRAILER,
-    VIRTUAL_SEP,
     Index,
     IndexSettings,
     find_index,
@@ -42,7 +44,8 @@ from pretraining.errors import DataError
 
 _PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
-_LARGEST_LENGTH = 2**32 - 2  # a length is 32 bits, and a virtual token may come on top
+_FILES_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 24  # of tiny files, handing over each one would cost as much as reading it
+_LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may come on top
 
 
 def build_index(
@@ -83,7 +86,7 @@ def build_index(
             continue
         try:
             with os.fdopen(descriptor, "w+b") as file:
-                _write_index(file, files, settings, change, workers)
+                held = _write_index(file, files, settings, change, workers)
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
@@ -92,6 +95,9 @@ def build_index(
             raise DataError(f"cannot write the index {place}: {error.strerror or error}") from error
         finally:
             Path(temporary).unlink(missing_ok=True)
+        contradictions = describe_contradictions(files, held)
+        if contradictions:
+            say(contradictions)
         return Index(place)
     raise DataError(f"no place to write the index of dataset '{files.name}': {'; '.join(refused)}: give --index_path")
 
@@ -99,6 +105,8 @@ def build_index(
 def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
     """Which rows of a file belong to the held-out split, [rows] bool: those whose hash is below the fraction."""
     threshold = int(settings.held_out_fraction * 2**64)
+    if threshold == 0:
+        return np.zeros(rows, dtype=bool)
     if threshold >= 2**64:
         return np.ones(rows, dtype=bool)
     key = derive_key(Purpose.HELD_OUT, text_key(settings.dataset, path))
@@ -118,7 +126,8 @@ def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Pat
 
 def _write_index(
     file: IO[bytes], files: DatasetFiles, settings: IndexSettings, change: str, workers: int | None
-) -> None:
+) -> dict[str, tuple[int, int]]:
+    """Write a whole index; return documents and tokens that each file holds, by path."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -126,10 +135,13 @@ def _write_index(
         parts[name] = {"offset": file.tell(), "count": count}
         file.write(content)
 
-    first_documents, token_bytes = [0], []
-    for documents, width in _in_parallel(
-        lambda number: _read_file(files, settings, number), range(len(files.paths)), workers
+    first_documents: list[int] = [0]
+    token_bytes: list[int] = []
+    held: dict[str, tuple[int, int]] = {}
+    for documents, width, stored_tokens in _in_parallel(
+        lambda number: _read_file(files, settings, number), files, workers
     ):
+        held[files.paths[len(token_bytes)]] = (len(documents), stored_tokens)
         file.write(documents.tobytes())
         first_documents.append(first_documents[-1] + len(documents))
         token_bytes.append(width)
@@ -148,24 +160,22 @@ def _write_index(
     header = {"settings": settings.digest, "files": files.digest, "changes": change, "parts": parts}
     text = json.dumps(header).encode()
     file.write(text + TRAILER.pack(len(text), MAGIC))
+    return held
 
 
-def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tuple[np.ndarray, int]:
-    """The documents of one file, [rows] `DOCUMENT`, and its bytes a token."""
+def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tuple[np.ndarray, int, int]:
+    """The documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
     path = files.path(number)
-    layout = read_document_layout(path, settings.column, settings.sep_token)
-    documents = np.zeros(len(layout.lengths), dtype=DOCUMENT)
+    layout = read_document_layout(path, settings.column)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
     if len(too_long):
         row = too_long[0]
         raise DataError(
             f"{path}, row {row}: a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})"
         )
-    documents["offset"], documents["tokens"] = layout.offsets, layout.lengths
-    if settings.sep_token is not None:
-        documents["flags"][~layout.ends_with_sep] |= VIRTUAL_SEP
+    documents = documents_as_trained(layout, settings)
     documents["flags"][held_out_mask(settings, files.paths[number], len(documents))] |= HELD_OUT
-    return documents, layout.width
+    return documents, layout.width, int(layout.lengths.sum())
 
 
 def _block_bounds(file: IO[bytes], count: int) -> list[np.ndarray]:
@@ -181,30 +191,49 @@ def _block_bounds(file: IO[bytes], count: int) -> list[np.ndarray]:
     return [np.cumsum(np.concatenate(split)).astype("<i8") for split in totals]
 
 
-def _in_parallel(look: Callable[[int], Any], numbers: Iterable[int], workers: int | None) -> Iterator[Any]:
-    """Results in order, a bounded number of them ahead; all problems in one error.
+def _in_parallel(look: Callable[[int], Any], files: DatasetFiles, workers: int | None) -> Iterator[Any]:
+    """What `look` returns for the number of each file, in order; not many files ahead of what is taken.
 
     Raises:
         DataError: naming every file that cannot be used, up to a number of them.
     """
     threads = workers or min(32, os.cpu_count() or 1)
     problems: list[str] = []
-    waiting: deque[Future[Any]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="index") as pool:
-        remaining = iter(numbers)
-        for number in remaining:
-            waiting.append(pool.submit(look, number))
-            if len(waiting) > 2 * threads:
-                break
-        while waiting and len(problems) < _PROBLEMS_SHOWN:
+
+    def look_at(numbers: range) -> list[Any]:
+        results = []
+        for number in numbers:
             try:
-                result = waiting.popleft().result()
-                if not problems:
-                    yield result
+                results.append(look(number))
             except DataError as error:
-                problems.append(str(error))
-            waiting.extend(pool.submit(look, number) for number in [next(remaining, None)] if number is not None)
+                results.append(error)
+        return results
+
+    waiting: deque[Future[list[Any]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="index") as pool:
+        remaining = _groups(files.sizes)
+        for numbers in islice(remaining, 2 * threads + 1):
+            waiting.append(pool.submit(look_at, numbers))
+        while waiting and len(problems) < _PROBLEMS_SHOWN:
+            for result in waiting.popleft().result():
+                if isinstance(result, DataError):
+                    problems.append(str(result))
+                elif not problems:
+                    yield result
+            waiting.extend(pool.submit(look_at, numbers) for numbers in islice(remaining, 1))
         for future in waiting:
             future.cancel()
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(problems[:_PROBLEMS_SHOWN]))
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[range]:
+    """Numbers of files that follow each other, as many as one thread looks at before it hands over what it found."""
+    begin = group_bytes = 0
+    for number, size in enumerate(sizes):
+        if number - begin == _FILES_AT_ONCE or (number > begin and group_bytes + size > _BYTES_AT_ONCE):
+            yield range(begin, number)
+            begin, group_bytes = number, 0
+        group_bytes += size
+    if begin < len(sizes):
+        yield range(begin, len(sizes))

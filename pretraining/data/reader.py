@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,9 +67,10 @@ class OpenFile:
                 raise DataError(f"{self.path} ends at byte {offset:,}, before its documents do: it was truncated")
             target, offset = target[count:], offset + count
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # The default keeps the function: when a program ends, the module may be emptied before the last file goes.
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            close(self._descriptor)
 
 
 OpenFiles = RecentlyUsed[OpenFile]
@@ -159,7 +161,7 @@ class DocumentReader:
 
     def _copy(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
         """Bring the spans, each to its place, into the flat `target`, which is as wide as the widest file."""
-        documents = self._index.documents[spans.documents]
+        documents = self._index.documents_at(spans.documents)
         files = self._index.files_of(spans.documents)
         ends = spans.starts + spans.lengths
         # Stored tokens of a document are numbered from 0, or from 1 where a virtual one is in front of them.

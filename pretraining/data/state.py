@@ -22,7 +22,7 @@ from pretraining.data.skipped import Skipped
 from pretraining.errors import DataError
 
 STATE_VERSION = 2
-READING_SETTINGS = ("col_name", "sep_token", "held_out_fraction")
+READING_SETTINGS = ("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction")
 """How documents are read: the same for all datasets, throughout a run."""
 _NAMES_SHOWN = 12
 
@@ -239,7 +239,7 @@ def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], chang
             text += f" ({changes[name]})"
         return f"{text}; new files belong in a new dataset of their own"
     if before.get("settings") != now.get("settings"):
-        return f"dataset '{name}' is read otherwise: col_name, sep_token or held_out_fraction differ"
+        return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)} differs"
     fields = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return f"dataset '{name}' differs: " + ", ".join(
         f"{key} was {before.get(key)} and is {now.get(key)}" for key in fields

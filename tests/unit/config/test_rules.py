@@ -59,6 +59,10 @@ def config_of(**values: Any) -> TrainConfig:
             "--sep_token=32000 is outside a vocabulary of 32000 (0 to 31999): change --sep_token or --vocab_size",
         ),
         (
+            {"bos_token": 32000},
+            "--bos_token=32000 is outside a vocabulary of 32000 (0 to 31999): change --bos_token or --vocab_size",
+        ),
+        (
             {"sep_token": 5, "vocab_size": 5},
             "--sep_token=5 is outside a vocabulary of 5 (0 to 4): change --sep_token or --vocab_size",
         ),
@@ -164,6 +168,20 @@ def test_a_problem_of_one_value_keeps_its_rules_silent() -> None:
     config = config_of(vocab_size=-1, sep_token=3)
     with pytest.raises(ConfigError, match=r"^vocab_size=-1: the smallest value is 2$"):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"bos_token": -1}, "bos_token=-1: the smallest value is 0"),
+        ({"strip_tokens": (3, -1)}, "strip_tokens=3,-1: the smallest value is 0"),
+        ({"strip_tokens": (1.5,)}, "strip_tokens=1.5: a whole number is needed"),
+        ({"min_length": 0}, "min_length=0: the smallest value is 1"),
+    ],
+)
+def test_what_cannot_be_done_to_documents_is_refused(data: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}$"):
+        check_config(TrainConfig(data=DataConfig(use_dummy_dataset=True, **data)))
 
 
 def test_changing_a_checked_configuration_can_be_checked_again() -> None:

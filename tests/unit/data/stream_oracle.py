@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MASK = 2**64 - 1
@@ -34,6 +34,25 @@ def text_number(*texts: str) -> int:
     return int.from_bytes(
         hashlib.blake2b(b"".join(text.encode() + b"\0" for text in texts), digest_size=8).digest(), "little"
     )
+
+
+def as_trained(
+    document: Sequence[int],
+    sep_token: int | None,
+    bos_token: int | None = None,
+    strip_tokens: Collection[int] = (),
+    min_length: int = 1,
+) -> list[int]:
+    """What is trained on of a document."""
+    tokens = list(document)
+    while tokens and tokens[0] in strip_tokens:
+        tokens.pop(0)
+    while tokens and tokens[-1] in strip_tokens:
+        tokens.pop()
+    if not tokens or len(tokens) < min_length:
+        return []
+    before = [bos_token] if bos_token is not None and tokens[0] != bos_token else []
+    return before + tokens + ([sep_token] if sep_token is not None and tokens[-1] != sep_token else [])
 
 
 @dataclass

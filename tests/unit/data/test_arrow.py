@@ -8,8 +8,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.data.token_files import random_documents, write_documents
+from unit.data.token_files import random_documents, write_batches, write_documents
 
+from pretraining.data import arrow, arrow_schema
 from pretraining.data.arrow import DocumentLayout, read_document_layout
 from pretraining.errors import DataError
 
@@ -33,7 +34,7 @@ def test_documents_are_found_in_every_layout(
     write_documents(path, documents, list_type(token), batch_documents)
     layout = read_document_layout(str(path), "tokens")
     assert documents_at(path, layout) == documents
-    assert layout.width == token.bit_width // 8 and not layout.ends_with_sep.any()
+    assert layout.width == token.bit_width // 8
 
 
 @settings(max_examples=40, deadline=None)
@@ -43,14 +44,66 @@ def test_empty_and_missing_documents_are_empty_ones(
 ) -> None:
     path = tmp_path_factory.mktemp("arrow") / "x.arrow"
     write_documents(path, documents, batch_documents=batch_documents)
-    layout = read_document_layout(str(path), "tokens", sep_token=7)
-    assert documents_at(path, layout) == [document or [] for document in documents]
-    assert layout.ends_with_sep.tolist() == [(document or [0])[-1] == 7 for document in documents]
+    assert documents_at(path, read_document_layout(str(path), "tokens")) == [document or [] for document in documents]
 
 
-def test_a_separator_that_no_token_can_be_ends_no_document(tmp_path: Path) -> None:
-    write_documents(tmp_path / "x.arrow", [[1, 44], [300 - 256]], pa.list_(pa.uint8()))
-    assert not read_document_layout(str(tmp_path / "x.arrow"), "tokens", sep_token=300).ends_with_sep.any()
+@pytest.mark.parametrize("token", [pa.uint8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64()])
+@pytest.mark.parametrize("nullable", [True, False])
+def test_record_batches_of_plain_integers_are_documents(tmp_path: Path, token: pa.DataType, nullable: bool) -> None:
+    documents = [[], *random_documents(60, vocab_size=200), [], [7] * 5000, [9]]
+    path = tmp_path / "x.arrow"
+    schema = pa.schema([("number", pa.list_(pa.int16())), pa.field("tokens", token, nullable)])
+    with pa.ipc.new_file(str(path), schema) as writer:
+        for document in documents:
+            batch = [pa.nulls(len(document) + 2, schema.types[0]), pa.array([1, *document, 2], type=token)]
+            writer.write_batch(pa.record_batch(batch, schema=schema).slice(1, len(document)))
+    assert documents_at(path, read_document_layout(str(path), "tokens")) == documents
+
+
+def test_missing_tokens_among_plain_integers_are_refused_with_their_record_batch(tmp_path: Path) -> None:
+    schema = pa.schema([("tokens", pa.uint32())])
+    with pa.ipc.new_file(str(tmp_path / "x.arrow"), schema) as writer:
+        for tokens in ([1, 2], [3, None]):
+            writer.write_batch(pa.record_batch([pa.array(tokens, type=pa.uint32())], schema=schema))
+    with pytest.raises(DataError, match=r"has missing tokens \(null\) in record batch 1"):
+        read_document_layout(str(tmp_path / "x.arrow"), "tokens")
+
+
+def test_large_files_are_mapped_and_small_ones_read_with_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = random_documents(300)
+    write_documents(tmp_path / "x.arrow", documents, batch_documents=90)
+    for small in (0, 10**6):
+        monkeypatch.setattr(arrow, "_SMALL_FILE_BYTES", small)
+        layout = read_document_layout(str(tmp_path / "x.arrow"), "tokens")
+        assert documents_at(tmp_path / "x.arrow", layout) == documents
+
+
+def test_the_schema_of_like_files_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    real = arrow_schema._parse
+    monkeypatch.setattr(arrow_schema, "_parse", lambda schema: parsed.append(schema) or real(schema))
+    arrow_schema._locate.cache_clear()
+    for number in range(20):
+        documents = random_documents(6, seed=number)
+        write_documents(tmp_path / f"{number}.arrow", documents, batch_documents=2)
+        path = tmp_path / f"{number}.arrow"
+        assert documents_at(path, read_document_layout(str(path), "tokens")) == documents
+    assert len(parsed) == 1
+    for number in range(3):  # each is told of by its own name
+        write_documents(tmp_path / f"bad{number}.arrow", [[1]], column="ids")
+        with pytest.raises(DataError, match=rf"bad{number}\.arrow has no column 'tokens'"):
+            read_document_layout(str(tmp_path / f"bad{number}.arrow"), "tokens")
+
+
+def test_schemas_of_very_many_record_batches_are_not_remembered(tmp_path: Path) -> None:
+    arrow_schema._locate.cache_clear()
+    documents = random_documents(1000)
+    write_documents(tmp_path / "x.arrow", documents, batch_documents=1)
+    path = tmp_path / "x.arrow"
+    assert documents_at(path, read_document_layout(str(path), "tokens")) == documents
+    assert arrow_schema._locate.cache_info().currsize == 0
 
 
 def test_many_batches_of_which_some_differ(tmp_path: Path) -> None:
@@ -121,13 +174,13 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> 
         read_document_layout(str(tmp_path / "x.arrow"), "tokens")
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.string())])
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.string()), pa.float32(), pa.string()])
 def test_a_column_of_another_type_is_refused(tmp_path: Path, kind: pa.DataType) -> None:
     path = tmp_path / "x.arrow"
     with pa.ipc.new_file(str(path), pa.schema([("tokens", kind)])):
         pass
     with pytest.raises(
-        DataError, match=r"column 'tokens' of .*x\.arrow holds list<.*>, but documents are lists of int"
+        DataError, match=r"x\.arrow has a column 'tokens' of type .*, but documents are lists of integers"
     ):
         read_document_layout(str(path), "tokens")
 
@@ -179,9 +232,15 @@ def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
             read_document_layout(str(path), "tokens")
 
 
-def test_a_file_with_a_flipped_byte_gives_documents_inside_it_or_an_error_that_names_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.uint16()])
+def test_a_file_with_a_flipped_byte_gives_documents_inside_it_or_an_error_that_names_it(
+    tmp_path: Path, kind: pa.DataType
+) -> None:
     whole = tmp_path / "whole.arrow"
-    write_documents(whole, [[1, 2, 3], [4], [], [5, 6]], batch_documents=2)
+    if kind == pa.uint16():
+        write_batches(whole, [[1, 2, 3], [4], [], [5, 6]], kind)
+    else:
+        write_documents(whole, [[1, 2, 3], [4], [], [5, 6]], batch_documents=2)
     content = bytearray(whole.read_bytes())
     path = tmp_path / "x.arrow"
     for at in range(len(content)):
@@ -189,7 +248,7 @@ def test_a_file_with_a_flipped_byte_gives_documents_inside_it_or_an_error_that_n
         flipped[at] ^= 0xFF
         path.write_bytes(flipped)
         try:
-            layout = read_document_layout(str(path), "tokens", sep_token=3)
+            layout = read_document_layout(str(path), "tokens")
         except DataError as error:
             assert "x.arrow" in str(error)
         else:

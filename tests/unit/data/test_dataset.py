@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.data.stream_oracle import Oracle, text_number
+from unit.data.stream_oracle import Oracle, as_trained, text_number
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.training import DataConfig
@@ -18,7 +18,7 @@ from pretraining.data.index import BLOCK_DOCUMENTS
 from pretraining.data.streams import shard_count
 from pretraining.errors import ConfigError, DataError
 
-SEP = 999
+SEP, BOS, PAD = 999, 998, 997
 
 
 def config(root: Path, **changes: object) -> DataConfig:
@@ -26,15 +26,20 @@ def config(root: Path, **changes: object) -> DataConfig:
 
 
 @pytest.mark.parametrize("batch_documents", [1, 7])
-def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, batch_documents: int) -> None:
+@pytest.mark.parametrize("ends", [{}, {"bos_token": BOS, "strip_tokens": (PAD,), "min_length": 3}])
+def test_batches_are_those_of_the_oracle_from_files_to_rows(
+    tmp_path: Path, batch_documents: int, ends: dict[str, Any]
+) -> None:
     documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=6)
-    documents[5] = [1, 2, SEP]  # ends with the separator already
+    documents[5], documents[6] = [1, 2, SEP], [BOS, 3]  # have the virtual tokens already
+    documents[7:9] = [PAD, 4, SEP, PAD, 5, PAD, PAD], [PAD, PAD]
     for number, begin in enumerate(range(0, len(documents), 500)):
         write_documents(
             tmp_path / "web" / f"{number}.arrow", documents[begin : begin + 500], batch_documents=batch_documents
         )
-    made = loader(config(tmp_path, sep_token=SEP, seq_length=50, logical_shards=3), plan(16), seed=42)
-    whole = [document if document[-1:] == [SEP] else [*document, SEP] for document in documents]
+    settings = config(tmp_path, sep_token=SEP, seq_length=50, logical_shards=3, **ends)
+    made = loader(settings, plan(16), seed=42)
+    whole = [as_trained(document, SEP, **ends) for document in documents]
     oracle = Oracle([len(document) for document in whole], BLOCK_DOCUMENTS, 3, 50, (42, text_number("web", "train")))
     samples = {shard: oracle.shard_samples(shard, 2) for shard in range(3)}
     order = oracle.sample_order(2)
@@ -62,7 +67,9 @@ def test_what_is_listed_once_is_opened_anywhere(tmp_path: Path) -> None:
     documents = [*random_documents(60, 0), *random_documents(40, 1)]
     assert datasets.training_tokens == sum(map(len, documents)) and datasets.held_out_tokens == 0
     with_separators = opened(replace(settings, sep_token=SEP, held_out_fraction=0.5))
-    assert with_separators.training_tokens + with_separators.held_out_tokens == sum(map(len, documents)) + 100
+    assert with_separators.training_tokens + with_separators.held_out_tokens == sum(
+        len(document) + 1 for document in documents if document
+    )
 
 
 def test_without_weights_datasets_are_taken_in_proportion_to_their_tokens(tmp_path: Path) -> None:
@@ -97,9 +104,12 @@ def test_weights_that_do_not_match_the_datasets_are_refused(tmp_path: Path) -> N
         loader(config(root, weights=(1.0, 2.0, 3.0)))
 
 
-def test_a_separator_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sep_token=1000 is not in the vocabulary of 1000 tokens"):
-        loader(config(make_root(tmp_path, web=50), sep_token=1000), vocab_size=1000)
+@pytest.mark.parametrize("name", ["bos_token", "sep_token"])
+def test_a_virtual_token_beyond_the_vocabulary_is_refused(tmp_path: Path, name: str) -> None:
+    settings = config(make_root(tmp_path, web=50), **{name: 1000})
+    with pytest.raises(ConfigError, match=f"{name}=1000 is not in the vocabulary of 1000 tokens.*--{name}"):
+        loader(settings, vocab_size=1000)
+    next(loader(replace(settings, strip_tokens=(5000,)), vocab_size=1001))
 
 
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:

@@ -39,6 +39,14 @@ def test_every_sub_folder_with_token_files_is_a_dataset(tmp_path: Path) -> None:
     assert listing.datasets[1].path(1) == str(tmp_path / "web/a/z.arrow")
 
 
+def test_a_folder_of_counts_is_no_dataset(tmp_path: Path) -> None:
+    for name in ("web/1.arrow", "meta/1.arrow"):
+        put(tmp_path / name)
+    assert [dataset.name for dataset in list_datasets(config(tmp_path)).datasets] == ["meta", "web"]
+    put(tmp_path / "meta/combined_counts.csv")
+    assert [dataset.name for dataset in list_datasets(config(tmp_path)).datasets] == ["web"]
+
+
 def test_datasets_may_be_nested_and_are_sorted_by_name(tmp_path: Path) -> None:
     put(tmp_path / "lang=en/dataset=x/1.arrow")
     put(tmp_path / "lang=en/dataset=y/1.arrow")

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from unit.data.token_files import random_documents, write_documents
 
@@ -22,6 +23,11 @@ SETTINGS = IndexSettings("web", "tokens", None, 0.0)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
 
 
 def files(root: Path) -> DatasetFiles:
@@ -60,7 +66,7 @@ def test_blocks_are_totals_of_their_documents(tmp_path: Path, monkeypatch: pytes
 def test_a_separator_is_counted_where_it_is_not_there_already(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 9], [1, 2], [], [9]])
     index = build_index(files(tmp_path), dataclasses.replace(SETTINGS, sep_token=9))
-    assert lengths_of(index) == [2, 3, 1, 1]
+    assert lengths_of(index) == [2, 3, 0, 1]
 
 
 def test_splits_share_no_document_and_lose_none(tmp_path: Path) -> None:
@@ -114,8 +120,11 @@ def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
         dataclasses.replace(SETTINGS, held_out_fraction=0.1),
         dataclasses.replace(SETTINGS, column="ids"),
         dataclasses.replace(SETTINGS, dataset="code"),
+        dataclasses.replace(SETTINGS, bos_token=0),
+        dataclasses.replace(SETTINGS, strip_tokens=(0,)),
+        dataclasses.replace(SETTINGS, min_length=2),
     ]
-    assert len({settings.digest for settings in different}) == 5
+    assert len({settings.digest for settings in different}) == len(different)
     (tmp_path / "web/y.arrow").unlink()
     build_index(files(tmp_path), SETTINGS)
     assert find_index(files(tmp_path), different[1], None) is None
@@ -202,6 +211,41 @@ def test_a_running_job_keeps_its_index_when_another_finds_more_files(tmp_path: P
     second = build_index(files(tmp_path), SETTINGS)
     assert second.path != first.path and first.path.read_bytes() == content
     assert second.split("train").tokens == 5 and first.split("train").tokens == 2
+
+
+@pytest.mark.parametrize(("files_at_once", "bytes_at_once"), [(1, 10**9), (3, 10**9), (64, 1), (64, 4000)])
+def test_how_files_are_grouped_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files_at_once: int, bytes_at_once: int
+) -> None:
+    for number in range(10):
+        write_documents(tmp_path / f"web/{number}.arrow", random_documents(number * 20, seed=number))
+    expected = build_index(files(tmp_path), SETTINGS, index_path=str(tmp_path / "expected")).path.read_bytes()
+    monkeypatch.setattr(index_build, "_FILES_AT_ONCE", files_at_once)
+    monkeypatch.setattr(index_build, "_BYTES_AT_ONCE", bytes_at_once)
+    assert build_index(files(tmp_path), SETTINGS, workers=3).path.read_bytes() == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up where Linux shows it")
+def test_however_many_documents_are_looked_at_little_of_the_index_is_mapped(tmp_path: Path) -> None:
+    count = 2_000_000
+    documents = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), pa.array(np.ones(count, "u2")))
+    with pa.ipc.new_file(make_folder(tmp_path / "web") / "x.arrow", pa.schema([("tokens", documents.type)])) as writer:
+        writer.write_batch(pa.record_batch({"tokens": documents}))
+    index = build_index(files(tmp_path), SETTINGS)
+    size = index.path.stat().st_size
+
+    def mapped() -> int:
+        entries = Path("/proc/self/smaps").read_text().split(str(index.path))[1:]
+        return sum(int(entry.split("Rss:")[1].split()[0]) * 1024 for entry in entries)
+
+    assert index.documents["tokens"].sum() == count and mapped() > size * 0.9
+    for looks in (
+        lambda block: index.split("train").lengths(block, block + BLOCK_DOCUMENTS),
+        lambda block: index.documents_at(np.arange(block, min(block + 2000, count), 700)),
+    ):
+        for block in range(0, count, BLOCK_DOCUMENTS):
+            looks(block)
+        assert mapped() < size / 2
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
+from pretraining.data import reader as reader_module
 from pretraining.data.files import list_datasets
 from pretraining.data.index import IndexSettings
 from pretraining.data.index_build import build_index
@@ -191,6 +192,19 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
     gc.collect()
     targets = [str(entry.resolve()) for entry in Path("/proc/self/fd").iterdir()]
     assert sum(target.startswith(str(tmp_path)) and target.endswith(".arrow") for target in targets) <= 3
+
+
+def test_a_file_that_goes_after_its_module_is_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(tmp_path / "x.arrow", [[1]])
+    opened = OpenFile(str(tmp_path / "x.arrow"), (tmp_path / "x.arrow").stat().st_size)
+    descriptor = opened._descriptor
+    with monkeypatch.context() as ending:
+        ending.setattr(reader_module, "os", None)
+        del opened
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_all_faults_of_all_files_are_named_not_only_the_first(tmp_path: Path) ->
         "null": "has missing tokens (null) in rows from 0 on",
         "short": "is truncated or damaged",
         "text": "is truncated or damaged",
-        "type": "holds list<item: float>",
+        "type": "of type list<item: float>",
         "zero": "is damaged: 0 bytes are no Arrow file",
     }
     assert len(faults) == len(expected)

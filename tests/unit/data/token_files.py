@@ -33,6 +33,15 @@ def write_documents(
             writer.write_batch(pa.record_batch([pa.array(rows, type=kind)], schema=schema))
 
 
+def write_batches(path: Path, documents: Sequence[Sequence[int]], kind: pa.DataType) -> None:
+    """Write an Arrow file of plain integers, a document a record batch."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    schema = pa.schema([("tokens", kind)])
+    with pa.ipc.new_file(str(path), schema) as writer:
+        for document in documents:
+            writer.write_batch(pa.record_batch([pa.array(document, type=kind)], schema=schema))
+
+
 def random_documents(count: int, seed: int = 0, largest: int = 40, vocab_size: int = 1000) -> list[list[int]]:
     """Documents of 0 to `largest` tokens."""
     generator = np.random.default_rng(seed)
