@@ -70,11 +70,18 @@ class IndexSettings:
 
     @property
     def digest(self) -> str:
-        """64 bits of hexadecimal that name the settings."""
-        text = json.dumps(
-            {"format": FORMAT_VERSION, "block_documents": BLOCK_DOCUMENTS, **asdict(self)}, sort_keys=True
-        )
-        return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        """64 bits of hexadecimal that name the settings: equal ones give the same documents, whatever the format."""
+        return _digest({"block_documents": BLOCK_DOCUMENTS, **asdict(self)})
+
+    @property
+    def index_digest(self) -> str:
+        """The same for an index file of these settings, in the present format."""
+        return _digest({"format": FORMAT_VERSION, "settings": self.digest})
+
+
+def _digest(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 
 
 class Index:
@@ -117,7 +124,7 @@ class Index:
 
     def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
         """Whether it was made from these files with these settings."""
-        return self.header["files"] == files.digest and self.header["settings"] == settings.digest
+        return self.header["files"] == files.digest and self.header["index"] == settings.index_digest
 
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
         """The `DOCUMENT`s with these canonical numbers, copied."""
@@ -199,7 +206,7 @@ def index_places(files: DatasetFiles, settings: IndexSettings, index_path: str |
     in the user's cache folder.
     """
     # A file of its own for each list of files: one that is mapped by a running job is never replaced under it.
-    name = f"{settings.digest}-{files.digest[:16]}.index"
+    name = f"{settings.index_digest}-{files.digest[:16]}.index"
     if index_path is not None:
         return [Path(index_path).expanduser().absolute() / files.name / name]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

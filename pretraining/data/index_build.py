@@ -116,7 +116,9 @@ def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
 def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Path]) -> str:
     """Which files differ from those of the newest older index at one of the places."""
     for place in places:
-        older_places = sorted(place.parent.glob(f"{settings.digest}-*.index"), key=lambda path: path.stat().st_mtime)
+        older_places = sorted(
+            place.parent.glob(f"{settings.index_digest}-*.index"), key=lambda path: path.stat().st_mtime
+        )
         for older_place in reversed(older_places):
             older = open_any_index(older_place)
             if older is not None:
@@ -157,7 +159,13 @@ def _write_index(
         write(f"bounds_{split}", bounds.tobytes(), len(bounds))
     names = json.dumps(dict(zip(files.paths, files.sizes, strict=True))).encode()
     write("names", names, len(names))
-    header = {"settings": settings.digest, "files": files.digest, "changes": change, "parts": parts}
+    header = {
+        "index": settings.index_digest,
+        "settings": settings.digest,
+        "files": files.digest,
+        "changes": change,
+        "parts": parts,
+    }
     text = json.dumps(header).encode()
     file.write(text + TRAILER.pack(len(text), MAGIC))
     return held

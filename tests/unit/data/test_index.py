@@ -200,7 +200,7 @@ def test_several_may_build_at_once(tmp_path: Path) -> None:
         thread.join()
     assert len({tuple(lengths_of(index)) for index in built}) == 1 and len(built) == 4
     names = [path.name for path in (tmp_path / "web/.index").iterdir()]
-    assert names == [f"{SETTINGS.digest}-{listed.digest[:16]}.index"]
+    assert names == [f"{SETTINGS.index_digest}-{listed.digest[:16]}.index"]
 
 
 def test_a_running_job_keeps_its_index_when_another_finds_more_files(tmp_path: Path) -> None:

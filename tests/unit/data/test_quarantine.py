@@ -123,8 +123,7 @@ def test_many_samples_are_counted_instead_of_named() -> None:
 
 def test_where_documents_begin_in_an_empty_slot(config: DataConfig) -> None:
     damage(config)
-    running = made(config, [], vocab_size=950)
-    running.reader._document_mask = True
+    running = made(replace(config, document_mask=True), [], vocab_size=950)
     for _ in range(STEPS):
         for micro_batch in next(running).micro_batches:
             starts = micro_batch.document_starts
