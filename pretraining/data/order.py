@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     ROUNDS = 3
     HELD_OUT = 4
     DUMMY = 5
+    BINS = 6
 
 
 def mix64(value: int) -> int:

@@ -1,0 +1,165 @@
+"""Which documents share a sample, where documents are packed and not streamed: from the lengths of one block alone.
+
+    lengths of a block --cut--> full pieces, each a bin of its own
+                       --cut--> short documents and rests of long ones --greedy | first_fit | best_fit--> shared bins
+
+A bin becomes a sample, a row of S + 1 tokens of which the last is only a label. A document of at most S + 1 tokens is
+never split. A longer one is cut into pieces of S + 1 tokens, each of which begins with the token that the one before
+ends with, so that every token but a document's first is a label once; its rest is packed like a short document.
+Nothing is truncated.
+
+Bins are numbered in the order of their first items, items in canonical order: documents by number, pieces in place.
+Which bins a block has depends on nothing outside it, so the bins of all blocks can be counted ahead (bin_counts.py) and
+made when they are needed: 1024 documents take about half a millisecond. Changing an algorithm changes the samples of
+runs: `ALGORITHM_VERSION` then changes, too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+ALGORITHM_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PackedBlock:
+    """The bins of a block; what can be made again from it is not kept, as thousands of blocks are in memory at once.
+
+    Attributes:
+        seq_length: S.
+        full_pieces: [documents + 1] int64, full pieces of the documents before each, then of all.
+        shared: [shared bins] int64, number of each shared bin among all bins; the others are full pieces.
+        first_items: [shared bins + 1] int32, the first item of each shared bin, then their number.
+        documents: [items] int32, the document of each item, counted from the block's first.
+        lengths: [items] int32, tokens of each item: a whole document, or what its full pieces leave.
+    """
+
+    seq_length: int
+    full_pieces: np.ndarray
+    shared: np.ndarray
+    first_items: np.ndarray
+    documents: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        """How many bins there are."""
+        return len(self.shared) + int(self.full_pieces[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        arrays = (self.full_pieces, self.shared, self.first_items, self.documents, self.lengths)
+        return sum(array.nbytes for array in arrays)
+
+    def bin(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a bin holds, in order.
+
+        Returns:
+            the documents, counted from the block's first, the first token of each piece within its document, and its
+            tokens, all [n] int64. The tokens add up to at most S + 1.
+        """
+        place = int(np.searchsorted(self.shared, number))
+        if place == len(self.shared) or self.shared[place] != number:
+            piece = number - place  # among all full pieces, as `place` shared bins come before
+            document = int(np.searchsorted(self.full_pieces, piece, side="right")) - 1
+            start = (piece - int(self.full_pieces[document])) * self.seq_length
+            return np.array([document]), np.array([start]), np.array([self.seq_length + 1])
+        items = slice(self.first_items[place], self.first_items[place + 1])
+        documents = self.documents[items].astype(np.int64)
+        starts = (self.full_pieces[documents + 1] - self.full_pieces[documents]) * self.seq_length
+        return documents, starts, self.lengths[items].astype(np.int64)
+
+
+def pack_block(lengths: np.ndarray, seq_length: int, packing: str) -> PackedBlock:
+    """Pack the documents of a block into bins.
+
+    Args:
+        lengths: [documents] int64, tokens of each; empty ones are left out.
+        seq_length: S; a bin holds at most S + 1 tokens.
+        packing: how items are brought into shared bins. "greedy" (next-fit): into the bin of the item before, else a new
+            one. "first_fit": into the first bin with room. "best_fit" (best-fit decreasing): from the longest item to
+            the shortest, each into the bin with the least room that is enough.
+    """
+    full = np.maximum(lengths - 1, 0) // seq_length
+    rests = lengths - full * seq_length
+    rests[(full > 0) & (rests == 1)] = 0  # that token is the label of the last full piece
+    full_pieces = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(full, out=full_pieces[1:])
+
+    items = np.flatnonzero(rests)
+    sizes = rests[items]
+    bins = _ALGORITHMS[packing](sizes, seq_length + 1)
+    first_items = np.zeros(int(bins.max(initial=-1)) + 2, dtype=np.int32)
+    np.cumsum(np.bincount(bins), out=first_items[1:])
+    order = np.argsort(bins, kind="stable")
+    documents = items[order]
+    # Before a shared bin come the shared ones with smaller numbers and the full pieces of all documents up to that of
+    # its first item, this one's included.
+    shared = np.arange(len(first_items) - 1) + full_pieces[documents[first_items[:-1]] + 1]
+    return PackedBlock(
+        seq_length, full_pieces, shared, first_items, documents.astype(np.int32), sizes[order].astype(np.int32)
+    )
+
+
+def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin of each item, [items] int64, numbered in the order of their first items."""
+    ends = [0, *np.cumsum(sizes).tolist()]
+    firsts = [0]
+    while firsts[-1] < len(sizes):
+        first = firsts[-1]
+        firsts.append(bisect_right(ends, ends[first] + capacity, first) - 1)
+    return np.repeat(np.arange(len(firsts) - 1), np.diff(firsts))
+
+
+def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """As `_next_fit`. The bin is found in a tree that knows the most room in every half of every half of the bins."""
+    # A bin is only opened where no earlier one has room, so any two hold more than one bin can: at most one is half
+    # empty, and there are at most so many.
+    most_bins = 2 * int(sizes.sum()) // capacity + 1
+    leaves = 1 << (most_bins - 1).bit_length()
+    rooms = [capacity] * (2 * leaves)  # of node n the halves are nodes 2n and 2n + 1
+    bins = []
+    for size in sizes.tolist():
+        node = 1
+        while node < leaves:
+            node *= 2
+            if rooms[node] < size:
+                node += 1
+        bins.append(node - leaves)
+        rooms[node] = room = rooms[node] - size
+        while node > 1:
+            other = rooms[node ^ 1]
+            if other > room:  # `max` would take a third of the time
+                room = other
+            node //= 2
+            if rooms[node] == room:
+                break
+            rooms[node] = room
+    return np.array(bins, dtype=np.int64)
+
+
+def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """As `_next_fit`. Of equal items the first goes first; of bins with equal room that which was opened first is taken."""
+    count = len(sizes)
+    bins = [0] * count
+    opened = 0
+    rooms: list[int] = []  # sorted; room * count + bin, for every bin
+    by_size = np.argsort(-sizes, kind="stable")
+    for item, size in zip(by_size.tolist(), (sizes[by_size] * count).tolist(), strict=True):
+        place = bisect_left(rooms, size)
+        if place < len(rooms):
+            room_and_bin = rooms.pop(place)
+        else:
+            room_and_bin = capacity * count + opened
+            opened += 1
+        bins[item] = room_and_bin % count
+        insort(rooms, room_and_bin - size)
+    numbers: dict[int, int] = {}
+    return np.array([numbers.setdefault(bin_, len(numbers)) for bin_ in bins], dtype=np.int64)
+
+
+_ALGORITHMS = {"greedy": _next_fit, "first_fit": _first_fit, "best_fit": _best_fit_decreasing}
+PACKINGS = tuple(_ALGORITHMS)
