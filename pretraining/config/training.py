@@ -76,6 +76,12 @@ class DataConfig:
         (), "proportions of the datasets, comma list in their order; empty = in proportion to their tokens"
     )
     seq_length: int = setting(4096, "tokens a sequence", minimum=1)
+    packing: str = setting(
+        "stream",
+        "how documents make samples. stream: laid end to end and cut, without padding; the others: as many whole "
+        "documents as fit, and padding, only longer documents are cut; best_fit pads least, greedy most",
+        choices=("stream", "greedy", "first_fit", "best_fit"),
+    )
     bos_token: int | None = setting(
         None,
         "token id that begins every document (not doubled where it is there already); none = nothing before documents",

@@ -1,6 +1,6 @@
 """How many bins each block of a packed dataset has: counted once, in parallel, and kept in a file beside the index.
 
-    index, S, packing --count_bins, in processes--> bins before each block, once for each split --file, renamed--> mapped
+    index, S, packing --count_bins, in processes--> bins before each block, for both splits --file, renamed--> mapped
 
 The file is a line of JSON, which says what the counts are of, and the numbers. It is valid for exactly one index, S and
 packing; where it is of another, or damaged, it is made anew. Only counts are kept: what is in a bin follows from the
@@ -18,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,11 @@ def build_bin_counts(
     if found is not None:
         return found
     say(f"packing dataset '{name}': {len(index.documents):,} documents into samples of {seq_length} tokens, {packing}")
-    counts = _count_in_processes(index, seq_length, packing, workers)
+    counts = _count_in_processes(name, index, seq_length, packing, workers)
     bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
     np.cumsum(counts, axis=1, out=bounds[:, 1:])
-    _save(_places(index, places, seq_length, packing), _header(index, seq_length, packing), bounds.tobytes())
+    header = _header(index, seq_length, packing)
+    _save(name, _places(index, places, seq_length, packing), header, bounds.tobytes())
     return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
 
 
@@ -107,7 +109,7 @@ def count_bins(index: Index, seq_length: int, packing: str, begin: int, end: int
     return counts
 
 
-def _count_in_processes(index: Index, seq_length: int, packing: str, workers: int | None) -> np.ndarray:
+def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, workers: int | None) -> np.ndarray:
     """`count_bins` of all blocks. Python packs on one core a process, so large datasets take several.
 
     These are programs of their own: unlike those of `multiprocessing` they never run the caller's main module again.
@@ -116,21 +118,21 @@ def _count_in_processes(index: Index, seq_length: int, packing: str, workers: in
     processes = min(workers or _cores(), blocks // BLOCKS_A_PROCESS)
     if processes < 2:
         return count_bins(index, seq_length, packing, 0, blocks)
-    cuts = [blocks * number // processes for number in range(processes + 1)]
+    ranges = list(pairwise(blocks * number // processes for number in range(processes + 1)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started: list[subprocess.Popen[bytes]] = []
     parts = []
     try:
-        for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for begin, end in ranges:
             task = [str(index.path), str(seq_length), packing, str(begin), str(end)]
             command = [sys.executable, "-m", "pretraining.data.bin_counts", *task]
             started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
-        for process, begin, end in zip(started, cuts[:-1], cuts[1:], strict=True):
+        for process, (begin, end) in zip(started, ranges, strict=True):
             output, _ = process.communicate()
             if process.returncode or len(output) != len(SPLITS) * (end - begin) * 8:
                 raise DataError(
-                    f"packing the documents of {index.path}: the process for blocks {begin} to {end - 1} ended with "
-                    f"status {process.returncode}; what it printed is above"
+                    f"packing dataset '{name}': the process for blocks {begin} to {end - 1} ended with status "
+                    f"{process.returncode}; what it printed is above"
                 )
             parts.append(np.frombuffer(output, dtype="<i8").reshape(len(SPLITS), end - begin))
     finally:
@@ -156,9 +158,9 @@ def _header(index: Index, seq_length: int, packing: str) -> dict[str, Any]:
     # blocks' tokens, and at the documents of some blocks.
     checksum = 0
     for name in SPLITS:
-        checksum = zlib.crc32(index.split(name).block_bounds, checksum)
+        checksum = zlib.crc32(index.split(name).block_bounds.tobytes(), checksum)
     for begin in np.linspace(0, max(len(index.documents) - BLOCK_DOCUMENTS, 0), _BLOCKS_LOOKED_AT, dtype=np.int64):
-        checksum = zlib.crc32(index.documents[begin : begin + BLOCK_DOCUMENTS], checksum)
+        checksum = zlib.crc32(index.documents[begin : begin + BLOCK_DOCUMENTS].tobytes(), checksum)
     return {
         "algorithm": ALGORITHM_VERSION,
         "settings": index.header["settings"],
@@ -169,7 +171,7 @@ def _header(index: Index, seq_length: int, packing: str) -> dict[str, Any]:
     }
 
 
-def _save(places: Sequence[Path], header: dict[str, Any], content: bytes) -> None:
+def _save(name: str, places: Sequence[Path], header: dict[str, Any], content: bytes) -> None:
     """Write the counts at the first place that can be written to: aside, then renamed."""
     line = json.dumps({**header, "crc32": zlib.crc32(content)}).encode()
     refused = []
@@ -188,11 +190,11 @@ def _save(places: Sequence[Path], header: dict[str, Any], content: bytes) -> Non
             Path(temporary).chmod(0o644)  # as an index's
             Path(temporary).replace(place)
         except OSError as error:
-            raise DataError(f"cannot write the packed samples' counts {place}: {error.strerror or error}") from error
+            raise DataError(f"cannot write {place}: {error.strerror or error}") from error
         finally:
             Path(temporary).unlink(missing_ok=True)
         return
-    raise DataError(f"no place to write the packed samples' counts: {'; '.join(refused)}: give --index_path")
+    raise DataError(f"no place to write the counts of dataset '{name}': {'; '.join(refused)}: give --index_path")
 
 
 def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:

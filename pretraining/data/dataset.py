@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import DataConfig
+from pretraining.data.bin_counts import BinCounts, build_bin_counts, find_bin_counts
 from pretraining.data.dummy import DummySamples
 from pretraining.data.files import DatasetFiles, Listing
 from pretraining.data.global_batch import BatchReader
@@ -23,6 +25,7 @@ from pretraining.data.index import Index, IndexSettings, find_index, index_place
 from pretraining.data.index_build import build_index
 from pretraining.data.loader import Loader
 from pretraining.data.mixture import Mixture, Phase, integer_weights
+from pretraining.data.packed_samples import BinCache, PackedSamples, bin_cache
 from pretraining.data.quarantine import Quarantine
 from pretraining.data.reader import DocumentReader, OpenFiles, open_files
 from pretraining.data.samples import Samples, StreamSamples
@@ -41,14 +44,20 @@ class OpenedDataset:
     Attributes:
         files: what was listed.
         index: mapped into memory.
+        counts: of its packed samples; None where documents are streamed.
     """
 
     files: DatasetFiles
     index: Index
+    counts: BinCounts | None = None
 
     def tokens(self, split: SplitName) -> int:
         """Tokens of a split, virtual ones included."""
         return self.index.split(split).tokens
+
+    def pass_tokens(self, split: SplitName) -> int:
+        """What a pass over a split takes of a run: its tokens or, where documents are packed, S for each sample."""
+        return self.tokens(split) if self.counts is None else self.counts.bins(split) * self.counts.seq_length
 
 
 @dataclass(frozen=True)
@@ -59,39 +68,46 @@ class OpenedDatasets:
         datasets: sorted by name.
         open_files: a bounded number of them.
         orders: the orders of blocks and documents that were used last.
+        bins: the packed blocks that were used last.
     """
 
     datasets: tuple[OpenedDataset, ...]
     open_files: OpenFiles = field(default_factory=open_files)
     orders: OrderCache = field(default_factory=order_cache)
+    bins: BinCache = field(default_factory=bin_cache)
 
     @property
     def training_tokens(self) -> int:
-        """Tokens of one pass over everything that is trained on."""
-        return sum(dataset.tokens("train") for dataset in self.datasets)
+        """Tokens of one pass over everything that is trained on, the padding of packed samples included."""
+        return sum(dataset.pass_tokens("train") for dataset in self.datasets)
 
     @property
     def held_out_tokens(self) -> int:
-        """Tokens of everything that is held out."""
-        return sum(dataset.tokens("held_out") for dataset in self.datasets)
+        """Tokens of everything that is held out, the padding of packed samples included."""
+        return sum(dataset.pass_tokens("held_out") for dataset in self.datasets)
 
 
 def build_indices(
     listing: Listing, config: DataConfig, workers: int | None = None, say: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Make the index of every dataset that has no valid one. Safe to call in several processes at once.
+    """Make the index of every dataset that has no valid one, and count its samples where documents are packed.
+
+    Safe to call in several processes at once.
 
     Args:
         listing: what to index.
         config: how documents are read.
-        workers: threads that look at files; None = as many as cores.
+        workers: threads that look at files, and processes that pack; None = as many as cores.
         say: told, in lines for the user, what is built and why.
 
     Raises:
         DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.
     """
     for files in listing.datasets:
-        build_index(files, _index_settings(files, config), config.index_path, workers, say)
+        index = build_index(files, _index_settings(files, config), config.index_path, workers, say)
+        if config.packing != "stream":
+            places = _index_places(files, config)
+            build_bin_counts(files.name, index, places, config.seq_length, config.packing, workers, say)
 
 
 def open_datasets(listing: Listing, config: DataConfig) -> OpenedDatasets:
@@ -102,19 +118,21 @@ def open_datasets(listing: Listing, config: DataConfig) -> OpenedDatasets:
     """
     opened = []
     for files in listing.datasets:
-        settings = _index_settings(files, config)
-        index = find_index(files, settings, config.index_path)
-        if index is None:
-            places = " or ".join(str(place.parent) for place in index_places(files, settings, config.index_path))
+        index = find_index(files, _index_settings(files, config), config.index_path)
+        places, counts = _index_places(files, config), None
+        if index is not None and config.packing != "stream":
+            counts = find_bin_counts(index, places, config.seq_length, config.packing)
+        if index is None or (counts is None and config.packing != "stream"):
+            missing = "index" if index is None else f"{config.packing} counts"
             raise DataError(
-                f"no index of dataset '{files.name}' in {places}: it was made on another machine; "
-                "give --index_path=<a folder that all machines see>"
+                f"no {missing} of dataset '{files.name}' in {' or '.join(str(place.parent) for place in places)}: made "
+                "on another machine; give --index_path=<a folder that all machines see>"
             )
         if len(index.documents) == 0:
             raise DataError(
                 f"dataset '{files.name}' is empty: its {len(files.paths):,} files in {files.folder} hold no documents"
             )
-        opened.append(OpenedDataset(files, index))
+        opened.append(OpenedDataset(files, index, counts))
     return OpenedDatasets(tuple(opened))
 
 
@@ -161,8 +179,8 @@ def build_loader(
         # A dataset of weight 0 gives nothing; without weights every dataset has to give something.
         used = [dataset for dataset in opened.datasets if given is None or given[dataset.files.name]]
         _check_enough(used, config, split)
-        weights = given or integer_weights({dataset.files.name: dataset.tokens("train") for dataset in used})
-        sources = [_stream_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
+        weights = given or integer_weights({dataset.files.name: dataset.pass_tokens("train") for dataset in used})
+        sources = [_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
     skipped = config.skipped_ranges if split == "train" else []
@@ -210,11 +228,27 @@ def _reading_settings(config: DataConfig) -> dict[str, Any]:
     return {**values, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
-def _stream_samples(
+def _index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
+    return index_places(files, _index_settings(files, config), config.index_path)
+
+
+def _samples(
     dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, vocab_size: int, split: SplitName
-) -> StreamSamples:
+) -> Samples:
     virtual = (config.bos_token, config.sep_token)
     reader = DocumentReader(dataset.files, dataset.index, virtual, vocab_size, opened.open_files)
+    if dataset.counts is not None:
+        return PackedSamples(
+            dataset.files,
+            dataset.index,
+            dataset.counts,
+            split,
+            reader,
+            logical_shards=config.logical_shards,
+            seed=seed,
+            orders=opened.orders,
+            cache=opened.bins,
+        )
     return StreamSamples(
         dataset.files,
         dataset.index,
@@ -246,9 +280,14 @@ def _check_enough(datasets: list[OpenedDataset], config: DataConfig, split: Spli
     problems = []
     for dataset in datasets:
         tokens, name = dataset.tokens(split), dataset.files.name
-        if tokens > config.seq_length:
+        if tokens > config.seq_length or (tokens and dataset.counts is not None):
             continue
-        if split == "held_out":
+        if split == "held_out" and dataset.counts is not None:
+            problems.append(
+                f"held_out_fraction={config.held_out_fraction} keeps no tokens of dataset '{name}': give a larger "
+                "--held_out_fraction, or 0"
+            )
+        elif split == "held_out":
             problems.append(
                 f"held_out_fraction={config.held_out_fraction} keeps {tokens:,} tokens of dataset '{name}', but one "
                 f"sample takes seq_length + 1 = {config.seq_length + 1:,}: give a larger --held_out_fraction, or 0"

@@ -114,7 +114,7 @@ class Inspector:
             row = np.empty((1, self._seq_length + 1), dtype=np.int32)
             try:
                 source.read(spans, row, np.zeros(1, dtype=np.int64))
-                ids = tuple(row[0].tolist())
+                ids = tuple(row[0, : spans.row_tokens[0]].tolist())
             except DataError as error:
                 if not self._quarantine:
                     raise
@@ -146,14 +146,15 @@ class Inspector:
         """What samples `stretches` of a dataset are, of which it has given or skipped `counts` before and after."""
         samples = sum(end - begin for begin, end in stretches)
         dataset = self._datasets.get(source.name)
-        documents = counted = 0
+        documents = padding = counted = 0
         for begin, end in stretches if dataset else ():
             end = min(end, begin + SAMPLES_COUNTED - counted)
-            documents += self._documents_begun(source, begin, end)
+            in_stretch = self._count(source, begin, end)
+            documents, padding = documents + in_stretch[0], padding + in_stretch[1]
             counted += end - begin
         passes = None
         if dataset:
-            pass_tokens = dataset.tokens("train")
+            pass_tokens = dataset.pass_tokens("train")
             passes = (counts[0] * self._seq_length / pass_tokens, counts[1] * self._seq_length / pass_tokens)
         return DatasetSummary(
             dataset=source.name,
@@ -161,16 +162,24 @@ class Inspector:
             realised=samples / all_samples,
             samples=samples,
             tokens=samples * self._seq_length,
+            padding_tokens=padding * samples // max(counted, 1),
+            fill=1 - padding / max(counted * self._seq_length, 1) if samples else None,
             documents=documents * samples // max(counted, 1),
             documents_are_exact=counted == samples or not dataset,
             passes=passes,
         )
 
-    def _documents_begun(self, source: Samples, begin: int, end: int) -> int:
-        """How many documents begin in samples [begin, end) of a dataset, the look-ahead token left out."""
+    def _count(self, source: Samples, begin: int, end: int) -> tuple[int, int]:
+        """How many documents begin in samples [begin, end) of a dataset, and how many tokens of padding they have.
+
+        Where documents are streamed, the last token of a sample is the first of another one, which counts it.
+        """
         spans = source.spans(*source.samples(begin, end))
-        places = spans.places(np.zeros(end - begin, dtype=np.int64))
-        return int(np.count_nonzero((spans.starts == 0) & (places < self._seq_length)))
+        begun = spans.starts == 0
+        dataset = self._datasets.get(source.name)
+        if dataset is not None and dataset.counts is None:
+            begun &= spans.places(np.zeros(end - begin, dtype=np.int64)) < self._seq_length
+        return int(np.count_nonzero(begun)), (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
 
 
 def inspect(

@@ -43,9 +43,9 @@ class InspectedSlot:
         slot: place in the global batch, which ranks share in contiguous pieces.
         sample_id: global index of its sample.
         dataset: that gives it.
-        spans: in order; their lengths add up to S + 1, of which the last token is only ever a label. None where samples
-            are made up.
-        ids: S + 1 tokens; None where they were not asked for, or cannot be read.
+        spans: in order; their lengths add up to S + 1, of which the last token is only ever a label, or to less where
+            documents are packed. None where samples are made up.
+        ids: the tokens of the spans; None where they were not asked for, or cannot be read.
         problem: why they cannot be read, where that quarantines the sample.
     """
 
@@ -97,8 +97,12 @@ class DatasetSummary:
         realised: its fraction of the samples.
         samples: of it.
         tokens: of these, S a sample.
+        padding_tokens: how many of them are padding: labels that are ignored, as the documents packed into a sample
+            are shorter than it.
+        fill: the fraction of tokens that are not padding; None where there is no sample.
         documents: that begin in these samples, once each pass.
-        documents_are_exact: False where they were counted in the first `SAMPLES_COUNTED` samples and scaled.
+        documents_are_exact: False where documents and padding were counted in the first `SAMPLES_COUNTED` samples and
+            scaled.
         passes: over the dataset that are done before step A, and after step B; None where it has no end.
     """
 
@@ -107,6 +111,8 @@ class DatasetSummary:
     realised: float
     samples: int
     tokens: int
+    padding_tokens: int
+    fill: float | None
     documents: int
     documents_are_exact: bool
     passes: tuple[float, float] | None
@@ -115,7 +121,7 @@ class DatasetSummary:
 def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequence[DatasetSummary]) -> list[str]:
     """A table with a line a dataset, and totals over it."""
     samples = sum(each.samples for each in summaries)
-    table = [("dataset", "asked", "realised", "samples", "tokens", "documents", "passes")]
+    table = [("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")]
     table += [
         (
             each.dataset,
@@ -123,6 +129,8 @@ def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequen
             f"{each.realised:.4%}",
             f"{each.samples:,}",
             f"{each.tokens:,}",
+            f"{'' if each.documents_are_exact else 'about '}{each.padding_tokens:,}",
+            f"{each.fill:.2%}" if each.fill is not None else "",
             f"{'' if each.documents_are_exact else 'about '}{each.documents:,}",
             f"{each.passes[0]:.3f} to {each.passes[1]:.3f}" if each.passes else "",
         )

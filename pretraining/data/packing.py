@@ -79,9 +79,9 @@ def pack_block(lengths: np.ndarray, seq_length: int, packing: str) -> PackedBloc
     Args:
         lengths: [documents] int64, tokens of each; empty ones are left out.
         seq_length: S; a bin holds at most S + 1 tokens.
-        packing: how items are brought into shared bins. "greedy" (next-fit): into the bin of the item before, else a new
-            one. "first_fit": into the first bin with room. "best_fit" (best-fit decreasing): from the longest item to
-            the shortest, each into the bin with the least room that is enough.
+        packing: how items are brought into shared bins. "greedy" (next-fit): into the bin of the item before, or a
+            new one. "first_fit": into the first bin with room. "best_fit" (best-fit decreasing): from the longest item
+            to the shortest, each into the bin with the least room that is enough.
     """
     full = np.maximum(lengths - 1, 0) // seq_length
     rests = lengths - full * seq_length
@@ -142,7 +142,7 @@ def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """As `_next_fit`. Of equal items the first goes first; of bins with equal room that which was opened first is taken."""
+    """As `_next_fit`. Of equal items the first goes first; of bins with equal room the one opened first is taken."""
     count = len(sizes)
     bins = [0] * count
     opened = 0

@@ -22,8 +22,11 @@ from pretraining.data.skipped import Skipped
 from pretraining.errors import DataError
 
 STATE_VERSION = 2
-READING_SETTINGS = ("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction")
-"""How documents are read: the same for all datasets, throughout a run."""
+READING_SETTINGS = (
+    *("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction"),
+    "packing",
+)
+"""How documents are read and make samples: the same for all datasets, throughout a run."""
 _NAMES_SHOWN = 12
 
 

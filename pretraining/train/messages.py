@@ -36,9 +36,10 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
     if parts.data is None:
         note("data        made up")
     else:
+        padded = "" if config.data.packing == "stream" else f" (packing {config.data.packing}, with padding)"
         note(
             f"data        {len(parts.data.datasets)} datasets, {parts.data.training_tokens:,} tokens to train on, "
-            f"{parts.data.held_out_tokens:,} held out"
+            f"{parts.data.held_out_tokens:,} held out{padded}"
         )
     note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
     note(f"length      {state.total_steps} steps, {parts.pace.tokens_at(state.total_steps):,} tokens")
