@@ -119,7 +119,9 @@ def test_counts_are_valid_for_one_index_only(index: Index, tmp_path: Path) -> No
     assert find(more) is None
     # The same documents in another order: names, sizes and tokens of every file stay what they were.
     documents = random_documents(DOCUMENTS)
-    write_documents(tmp_path / "data/web/x.arrow", [*reversed(documents[:BLOCK_DOCUMENTS]), *documents[BLOCK_DOCUMENTS:]])
+    write_documents(
+        tmp_path / "data/web/x.arrow", [*reversed(documents[:BLOCK_DOCUMENTS]), *documents[BLOCK_DOCUMENTS:]]
+    )
     index.path.unlink()
     again = index_of(config(tmp_path))
     assert again.header == index.header and find(again) is None
@@ -133,7 +135,7 @@ def test_counts_of_read_only_data_lie_beside_the_other_index_place(index: Index,
     elsewhere = tmp_path / "cache" / "web" / index.path.name
     build_bin_counts("web", index, [index.path, elsewhere], SEQ_LENGTH, "greedy", 1)
     assert find_bin_counts(index, [index.path, elsewhere], SEQ_LENGTH, "greedy") is not None
-    with pytest.raises(DataError, match="no place to write the counts of dataset 'web': .*taken .*give --index_path"):
+    with pytest.raises(DataError, match=r"no place to write the counts of dataset 'web': .*taken .*give --index_path"):
         build(index)
 
 

@@ -164,6 +164,7 @@ def test_made_up_data_has_ids_and_no_spans(config: InspectConfig) -> None:
     assert len(shown(asking(config, step=2, tokens=True))) == 1 + 2 * BATCH
     (summary,) = objects(config, steps="1-4")
     assert (summary["samples"], summary["passes"], summary["documents"]) == (4 * BATCH, None, 0)
+    assert (summary["padding_tokens"], summary["fill"]) == (0, 1)
 
 
 def test_a_summary_counts_what_the_steps_hold(config: InspectConfig) -> None:
@@ -177,7 +178,7 @@ def test_a_summary_counts_what_the_steps_hold(config: InspectConfig) -> None:
             begun += sum(span["start"] == 0 and place < 24 for span, place in zip(slot["spans"], places, strict=True))
         assert (found["first_step"], found["last_step"], found["asked"]) == (3, 9, weight)
         assert (found["samples"], found["tokens"], found["documents"]) == (len(mine), 24 * len(mine), begun)
-        assert found["documents_are_exact"]
+        assert found["documents_are_exact"] and (found["padding_tokens"], found["fill"]) == (0, 1)
         assert found["realised"] == len(mine) / len(slots)
         assert abs(len(mine) - weight * len(slots)) <= 4
 
@@ -195,6 +196,34 @@ def test_a_pass_begins_every_document_once(tmp_path: Path, config: InspectConfig
         assert summary["passes"] == [step - 1, step]
 
 
+def test_a_packed_sample_is_shown_without_its_padding(config: InspectConfig) -> None:
+    config = replace(config, data=replace(config.data, packing="greedy"))
+    slots = objects(config, step=3, tokens=True)
+    filled = [sum(span["length"] for span in slot["spans"]) for slot in slots]
+    assert [len(slot["ids"]) for slot in slots] == filled and min(filled) < 25
+    for summary in objects(config, steps="3-3"):
+        mine = [tokens for slot, tokens in zip(slots, filled, strict=True) if slot["dataset"] == summary["dataset"]]
+        assert summary["padding_tokens"] == 25 * len(mine) - sum(mine)
+        assert summary["fill"] == pytest.approx(1 - summary["padding_tokens"] / (24 * len(mine)))
+
+
+def test_a_packed_pass_begins_every_document_once(tmp_path: Path, config: InspectConfig) -> None:
+    documents = [row for row in random_documents(400) if row]
+    write_documents(tmp_path / "web/x.arrow", documents)
+    data = DataConfig(data_path=str(tmp_path), seq_length=16, packing="greedy")
+    samples = opened(data).training_tokens // 16
+    config = replace(config, data=data, batch=BatchConfig(global_batch_size=samples))
+    for step in (1, 2):
+        (summary,) = objects(config, steps=f"{step}-{step}")
+        assert summary["documents"] == len(documents) and summary["passes"] == [step - 1, step]
+
+
+def test_a_dataset_that_gives_nothing_yet_has_no_fill(config: InspectConfig) -> None:
+    config = replace(config, data=replace(config.data, weights=(1000, 1)))
+    assert objects(config, steps="1-1")[0]["fill"] is None
+    assert shown(asking(config, steps="1-1"))
+
+
 def test_a_long_summary_counts_part_of_the_documents(config: InspectConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = objects(config, steps="1-100")
     monkeypatch.setattr(inspect_module, "SAMPLES_COUNTED", 100)
@@ -204,7 +233,9 @@ def test_a_long_summary_counts_part_of_the_documents(config: InspectConfig, monk
         assert abs(other["documents"] / one["documents"] - 1) < 0.2
     lines = shown(asking(config, steps="1-100"))
     assert lines[0] == f"steps 1 to 100: {100 * BATCH:,} samples, {100 * BATCH * 24:,} tokens"
-    assert lines[1].split() == ["dataset", "asked", "realised", "samples", "tokens", "documents", "passes"]
+    assert lines[1].split() == [
+        *("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")
+    ]
     assert "about" in lines[2] and "75.0000%" in lines[3]
 
 
