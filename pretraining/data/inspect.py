@@ -149,8 +149,9 @@ class Inspector:
         documents = padding = counted = 0
         for begin, end in stretches if dataset else ():
             end = min(end, begin + SAMPLES_COUNTED - counted)
-            in_stretch = self._count(source, begin, end)
-            documents, padding = documents + in_stretch[0], padding + in_stretch[1]
+            spans = source.spans(*source.samples(begin, end))
+            documents += self._documents_begun(spans, packed=dataset is not None and dataset.counts is not None)
+            padding += (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
             counted += end - begin
         passes = None
         if dataset:
@@ -169,17 +170,12 @@ class Inspector:
             passes=passes,
         )
 
-    def _count(self, source: Samples, begin: int, end: int) -> tuple[int, int]:
-        """How many documents begin in samples [begin, end) of a dataset, and how many tokens of padding they have.
-
-        Where documents are streamed, the last token of a sample is the first of another one, which counts it.
-        """
-        spans = source.spans(*source.samples(begin, end))
+    def _documents_begun(self, spans: Spans, packed: bool) -> int:
+        """How many documents begin in samples; one that is streamed and begins in the last token counts for the next."""
         begun = spans.starts == 0
-        dataset = self._datasets.get(source.name)
-        if dataset is not None and dataset.counts is None:
-            begun &= spans.places(np.zeros(end - begin, dtype=np.int64)) < self._seq_length
-        return int(np.count_nonzero(begun)), (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
+        if not packed:
+            begun &= spans.places(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
+        return int(np.count_nonzero(begun))
 
 
 def inspect(

@@ -30,6 +30,7 @@ def test_purposes_keep_their_numbers() -> None:
         "ROUNDS": 3,
         "HELD_OUT": 4,
         "DUMMY": 5,
+        "BINS": 6,
     }
 
 

@@ -224,14 +224,6 @@ def test_a_resume_with_another_packing_is_refused(config: DataConfig, before: st
         loader(replace(config, packing=after)).load_state_dict(state)
 
 
-def test_a_resume_of_a_state_that_does_not_know_packing_streams(config: DataConfig) -> None:
-    state = loader(replace(config, packing="stream")).state_dict()
-    del state["packing"]
-    loader(replace(config, packing="stream")).load_state_dict(state)
-    with pytest.raises(DataError, match=r"dataset 'web' differs: .*packing was None and is best_fit"):
-        loader(config).load_state_dict(state)
-
-
 def test_an_epoch_is_every_sample_of_every_dataset_once(config: DataConfig) -> None:
     datasets = opened(config)
     samples, rest = divmod(datasets.training_tokens, config.seq_length)
