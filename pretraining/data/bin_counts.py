@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -120,13 +121,15 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, 
         return count_bins(index, seq_length, packing, 0, blocks)
     ranges = list(pairwise(blocks * number // processes for number in range(processes + 1)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    started: list[subprocess.Popen[bytes]] = []
-    parts = []
-    try:
+    with ExitStack() as running:
+        started = []
         for begin, end in ranges:
             task = [str(index.path), str(seq_length), packing, str(begin), str(end)]
             command = [sys.executable, "-m", "pretraining.data.bin_counts", *task]
-            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            started.append(running.enter_context(process))
+            running.callback(process.kill)  # before its end is waited for, where another one failed
+        parts = []
         for process, (begin, end) in zip(started, ranges, strict=True):
             output, _ = process.communicate()
             if process.returncode or len(output) != len(SPLITS) * (end - begin) * 8:
@@ -135,10 +138,6 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, 
                     f"{process.returncode}; what it printed is above"
                 )
             parts.append(np.frombuffer(output, dtype="<i8").reshape(len(SPLITS), end - begin))
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
     return np.concatenate(parts, axis=1)
 
 

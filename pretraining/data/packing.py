@@ -150,15 +150,18 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     by_size = np.argsort(-sizes, kind="stable")
     for item, size in zip(by_size.tolist(), (sizes[by_size] * count).tolist(), strict=True):
         place = bisect_left(rooms, size)
-        if place < len(rooms):
+        if place < opened:
             room_and_bin = rooms.pop(place)
         else:
             room_and_bin = capacity * count + opened
             opened += 1
         bins[item] = room_and_bin % count
         insort(rooms, room_and_bin - size)
-    numbers: dict[int, int] = {}
-    return np.array([numbers.setdefault(bin_, len(numbers)) for bin_ in bins], dtype=np.int64)
+    in_order_of_opening = np.array(bins, dtype=np.int64)
+    _, first_items = np.unique(in_order_of_opening, return_index=True)
+    numbers = np.empty(opened, dtype=np.int64)
+    numbers[np.argsort(first_items)] = np.arange(opened)
+    return numbers[in_order_of_opening]
 
 
 _ALGORITHMS = {"greedy": _next_fit, "first_fit": _first_fit, "best_fit": _best_fit_decreasing}
