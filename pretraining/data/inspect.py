@@ -171,7 +171,7 @@ class Inspector:
         )
 
     def _documents_begun(self, spans: Spans, packed: bool) -> int:
-        """How many documents begin in samples; one that is streamed and begins in the last token counts for the next."""
+        """How many documents begin in samples; where streamed, one in the last token counts for the next sample."""
         begun = spans.starts == 0
         if not packed:
             begun &= spans.places(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
