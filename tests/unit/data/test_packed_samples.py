@@ -17,6 +17,7 @@ from unit.data.test_streams import EqualLengths, KnownLengths
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.training import DataConfig
+from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.dataset import SplitName, build_loader
 from pretraining.data.index import BLOCK_DOCUMENTS
 from pretraining.data.packed_samples import BinCache, PackedStream, bin_cache, cut_blocks
@@ -233,6 +234,19 @@ def test_an_epoch_is_every_sample_of_every_dataset_once(config: DataConfig) -> N
     assert first == second
     stored = sum(dataset.tokens("train") for dataset in datasets.datasets)
     assert sum(len(row) for row in first) == samples * 25 > stored
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_with_a_document_mask_every_token_but_a_documents_first_is_a_label_once(
+    config: DataConfig, packing: str
+) -> None:
+    config = replace(config, packing=packing, document_mask=True)
+    datasets = opened(config)
+    epoch = build_loader(datasets, config, plan(datasets.training_tokens // 24), 0, 7, 1000)
+    (micro_batch,) = next(epoch).micro_batches
+    labels = micro_batch.model_inputs().labels_BS
+    lengths = np.concatenate([each.index.split("train").lengths(0, 1000) for each in datasets.datasets])
+    assert int((labels != IGNORED_LABEL).sum()) == int(np.maximum(lengths - 1, 0).sum())
 
 
 def test_held_out_samples_are_packed_from_held_out_documents(config: DataConfig) -> None:
