@@ -237,27 +237,12 @@ def _samples(
 ) -> Samples:
     virtual = (config.bos_token, config.sep_token)
     reader = DocumentReader(dataset.files, dataset.index, virtual, vocab_size, opened.open_files)
-    if dataset.counts is not None:
-        return PackedSamples(
-            dataset.files,
-            dataset.index,
-            dataset.counts,
-            split,
-            reader,
-            logical_shards=config.logical_shards,
-            seed=seed,
-            orders=opened.orders,
-            cache=opened.bins,
-        )
-    return StreamSamples(
-        dataset.files,
-        dataset.index,
-        split,
-        reader,
-        seq_length=config.seq_length,
-        logical_shards=config.logical_shards,
-        seed=seed,
-        cache=opened.orders,
+    parts = (dataset.files, dataset.index, split, reader)
+    pieces, orders = config.logical_shards, opened.orders
+    if dataset.counts is None:
+        return StreamSamples(*parts, seq_length=config.seq_length, logical_shards=pieces, seed=seed, cache=orders)
+    return PackedSamples(
+        *parts, counts=dataset.counts, logical_shards=pieces, seed=seed, orders=orders, cache=opened.bins
     )
 
 

@@ -163,9 +163,9 @@ class PackedSamples:
     Args:
         files: the dataset.
         index: of these files.
-        counts: of the bins of its blocks.
         split: "train" or "held_out".
         reader: of the documents' tokens.
+        counts: of the bins of its blocks.
         logical_shards: pieces that the dataset is cut into at most.
         seed: of all orders.
         orders: shared memory for the orders of blocks.
@@ -176,10 +176,10 @@ class PackedSamples:
         self,
         files: DatasetFiles,
         index: Index,
-        counts: BinCounts,
         split: str,
         reader: DocumentReader,
         *,
+        counts: BinCounts,
         logical_shards: int,
         seed: int,
         orders: OrderCache,

@@ -180,7 +180,7 @@ def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, pack
         data_path=str(tmp_path), seq_length=50, sep_token=SEP, packing=packing, logical_shards=3, num_workers=0
     )
     made = loader(settings, plan(64), seed=42)
-    whole = [document if document[-1:] in ([], [SEP]) else [*document, SEP] for document in documents]
+    whole = [[*document, SEP] if document and document[-1] != SEP else document for document in documents]
     lengths = [len(document) for document in whole]
     oracle = PackedOracle(lengths, BLOCK_DOCUMENTS, 3, 50, packing, (42, text_number("web", "train")))
     samples = {shard: oracle.one_pass(shard, 0) + oracle.one_pass(shard, 1) for shard in range(3)}
