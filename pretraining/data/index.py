@@ -23,6 +23,7 @@ import json
 import mmap
 import os
 import struct
+import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ BLOCK_DOCUMENTS = 1024
 """Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
 SPLITS = ("train", "held_out")
 
-_BLOCKS_MAPPED = 32  # the system maps 64 KiB or more with each
+_BLOCKS_MAPPED = 1024
+"""Blocks that a process keeps mapped, over all indices; the system maps 64 KiB or more with each."""
 
 FORMAT_VERSION = 2
 MAGIC = b"PTINDEX\0"
@@ -102,6 +104,7 @@ class Index:
             OSError: it cannot be read.
         """
         self.path = path
+        _open_indices.add(self)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < TRAILER.size:
@@ -139,7 +142,7 @@ class Index:
         file cache, shared by all processes, and is mapped again when it is needed, within microseconds.
         """
         self._looks += blocks
-        if self._looks > _BLOCKS_MAPPED and hasattr(mmap, "MADV_DONTNEED"):
+        if self._looks > _BLOCKS_MAPPED // len(_open_indices) and hasattr(mmap, "MADV_DONTNEED"):
             self._looks = 0
             self._content.madvise(mmap.MADV_DONTNEED)
 
@@ -161,6 +164,9 @@ class Index:
         """Path -> bytes of the files that the index was made from."""
         part = self.header["parts"]["names"]
         return json.loads(self._content[part["offset"] : part["offset"] + part["count"]])
+
+
+_open_indices: weakref.WeakSet[Index] = weakref.WeakSet()
 
 
 class Split:

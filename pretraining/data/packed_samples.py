@@ -43,7 +43,7 @@ class OrderedBins:
 BinCache = RecentlyUsed[OrderedBins]
 
 
-def bin_cache(limit_bytes: int = 96 * 2**20) -> BinCache:
+def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
     """A memory for packed blocks, to be shared by all the streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda bins: bins.block.nbytes + bins.order.nbytes + 1024)
 

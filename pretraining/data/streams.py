@@ -100,7 +100,7 @@ class Spans:
 OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
 
 
-def order_cache(limit_bytes: int = 128 * 2**20) -> OrderCache:
+def order_cache(limit_bytes: int = 64 * 2**20) -> OrderCache:
     """A memory for the orders of blocks and documents, to be shared by all the streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda order: sum(array.nbytes for array in order) + 512)
 

@@ -271,3 +271,28 @@ def test_a_document_longer_than_32_bits_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(index_build, "_LARGEST_LENGTH", 5)
     with pytest.raises(DataError, match=r"x\.arrow, row 1: a document of 6 tokens is too long"):
         build_index(files(tmp_path), SETTINGS)
+
+
+def mapped_bytes(path: Path) -> int:
+    """Memory of this process that is a file's."""
+    resident = 0
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith(str(path)):
+            resident += next(int(each.split()[1]) * 1024 for each in lines if each.startswith("Rss:"))
+    return resident
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped memory")
+def test_what_was_looked_at_in_an_index_does_not_stay_in_memory(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1]] * (40 * BLOCK_DOCUMENTS))
+    index = build_index(files(tmp_path), SETTINGS)
+    split, largest = index.split("train"), 0
+    for _ in range(60):
+        for block in range(40):
+            split.lengths(block * BLOCK_DOCUMENTS, (block + 1) * BLOCK_DOCUMENTS)
+        index.documents_at(np.arange(0, 40 * BLOCK_DOCUMENTS, BLOCK_DOCUMENTS))
+        largest = max(largest, mapped_bytes(index.path))
+        if mapped_bytes(index.path) < largest:
+            return
+    pytest.fail(f"{largest} bytes stay mapped")
