@@ -129,7 +129,9 @@ class DocumentReader:
         self._bos_token, self._sep_token = virtual
         self._vocab_size = vocab_size
         self._opened = opened
-        self._token_bytes = int(index.token_bytes.max(initial=1))
+        # Virtual tokens need not fit into what files are as narrow as: 999 ends documents of single bytes, too.
+        widths = [np.min_scalar_type(token).itemsize for token in virtual if token is not None]
+        self._token_bytes = max(int(index.token_bytes.max(initial=1)), *widths, 1)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         """Fill rows of a batch with the tokens of spans, and with zeros behind them.
