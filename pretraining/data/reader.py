@@ -64,7 +64,8 @@ class OpenFile:
             except OSError as error:
                 raise DataError(f"cannot read {self.path} at byte {offset:,}: {error.strerror}") from error
             if count == 0:
-                raise DataError(f"{self.path} ends at byte {offset:,}, before its documents do: it was truncated")
+                end = os.fstat(self._descriptor).st_size  # which may lie before the place that was asked for
+                raise DataError(f"{self.path} ends at byte {end:,}, before its documents do: it was truncated")
             target, offset = target[count:], offset + count
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:

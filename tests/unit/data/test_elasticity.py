@@ -112,7 +112,7 @@ def test_a_process_that_is_killed_at_any_moment_while_it_reads_ahead_goes_on_as_
     lives = [[chance.choice((1, 2, 5)), chance.randint(1, 6)] for _ in range(12)]
     assert sum(count + killed_reader.STEPS_BEYOND for _, count in lives) < steps
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    arguments = [root, tmp_path, str(steps), json.dumps([*lives, [3, steps + 1]])]
+    arguments = [str(root), str(tmp_path), str(steps), json.dumps([*lives, [3, steps + 1]])]
     done = run_command([sys.executable, killed_reader.__file__, *arguments], environment)
     assert done.stdout.split("\n")[:-1] == ["killed"] * 12 + ["ended with 0"]
 

@@ -92,7 +92,7 @@ def test_a_change_anywhere_changes_the_digest(folder: Path) -> None:
 def test_the_host_does_not_matter(folder: Path, tmp_path: Path) -> None:
     """Another locale, hash seed, working folder, time zone and processor, and an index that is made there."""
     shutil.copytree(folder, tmp_path / "elsewhere", ignore=shutil.ignore_patterns(".index"))
-    features = np.show_config(mode="dicts")["SIMD Extensions"]["found"]  # type: ignore[call-overload]
+    features = np.show_config(mode="dicts")["SIMD Extensions"]["found"]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "PYTHONHASHSEED": "12345",

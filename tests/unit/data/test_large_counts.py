@@ -114,8 +114,8 @@ def test_steps_are_exact_far_beyond_32_bits_of_samples_and_tokens(step: int) -> 
     spans = source.spans(slots.shards[row : row + 1], slots.numbers[row : row + 1])
     found = list(zip(spans.documents.tolist(), spans.starts.tolist(), strict=True))
     assert found[: len(pieces)] == pieces and int(spans.lengths.sum()) == SEQ_LENGTH + 1
-    tokens = reader.read(step).micro_batches[0].tokens_BT[row].tolist()
-    assert tokens == np.repeat(spans.documents % 2**31, spans.lengths).tolist()
+    read = reader.read(step).micro_batches[0].tokens_BT[row].tolist()
+    assert read == np.repeat(spans.documents % 2**31, spans.lengths).tolist()
 
 
 def test_a_sample_ends_with_the_first_token_of_the_next_wherever_a_pass_ends() -> None:

@@ -146,7 +146,9 @@ def test_a_refused_state_leaves_the_loader_where_it_was(config: DataConfig, stat
 
 
 # What a state that was damaged, or written by other hands, may hold where a number or a list was.
-NONSENSE = st.sampled_from([None, -1, 0, 1, 2**63, -(2**63), 10**30, 1.5, float("inf"), float("nan"), "5", [], {}, [1]])
+NONSENSE: st.SearchStrategy[Any] = st.sampled_from(
+    [None, -1, 0, 1, 2**63, -(2**63), 10**30, 1.5, float("inf"), float("nan"), "5", [], {}, [1]]
+)
 
 
 @st.composite
