@@ -10,12 +10,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from unit.data.token_files import opened, plan, rows, write_documents
 
 from pretraining.config.training import DataConfig
-from pretraining.data.dataset import build_loader
+from pretraining.data.dataset import SplitName, build_loader
 from pretraining.data.loader import Loader
 
 FILES = {"web": ("b.arrow", "a/z.arrow", "a.arrow"), "code": ("x.arrow",), "books": ("é.arrow", "Z.arrow")}
@@ -35,7 +36,18 @@ def write_golden(root: Path) -> None:
             write_documents(root / name / path, documents, batch_documents=100)
 
 
-def golden_loader(root: Path, split: str = "train", dummy: bool = False) -> Loader:
+KINDS: dict[str, dict[str, Any]] = {
+    "train": {},
+    "held_out": {},
+    "dummy": {"use_dummy_dataset": True},
+    "ends": {"bos_token": 902, "strip_tokens": (31, 38), "min_length": 3},
+    "greedy": {"packing": "greedy"},
+    "first_fit": {"packing": "first_fit"},
+    "best_fit": {"packing": "best_fit"},
+}
+
+
+def golden_loader(root: Path, kind: str = "train") -> Loader:
     config = DataConfig(
         data_path=str(root),
         datasets=("web", "code", "books"),
@@ -45,12 +57,12 @@ def golden_loader(root: Path, split: str = "train", dummy: bool = False) -> Load
         held_out_fraction=0.2,
         logical_shards=6,
         num_workers=0,
-        use_dummy_dataset=dummy,
         skip_samples=("40-55",),
+        **KINDS[kind],
     )
-    datasets = None if dummy else opened(config)
-    assert split in ("train", "held_out")
-    return build_loader(datasets, config, plan(16), 0, 1234, 1000, split=split)  # type: ignore[arg-type]
+    datasets = None if config.use_dummy_dataset else opened(config)
+    split: SplitName = "held_out" if kind == "held_out" else "train"
+    return build_loader(datasets, config, plan(16), 0, 1234, 1000, split=split)
 
 
 def digest_of_step(loader: Loader, step: int) -> str:
@@ -68,8 +80,7 @@ def digest_of_step(loader: Loader, step: int) -> str:
 
 def golden_digests(root: Path, steps: Sequence[int] = STEPS) -> dict[str, list[str]]:
     """By kind of data, the digests of steps."""
-    kinds = {"train": ("train", False), "held_out": ("held_out", False), "dummy": ("train", True)}
-    loaders = {kind: golden_loader(root, split, dummy) for kind, (split, dummy) in kinds.items()}
+    loaders = {kind: golden_loader(root, kind) for kind in KINDS}
     return {kind: [digest_of_step(loader, step) for step in steps] for kind, loader in loaders.items()}
 
 

@@ -90,6 +90,7 @@ def swap(path: Path) -> None:
 CHANGED = r"changed since `pretrain prepare` wrote it: its bytes have the checksum \w{8}, not \w{8}"
 RESIZED = r"has [\d,]+ bytes, but `pretrain prepare` wrote [\d,]+"
 BEYOND = r"row \d+: token \d+ of the document is 950, but the vocabulary ends at 899"
+FOREIGN = r"web/bad\.arrow has a column 'tokens' of type list<item: float>, but documents are lists of integers"
 NOT_ARROW = r"is damaged: it does not end as an Arrow file does"
 DAMAGED = r"is truncated or damaged: it does not end as an Arrow file does"
 UNNOTICED = ""
@@ -139,10 +140,10 @@ FAULTS: dict[Callable[[Path], None], dict[str, str]] = {
         "verify": RESIZED,
     },
     retype: {
-        "start": r"column 'tokens' of .*web/bad\.arrow holds list<item: float>, but documents are lists of integers",
-        "restart": r"column 'tokens' of .*web/bad\.arrow holds list<item: float>",
+        "start": FOREIGN,
+        "restart": FOREIGN,
         "open": r"has changed since the job began",
-        "verify": r"column 'tokens' of .*web/bad\.arrow holds list<item: float>",
+        "verify": FOREIGN,
     },
     rename_column: {
         "start": r"web/bad\.arrow has no column 'tokens', but input_ids: give --col_name",

@@ -121,6 +121,36 @@ def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(
     survive()
 
 
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_path: Path, packing: str) -> None:
+    """Nor do damaged counts of bins change any."""
+    root = make_root(tmp_path / "data", web=60, code=40)
+    config = DataConfig(
+        data_path=str(root), seq_length=16, sep_token=999, held_out_fraction=0.1, packing=packing, num_workers=0
+    )
+    whole = loader(config, plan(30))
+    expected = [rows(next(whole)) for _ in range(3)]
+    kept = {path: path.read_bytes() for path in (root / "web/.index").iterdir()}
+    outcomes = set()
+
+    @settings(max_examples=100, deadline=None)
+    @given(attacks(), st.sampled_from(sorted(kept)))
+    def survive(attack: Callable[[bytes], bytes], damaged: Path) -> None:
+        for path, content in kept.items():
+            path.unlink(missing_ok=True)  # it may be mapped
+            path.write_bytes(attack(content) if path == damaged else content)
+        try:
+            made = loader(config, plan(30))
+            assert [rows(next(made)) for _ in range(3)] == expected
+            outcomes.add("read")
+        except DataError as error:
+            assert f"index {damaged} is damaged: delete it, and it is made anew at the next start" in str(error)
+            outcomes.add("refused")
+
+    survive()
+    assert outcomes == {"read", "refused"}
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_in_quarantine_damage_under_a_run_changes_only_tokens_that_are_read_from_damaged_bytes(
     tmp_path: Path, ranks: int
