@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -155,8 +156,10 @@ def _write_index(
     table["first_document"], table["token_bytes"][:-1] = first_documents, token_bytes
     write("files", table.tobytes(), len(table))
     file.flush()
-    for split, bounds in zip(SPLITS, _block_bounds(file, count), strict=True):
-        write(f"bounds_{split}", bounds.tobytes(), len(bounds))
+    bounds, checksums = _look_at_blocks(file, count)
+    for split, bounds_of_split in zip(SPLITS, bounds, strict=True):
+        write(f"bounds_{split}", bounds_of_split.tobytes(), len(bounds_of_split))
+    write("checksums", checksums.tobytes(), len(checksums))
     names = json.dumps(dict(zip(files.paths, files.sizes, strict=True))).encode()
     write("names", names, len(names))
     header = {
@@ -167,7 +170,11 @@ def _write_index(
         "parts": parts,
     }
     text = json.dumps(header).encode()
-    file.write(text + TRAILER.pack(len(text), MAGIC))
+    file.write(text)
+    file.flush()
+    documents_end = count * DOCUMENT.itemsize
+    checksum = zlib.crc32(os.pread(file.fileno(), file.tell() - documents_end, documents_end))
+    file.write(TRAILER.pack(documents_end, len(text), checksum, MAGIC))
     return held
 
 
@@ -186,17 +193,25 @@ def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tup
     return documents, layout.width, int(layout.lengths.sum())
 
 
-def _block_bounds(file: IO[bytes], count: int) -> list[np.ndarray]:
-    """Tokens before each block of the documents at the start of a file, for every split: [blocks + 1] int64."""
+def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Look through the documents at the start of a file, block by block.
+
+    Returns:
+        tokens before each block, for every split: [blocks + 1] int64; checksums of the blocks, [blocks] uint32.
+    """
     starts = np.arange(0, count, BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE)
+    checksums: list[int] = []
+    block_bytes = BLOCK_DOCUMENTS * DOCUMENT.itemsize
     totals: list[list[np.ndarray]] = [[np.zeros(1, dtype=np.int64)] for _ in SPLITS]
     for start in starts:
         size = min(BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE, count - int(start))
         raw = os.pread(file.fileno(), size * DOCUMENT.itemsize, int(start) * DOCUMENT.itemsize)
+        checksums += [zlib.crc32(raw[at : at + block_bytes]) for at in range(0, len(raw), block_bytes)]
         documents = np.frombuffer(raw, dtype=DOCUMENT)
         for split, held_out in zip(totals, (0, HELD_OUT), strict=True):
             split.append(np.add.reduceat(split_lengths(documents, held_out), np.arange(0, size, BLOCK_DOCUMENTS)))
-    return [np.cumsum(np.concatenate(split)).astype("<i8") for split in totals]
+    bounds = [np.cumsum(np.concatenate(split)).astype("<i8") for split in totals]
+    return bounds, np.array(checksums, dtype="<u4")
 
 
 def _in_parallel(look: Callable[[int], Any], files: DatasetFiles, workers: int | None) -> Iterator[Any]:

@@ -233,10 +233,12 @@ def _read_record(files: DatasetFiles) -> _Record:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         entries = [TokenFile(**entry) for entry in content["files"]]
+        if not all(isinstance(entry.name, str) and isinstance(entry.bytes, int) for entry in entries):
+            raise ValueError("a file has no name or no size")
         return _Record({entry.name: entry for entry in entries}, int(content["tokenizer"]["vocab_size"]))
     except FileNotFoundError:
         return _Record({}, None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return _Record({}, None, (f"{path} cannot be read ({type(error).__name__}: {error})",))
 
 

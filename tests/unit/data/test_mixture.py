@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pretraining.data import mixture
@@ -44,6 +44,29 @@ def test_every_prefix_is_within_two_samples_of_the_weights_for_many_datasets(cou
         "random": np.random.default_rng(count).integers(1, 10**6, count).tolist(),
     }[shape]
     assert drift(weights, 3000) < 2
+
+
+ASKED_WEIGHTS = st.one_of(st.sampled_from([1e-6, 1e-3, 0.1, 1.0]), st.floats(1e-6, 1.0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 1000), st.lists(ASKED_WEIGHTS, min_size=1, max_size=20), st.integers(0, 10**9))
+@example(1000, [1.0, 1e-6], 10**9)
+@example(1000, [0.1 * 0.618**number for number in range(24)], 10**6)
+def test_anywhere_in_a_run_each_dataset_is_within_two_samples_of_the_weight_that_was_asked_for(
+    count: int, few: list[float], begin: int
+) -> None:
+    asked = (few * count)[:count]
+    exact = [Fraction(str(weight)) for weight in asked]
+    total = sum(exact)
+    shares = np.array([float(weight / total) for weight in exact])
+    tree = WeightTree(list(integer_weights({str(number): weight for number, weight in enumerate(asked)}).values()))
+    before = np.array(tree.counts(begin))
+    assert np.abs(before - begin * shares).max() < 2
+    datasets, numbers = tree.assign(begin, begin + 300)
+    counts = before + np.cumsum(datasets[:, None] == np.arange(count), axis=0)
+    assert np.abs(counts - np.arange(begin + 1, begin + 301)[:, None] * shares).max() < 2
+    assert (numbers == counts[np.arange(300), datasets] - 1).all()
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -109,6 +110,26 @@ def test_what_changed_since_it_was_prepared_is_named(prepared: Path, damage: Cal
     message = damage(prepared)
     faults = faults_of(VerifyConfig(data_path=str(prepared.parent)))
     assert re.search(message, "\n".join(faults)), faults
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record["files"][0].update(name=None),
+        lambda record: record["files"][0].update(bytes="12"),
+        lambda record: record["files"].append({}),
+        lambda record: record.update(files=3),
+        lambda record: record["tokenizer"].update(vocab_size=float("inf")),
+        lambda record: record.update(tokenizer=[]),
+        lambda record: record.pop("tokenizer"),
+    ],
+)
+def test_a_record_that_holds_nonsense_is_a_fault(prepared: Path, damage: Callable[[dict[str, Any]], object]) -> None:
+    record = json.loads((prepared / "prepare.json").read_text())
+    damage(record)
+    (prepared / "prepare.json").write_text(json.dumps(record))
+    (fault,) = faults_of(VerifyConfig(data_path=str(prepared.parent)))
+    assert fault.startswith(f"{prepared}/prepare.json cannot be read (")
 
 
 def test_a_prepared_dataset_that_lost_all_its_files_is_named(prepared: Path) -> None:
