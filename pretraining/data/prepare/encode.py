@@ -90,7 +90,8 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
                     continue
                 done.documents += 1
                 done.tokens += len(document)
-                _count(record, document)
+                record.count(len(document))
+                record.largest_token = max(record.largest_token, int(document.max()))
                 if writer.write(document):
                     _note(record, writer, done)
                     work.write_record(unit, record)
@@ -105,14 +106,6 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
 def _note(record: UnitRecord, writer: TokenWriter, counts: Counts) -> None:
     record.files = list(writer.files)
     record.counts = replace(counts)
-
-
-def _count(record: UnitRecord, document: np.ndarray) -> None:
-    """Take a document into the record's statistics."""
-    low_bits = max(len(document).bit_length() - 5, 0)
-    length = len(document) >> low_bits << low_bits
-    record.lengths[length] = record.lengths.get(length, 0) + 1
-    record.largest_token = max(record.largest_token, int(document.max()))
 
 
 def _skip_documents(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:

@@ -4,12 +4,13 @@
     clears the folder, waits for all                write rank_<r> with a name of their own
     writes joined: whom it has seen                 wait until their own name is in it
     publishes something                             receive it
-    anyone who fails writes failed_<r>; whoever waits ends with it
+    anyone who fails writes failed_<r>; everyone touches rank_<r> now and then; whoever waits looks at both
     waits until the others have left                remove rank_<r>
     removes the folder
 
 What an earlier job left in the folder is never taken for this one's: a process goes on only after rank 0 has named it,
-and by then rank 0 has cleared the folder. No network is used, so that it works wherever the output can be written.
+and by then rank 0 has cleared the folder. No network is used, so that it works wherever the output can be written, and
+no clock but the own one is trusted.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import os
 import platform
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +34,8 @@ from pretraining.errors import DataError, PretrainError
 POLL_SECONDS = 0.2
 NOTE_SECONDS = 30.0
 JOIN_SECONDS = 600.0
+BEAT_SECONDS = 10.0
+SILENT_SECONDS = 300.0
 
 
 def _note(line: str) -> None:
@@ -58,7 +63,9 @@ class Team:
         self._folder = folder
         self._note = note
         self._clock = clock
-        self._checked = clock()
+        self._checked = self._listened = clock()
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._ended = threading.Event()
 
     def __enter__(self) -> Team:
         if self.size > 1:
@@ -67,6 +74,7 @@ class Team:
                 self._gather()
             else:
                 self._join()
+            threading.Thread(target=self._beat, daemon=True).start()
         return self
 
     def __exit__(
@@ -74,13 +82,16 @@ class Team:
     ) -> None:
         if self.size == 1:
             return
-        if error is not None:
-            self._fail(error)
-        elif self.rank > 0:
-            self._member(self.rank).unlink(missing_ok=True)
-        else:
-            self.wait(lambda: not self._present(), lambda: f"ranks {_listed(self._present())} to end")
-            shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            if error is not None:
+                self._fail(error)
+            elif self.rank > 0:
+                self._member(self.rank).unlink(missing_ok=True)
+            else:
+                self.wait(lambda: not self._present(), lambda: f"ranks {_listed(self._present())} to end")
+                shutil.rmtree(self._folder, ignore_errors=True)
+        finally:
+            self._ended.set()
 
     def publish(self, name: str, content: Any) -> None:
         """Rank 0: hand something to the others, who `receive` it; JSON."""
@@ -107,7 +118,7 @@ class Team:
         Raises:
             DataError: another process has failed.
         """
-        self._wait(ready, what, self._raise_failure)
+        self._wait(ready, what, self._look_after_others)
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None]) -> None:
         noted = self._clock()
@@ -127,12 +138,13 @@ class Team:
         """
         if self.size > 1 and self._clock() - self._checked > POLL_SECONDS:
             self._checked = self._clock()
-            self._raise_failure()
+            self._look_after_others()
 
     def _gather(self) -> None:
         """Rank 0: clear the folder, and name everyone who comes after that."""
         for leftover in self._folder.iterdir():
             leftover.unlink(missing_ok=True)
+        write_aside(self._member(0), "")
 
         def missing() -> list[int]:
             present = self._present()
@@ -181,19 +193,46 @@ class Team:
         if self._folder.is_dir():
             write_aside(self._folder / f"failed_{self.rank}", text)
 
-    def _raise_failure(self) -> None:
+    def _beat(self) -> None:
+        """Give signs of life, on a thread."""
+        while not self._ended.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(self._member(self.rank))
+
+    def _look_after_others(self) -> None:
+        """End with those that say that they failed, or say nothing any more."""
         for path in sorted(self._folder.glob("failed_*")):
             rank = path.name.removeprefix("failed_")
-            error = DataError(f"rank {rank} has failed: {path.read_text(encoding='utf-8')}")
-            error.is_everywhere = True
-            raise error
+            raise _failed(f"rank {rank} has failed: {path.read_text(encoding='utf-8')}")
+        now = self._clock()
+        if now - self._listened < BEAT_SECONDS:
+            return
+        self._listened = now
+        for rank in (0, *self._present()):
+            with suppress(FileNotFoundError):
+                beat = self._member(rank).stat().st_mtime_ns
+                if rank not in self._heard or self._heard[rank][0] != beat:
+                    self._heard[rank] = beat, now
+                elif rank != self.rank and now - self._heard[rank][1] > SILENT_SECONDS:
+                    raise _failed(
+                        f"rank {rank} has given no sign of life for {SILENT_SECONDS:.0f} s: was it killed? The same "
+                        "command goes on from what is complete"
+                    )
 
     def _present(self) -> list[int]:
-        """Ranks that have come and not left."""
-        return sorted(int(path.name.removeprefix("rank_")) for path in self._folder.glob("rank_*"))
+        """Ranks besides 0 that have come and not left."""
+        ranks = (int(path.name.removeprefix("rank_")) for path in self._folder.glob("rank_*"))
+        return sorted(rank for rank in ranks if rank > 0)
 
     def _member(self, rank: int) -> Path:
         return self._folder / f"rank_{rank}"
+
+
+def _failed(text: str) -> DataError:
+    """An error that every process has, so that one of them says it."""
+    error = DataError(text)
+    error.is_everywhere = True
+    return error
 
 
 def _listed(ranks: list[int]) -> str:

@@ -74,6 +74,12 @@ class UnitRecord:
     largest_token: int = -1
     finished: bool = False
 
+    def count(self, length: int) -> None:
+        """Take a document of so many tokens into `lengths`."""
+        low_bits = max(length.bit_length() - 5, 0)
+        rounded = length >> low_bits << low_bits
+        self.lengths[rounded] = self.lengths.get(rounded, 0) + 1
+
 
 class WorkFolder:
     """The paths of a work folder.

@@ -22,6 +22,8 @@ from pretraining.data.prepare.writer import TokenWriter
 from pretraining.data.verify import verify
 from pretraining.errors import DataError
 
+FIRST, SECOND = "part_000000_000000.arrow", "part_000000_000001.arrow"
+
 
 def faults_of(config: VerifyConfig) -> list[str]:
     lines: list[str] = []
@@ -66,24 +68,24 @@ def test_a_prepared_dataset_is_compared_with_what_was_written(prepared: Path) ->
 
 
 def flip_a_token(folder: Path) -> str:
-    path = folder / "part_000000_000001.arrow"
+    path = folder / SECOND
     content = bytearray(path.read_bytes())
     middle = content.index(np.array(pa.ipc.open_file(path).read_all()["tokens"][0].as_py()[:4], "<u2").tobytes())
     content[middle] ^= 1
     path.write_bytes(content)
-    return r"part_000000_000001\.arrow has changed since `pretrain prepare` wrote it: its bytes have the checksum \w{8}, not "
+    return rf"{SECOND} has changed since `pretrain prepare` wrote it: its bytes have the checksum \w{{8}}, not "
 
 
 def truncate(folder: Path) -> str:
-    path = folder / "part_000000_000001.arrow"
+    path = folder / SECOND
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-100])
-    return rf"part_000000_000001\.arrow has {size - 100:,} bytes, but `pretrain prepare` wrote {size:,}"
+    return rf"{SECOND} has {size - 100:,} bytes, but `pretrain prepare` wrote {size:,}"
 
 
 def remove(folder: Path) -> str:
-    (folder / "part_000000_000001.arrow").unlink()
-    return r"part_000000_000001\.arrow is gone, but prepare\.json names it"
+    (folder / SECOND).unlink()
+    return rf"{SECOND} is gone, but prepare\.json names it"
 
 
 def add(folder: Path) -> str:
@@ -92,11 +94,11 @@ def add(folder: Path) -> str:
 
 
 def swap(folder: Path) -> str:
-    one, two = folder / "part_000000_000000.arrow", folder / "part_000000_000001.arrow"
+    one, two = folder / FIRST, folder / SECOND
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
-    return r"part_000000_000000\.arrow has (changed|[\d,]+ bytes)"
+    return rf"{FIRST} has (changed|[\d,]+ bytes)"
 
 
 def damage_record(folder: Path) -> str:

@@ -38,7 +38,7 @@ def _run(config: PrepareConfig, moment: str, number: int) -> None:
     def killing(original: Callable[..., Any], when: str) -> Callable[..., Any]:
         def patched(*args: Any) -> Any:
             nonlocal seen
-            seen += when == moment or moment == "after" and when == "before"
+            seen += when == moment or (moment == "after" and when == "before")
             if seen == number and moment in ("before", "writing"):
                 os.kill(os.getpid(), signal.SIGKILL)
             result = original(*args)

@@ -239,7 +239,7 @@ def test_a_tokenizer_that_comes_to_the_root_in_the_meantime_stops_the_dataset(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "_wait_for_all", lambda *args: train_tokenizer(["other"], 300).save(tmp_path / "out"))
-    with pytest.raises(DataError, match="another tokenizer has come to .*Start the same command again"):
+    with pytest.raises(DataError, match=r"another tokenizer has come to .*Start the same command again"):
         prepare(config, quiet)
     monkeypatch.undo()
     assert prepare(config, quiet).vocab_size == load_tokenizer(tmp_path / "out").vocab_size

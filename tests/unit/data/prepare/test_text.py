@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ def test_compressed_parts_behind_each_other_are_one_file(tmp_path: Path, name: s
 
 
 def test_a_missing_text_is_an_empty_document(tmp_path: Path) -> None:
-    assert documents_of(read(one(tmp_path / "a.jsonl", b'{"text": null}\n{"text": ""}\n{"text": "a"}'))) == ["", "", "a"]
+    file = one(tmp_path / "a.jsonl", b'{"text": null}\n{"text": ""}\n{"text": "a"}')
+    assert documents_of(read(file)) == ["", "", "a"]
 
 
 @settings(deadline=None)
@@ -60,7 +62,7 @@ def test_ranges_give_every_line_to_exactly_one_of_them(
     content = b"".join(line + blank for line in json_lines(texts).splitlines(keepends=True))
     file = one(tmp_path_factory.mktemp("lines") / "a.jsonl", content)
     bounds = [0, *sorted(int(cut * len(content)) for cut in cuts), len(content)]
-    ranges = [list(read_lines(file, "text", begin, end)) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    ranges = [list(read_lines(file, "text", begin, end)) for begin, end in pairwise(bounds)]
     assert documents_of(piece for some in ranges for piece in some) == texts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,7 @@ def find(*inputs: Path, text_field: str = "text") -> Input:
 
 
 def texts_in(found: Input, text_field: str = "text") -> list[str]:
-    return documents_of(
-        piece for unit in found.units for part in unit.parts for piece in read_part(part, text_field)
-    )
+    return documents_of(piece for unit in found.units for part in unit.parts for piece in read_part(part, text_field))
 
 
 @settings(deadline=None)
@@ -43,7 +42,7 @@ def test_units_hold_all_parts_in_order_and_no_more_than_fits(sizes: list[int], l
     assert [unit.number for unit in found] == list(range(len(found)))
     assert all(unit.size <= limit or len(unit.parts) == 1 for unit in found)
     # No two neighbours would fit into one.
-    assert all(unit.size + after.parts[0].size > limit for unit, after in zip(found, found[1:], strict=False))
+    assert all(unit.size + after.parts[0].size > limit for unit, after in pairwise(found))
 
 
 def test_a_part_of_unknown_size_is_a_unit() -> None:
