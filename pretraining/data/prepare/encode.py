@@ -9,11 +9,9 @@ unit's record says so; a unit that was begun is read again from its start, and g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +22,7 @@ from pretraining.data.prepare.units import Unit, read_part
 from pretraining.data.prepare.work import Encoding, UnitRecord, WorkFolder
 from pretraining.data.prepare.writer import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.data.threads import map_in_order
-from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenizer
+from pretraining.data.tokenizer import Tokenizer, library_threads
 from pretraining.errors import DataError
 
 BATCH_CHARACTERS = 1 << 19
@@ -41,13 +39,16 @@ class _Encoded(NamedTuple):
     text_bytes: int
 
 
-def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
+def encode_unit(
+    unit: Unit, encoding: Encoding, tokenizer: Tokenizer | None, work: WorkFolder, threads: int, report: Report
+) -> None:
     """Write the token files of a unit, as far as they are not there.
 
     Args:
         unit: to be read.
         encoding: how.
-        work: where to write; the tokenizer is there too.
+        tokenizer: of the encoding; None where the input holds token ids.
+        work: where to write.
         threads: that encode.
         report: is told what was done, a batch at a time.
 
@@ -68,7 +69,7 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
     document_tokens = 0
     # A thread a batch, not the library's own threads: then the number of threads means what it says.
     with writer, library_threads(False):
-        for batch in map_in_order(_encoder(encoding, work), _batches(pieces), threads):
+        for batch in map_in_order(_encoder(encoding, tokenizer), _batches(pieces), threads):
             before = replace(done)
             for tokens, piece, characters, text_bytes in batch:
                 done.characters += characters
@@ -133,12 +134,12 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _encoder(encoding: Encoding, work: WorkFolder) -> Callable[[list[Piece]], list[_Encoded]]:
+def _encoder(encoding: Encoding, tokenizer: Tokenizer | None) -> Callable[[list[Piece]], list[_Encoded]]:
     """The function that makes tokens of a batch of pieces."""
     dtype = np.dtype(encoding.dtype)
     if not encoding.encodes_text:
         return lambda batch: [_Encoded(_checked(piece, encoding, dtype), piece, 0, 0) for piece in batch]
-    tokenizer = _tokenizer_in(work.path, encoding.tokenizer)
+    assert tokenizer is not None and tokenizer.sha256 == encoding.tokenizer
 
     def encode(batch: list[Piece]) -> list[_Encoded]:
         texts = [_text_of(piece, encoding) for piece in batch]
@@ -150,14 +151,6 @@ def _encoder(encoding: Encoding, work: WorkFolder) -> Callable[[list[Piece]], li
         ]
 
     return encode
-
-
-@functools.lru_cache(maxsize=1)
-def _tokenizer_in(folder: Path, sha256: str | None) -> Tokenizer:
-    """The tokenizer of a work folder, read once a process."""
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.sha256 == sha256
-    return tokenizer
 
 
 def _text_of(piece: Piece, encoding: Encoding) -> str:

@@ -37,7 +37,7 @@ from pretraining.data.prepare.work import Encoding, WorkFolder
 from pretraining.data.prepare.workers import encode_units
 from pretraining.data.prepare.writer import output_errors, token_dtype
 from pretraining.data.threads import usable_cores
-from pretraining.data.tokenizer import Tokenizer
+from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
 
@@ -98,7 +98,7 @@ def _lead(config: PrepareConfig, root: Path, team: Team, threads: int, show: Sho
     records = [work.read_record(unit, encoding.key(unit)) for unit in found.units]
     before = _sum([record.counts for record in records])
     show(_announcement(found, folder, tokenizer, [record.finished for record in records], before))
-    _encode_share(found, encoding, work, team, threads, show)
+    _encode_share(found, encoding, tokenizer, work, team, threads, show)
     _wait_for_all(found, encoding, work, team)
     summary, counts = _merge(config, found, encoding, tokenizer, work, folder)
     team.publish("done", None)
@@ -123,13 +123,20 @@ def _follow(config: PrepareConfig, root: Path, team: Team, threads: int) -> Prep
                 )
             )
         work, encoding = WorkFolder(root, config.dataset_name), Encoding(**plan["encoding"])
-        _encode_share(found, encoding, work, team, threads, show=None)
+        tokenizer = None if encoding.tokenizer is None else load_tokenizer(work.path)
+        _encode_share(found, encoding, tokenizer, work, team, threads, show=None)
         team.receive("done")
     return read_summary(root / config.dataset_name)
 
 
 def _encode_share(
-    found: Input, encoding: Encoding, work: WorkFolder, team: Team, threads: int, show: Show | None
+    found: Input,
+    encoding: Encoding,
+    tokenizer: Tokenizer | None,
+    work: WorkFolder,
+    team: Team,
+    threads: int,
+    show: Show | None,
 ) -> None:
     """Encode the units of this process, as far as they are not done; progress is shown where there is a `show`."""
     share = found.units[team.rank :: team.size]
@@ -145,7 +152,7 @@ def _encode_share(
             shown(counts)
             team.check()
 
-        encode_units(left, encoding, work, threads, report)
+        encode_units(left, encoding, tokenizer, work, threads, report)
 
 
 def _wait_for_all(found: Input, encoding: Encoding, work: WorkFolder, team: Team) -> None:

@@ -202,8 +202,8 @@ class Team:
     def _look_after_others(self) -> None:
         """End with those that say that they failed, or say nothing any more."""
         for path in sorted(self._folder.glob("failed_*")):
-            rank = path.name.removeprefix("failed_")
-            raise _failed(f"rank {rank} has failed: {path.read_text(encoding='utf-8')}")
+            who = path.name.replace("failed_", "rank ")
+            raise _failed(f"{who} has failed: {path.read_text(encoding='utf-8')}")
         now = self._clock()
         if now - self._listened < BEAT_SECONDS:
             return

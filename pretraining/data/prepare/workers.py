@@ -19,17 +19,26 @@ from pretraining.data.prepare.progress import Counts, Report
 from pretraining.data.prepare.units import Unit
 from pretraining.data.prepare.work import Encoding, WorkFolder
 from pretraining.data.prepare.writer import output_errors
+from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.errors import DataError, PretrainError
 
 THREADS_A_PROCESS = 8
 
 
-def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
+def encode_units(
+    units: Sequence[Unit],
+    encoding: Encoding,
+    tokenizer: Tokenizer | None,
+    work: WorkFolder,
+    threads: int,
+    report: Report,
+) -> None:
     """Write the token files of units.
 
     Args:
         units: to be read.
         encoding: how.
+        tokenizer: of the encoding, the one in the work folder; None where the input holds token ids.
         work: where to write.
         threads: that encode, over all processes.
         report: is told what was done; what it raises ends the work.
@@ -42,7 +51,7 @@ def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, th
         _encode_in_processes(units, encoding, work, processes, -(-threads // processes), report)
         return
     for unit in units:
-        encode_unit(unit, encoding, work, threads, report)
+        encode_unit(unit, encoding, tokenizer, work, threads, report)
 
 
 def _encode_in_processes(
@@ -105,10 +114,11 @@ def _work(connection: Connection, encoding: Encoding, work: WorkFolder, threads:
             sys.exit()  # the parent is gone
 
     try:
+        tokenizer = None if encoding.tokenizer is None else load_tokenizer(work.path)
         tell(None)
         while (unit := connection.recv()) is not None:
             with output_errors(work.root):
-                encode_unit(unit, encoding, work, threads, tell)
+                encode_unit(unit, encoding, tokenizer, work, threads, tell)
             tell(None)
     except PretrainError as error:
         tell(error)

@@ -62,7 +62,7 @@ def test_an_output_that_one_process_cannot_write_is_an_error(
     in_processes = workers._encode_in_processes
 
     def without_folder(*args: Any) -> None:
-        args[2].files.rmdir()
+        args[3].files.rmdir()
         in_processes(*args)
 
     monkeypatch.setattr(workers, "_encode_in_processes", without_folder)
@@ -108,7 +108,7 @@ class Gone:
 def test_a_worker_whose_parent_is_gone_ends_quietly(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *args: None)
     with pytest.raises(SystemExit) as ending:
-        _work(cast(Any, Gone(after)), *cast(Any, (None, None, 1)))
+        _work(cast(Any, Gone(after)), *cast(Any, (SimpleNamespace(tokenizer=None), None, 1)))
     assert ending.value.code is None
 
 
@@ -119,8 +119,8 @@ from pretraining.cli import main
 from pretraining.data.prepare import run, units, workers
 units.UNIT_BYTES, workers.THREADS_A_PROCESS = 3000, 1
 encode_units = run.encode_units
-def killed(left, encoding, work, threads, report):
-    encode_units(left, encoding, work, threads, lambda counts: os.kill(os.getpid(), signal.SIGKILL))
+def killed(*args):
+    encode_units(*args[:-1], lambda counts: os.kill(os.getpid(), signal.SIGKILL))
 run.encode_units = killed
 main(["prepare", "--input_path={config.input_path[0]}", "--output_path={config.output_path}",
       "--tokenizer_path={config.tokenizer_path}", "--num_workers=2"])
