@@ -68,9 +68,10 @@ def encoding_progress(
 
     def rates() -> str:
         seconds = max(clock() - began, 1e-9)
+        speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # token ids are no text
         return (
             f"{done.documents:,} documents ({done.documents / seconds:,.0f}/s), "
-            f"{done.tokens:,} tokens ({done.tokens / seconds:,.0f}/s), {done.text_bytes / seconds / 1e6:,.1f} MB/s"
+            f"{done.tokens:,} tokens ({done.tokens / seconds:,.0f}/s){speed}"
         )
 
     if sys.stderr.isatty() if terminal is None else terminal:

@@ -22,6 +22,7 @@ from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import DataError
 
 datasets = pytest.importorskip("datasets")
+fsspec = pytest.importorskip("fsspec")
 
 TEXTS = [f"document {n} of a dataset" for n in range(10)]
 ANY_SIZE = 1 << 30
@@ -138,6 +139,35 @@ def test_files_that_cannot_be_listed_are_an_error(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
     with pytest.raises(DataError, match=r"files of .*mine \(train\) cannot be listed: ConnectionError: no network"):
         shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE)
+
+
+def test_a_dataset_of_the_hub_is_known_by_its_files_with_their_revision(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    load = datasets.load_dataset
+
+    def load_of_hub(path: str, *args: Any, **named: Any) -> Any:
+        asked.append((path, *args))
+        return load(str(folder), *args[1:], **named)
+
+    def builder_of_hub(path: str, config: str | None) -> Any:
+        files = [f"memory://datasets/{path}@{revision}/train-{n}.jsonl" for n in range(2)]
+        for file in files:
+            with fsspec.open(file, "wb") as stream:
+                stream.write(b"x" * 300)
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": files, "test": files[:1]}))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_of_hub)
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder_of_hub)
+    split = HubSplit("someone/web", "en", "train")
+    revision = "1111"
+    first = shards_of(split, ANY_SIZE)
+    revision = "2222"
+    assert shards_of(split, ANY_SIZE).fingerprint != first.fingerprint
+    assert first.ranges == ((0, 1, 300), (1, 2, 300))
+    assert texts_in(split) == TEXTS
+    assert set(asked) == {("someone/web", "en")}
 
 
 def test_a_file_that_cannot_be_read_is_an_error(folder: Path) -> None:

@@ -36,7 +36,7 @@ def test_of_an_input_of_unknown_size_no_share_is_shown() -> None:
     times = iter([0.0, *[LINE_INTERVAL_SECONDS] * 9])
     with encoding_progress(0, 0, lines.append, " (rank 0 of 2)", lambda: next(times), terminal=False) as progress:
         progress(Counts(documents=30, tokens=150))
-    assert lines == ["encoding (rank 0 of 2): 30 documents (2/s), 150 tokens (10/s), 0.0 MB/s"]
+    assert lines == ["encoding (rank 0 of 2): 30 documents (2/s), 150 tokens (10/s)"]
 
 
 def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
