@@ -41,9 +41,10 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Turn text into token files."""
     config = parse_config(PrepareConfig, overrides, flags)
-    from pretraining.data.prepare import prepare
+    layout = resolve_layout(os.environ)
+    from pretraining.data.prepare.run import prepare
 
-    prepare(config)
+    prepare(config, layout=layout)
 
 
 def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -87,7 +88,7 @@ LISTING_COMMANDS = ("inspect", "verify")
 
 AFTER_INTERRUPTION = {
     "train": "the same command goes on from the newest checkpoint",
-    "prepare": "nothing was changed; the same command starts again",
+    "prepare": "the same command goes on from the token files that are complete",
     "inspect": "nothing was changed",
     "verify": "nothing was changed",
 }

@@ -24,10 +24,10 @@ from pretraining.config.training import DataConfig
 from pretraining.config.verify import VerifyConfig
 from pretraining.data.arrow import DocumentLayout, read_document_layout
 from pretraining.data.files import DatasetFiles, list_datasets
-from pretraining.data.manifest import MANIFEST_FILE
-from pretraining.data.prepare import map_in_order
-from pretraining.data.prepare_progress import LINE_INTERVAL_SECONDS
-from pretraining.data.token_writer import TokenFile, file_checksum
+from pretraining.data.prepare.manifest import MANIFEST_FILE
+from pretraining.data.prepare.progress import LINE_INTERVAL_SECONDS
+from pretraining.data.prepare.writer import TokenFile, file_checksum
+from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 
 FAULTS_SHOWN = 100
