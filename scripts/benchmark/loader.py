@@ -1,0 +1,263 @@
+"""How fast the loader is on one core, how small its state, how quick a resume, and what it takes of a training step.
+
+    python scripts/benchmark/loader.py
+    python scripts/benchmark/loader.py --folder=/data/benchmark          keeps the made-up documents for the next time
+
+Tokens/s are those of `next(loader)`, on files in the page cache. All contenders take turns in one process that is bound
+to one core, and what is shown is the median over turns, with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import announce, markdown_table, spread
+from documents import SEQ_LENGTH, VOCABULARY, read_documents, take_turns, use_one_core, write_documents
+
+from pretraining.config.batch import BatchPlan
+from pretraining.config.training import DataConfig
+from pretraining.data.batch import MicroBatch
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.files import list_datasets
+from pretraining.data.loader import Loader
+
+MEAN_TOKENS = (600, 60)
+GLOBAL_BATCHES = (8, 64, 512)
+MICRO_BATCH = 8
+SHARDS = 1024
+DATASETS = 20
+PACKINGS = ()
+STEPS = (10, 10**9)
+DEMO_VOCABULARY = 4096
+MAIN = Path(__file__).parents[2] / "main_training.py"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where datasets are, and how they are read.
+
+    Attributes:
+        folder: with indices and datasets.
+    """
+
+    folder: Path
+
+    def config(self, *datasets: str, **settings: Any) -> DataConfig:
+        """Settings that read some of the datasets, without threads and with documents told apart."""
+        base = DataConfig(
+            data_path=str(self.folder),
+            datasets=datasets,
+            seq_length=SEQ_LENGTH,
+            logical_shards=SHARDS,
+            document_mask=True,
+            num_workers=0,
+            index_path=str(self.folder / ".index"),
+        )
+        return replace(base, **settings)
+
+
+def open_loader(config: DataConfig, global_batch: int, ranks: int = 1) -> Loader:
+    """A loader of rank 0 with nothing in memory yet."""
+    listing = list_datasets(config)
+    build_indices(listing, config)
+    share = global_batch // ranks
+    plan = BatchPlan(global_batch, min(share, MICRO_BATCH), max(1, share // MICRO_BATCH), ranks)
+    return build_loader(open_datasets(listing, config), config, plan, 0, seed=0, vocab_size=VOCABULARY)
+
+
+def tokens_of(micro_batch: MicroBatch) -> int:
+    """Tokens that a model would take, without padding."""
+    if micro_batch.lengths_B is None:
+        return micro_batch.tokens_BT.size(0) * SEQ_LENGTH
+    return int(micro_batch.lengths_B.clamp(max=SEQ_LENGTH).sum())
+
+
+def reading(config: DataConfig, global_batch: int, then: Callable[[MicroBatch], object] | None = None) -> Callable[[], int]:
+    """A contender that takes steps from a loader, one sample of every shard a turn.
+
+    Args:
+        config: of the data.
+        global_batch: samples a step.
+        then: done with every micro-batch.
+    """
+    loader = open_loader(config, global_batch)
+    steps = SHARDS * len(config.datasets) // global_batch
+
+    def work() -> int:
+        tokens = 0
+        with loader:  # ends its threads, so that none reads ahead in the turns of others
+            for _ in range(steps):
+                for micro_batch in next(loader).micro_batches:
+                    tokens += tokens_of(micro_batch)
+                    if then is not None:
+                        then(micro_batch)
+            return tokens
+
+    return work
+
+
+def copying(tokens: np.ndarray, global_batch: int) -> Callable[[], int]:
+    """A contender that copies tokens which lie end to end in memory, a step at a time."""
+    size, at = global_batch * SEQ_LENGTH, 0
+
+    def work() -> int:
+        nonlocal at
+        for _ in range(SHARDS // global_batch):
+            at = at + size if at + 2 * size <= len(tokens) else 0
+            batch = np.empty(size, dtype=tokens.dtype)
+            np.copyto(batch, tokens[at : at + size])
+        return SHARDS // global_batch * size
+
+    return work
+
+
+def measure_reading(data: Data, rounds: int) -> None:
+    """Print tokens/s of every way to read."""
+    contenders: dict[tuple[str, str, int], Callable[[], int]] = {}
+    for mean in MEAN_TOKENS:
+        name, heading = f"mean{mean}", f"mean of {mean}"
+        tokens = np.concatenate(list(read_documents(data.folder / name)))
+        for size in GLOBAL_BATCHES:
+            ways = {
+                "documents told apart": reading(data.config(name), size),
+                "not told apart": reading(data.config(name, document_mask=False), size),
+                "and inputs, labels, positions made on the host": reading(data.config(name), size, MicroBatch.model_inputs),
+                "num_workers=1": reading(data.config(name, num_workers=1), size),
+                **{f"packing={mode}": reading(data.config(name, packing=mode), size) for mode in PACKINGS},
+                "numpy copies as many tokens": copying(tokens, size),
+            }
+            contenders |= {(heading, way, size): work for way, work in ways.items()}
+    links = [f"link{number:02d}" for number in range(DATASETS)]
+    for size in GLOBAL_BATCHES:
+        contenders["mean of 600", f"{DATASETS} datasets", size] = reading(data.config(*links), size)
+
+    rates = take_turns(contenders, rounds)
+    for mean in MEAN_TOKENS:
+        heading = f"mean of {mean}"
+        ways = dict.fromkeys(way for at, way, _ in rates if at == heading)
+        rows = [
+            (way, *(" / ".join(spread([r / 1e6 for r in rates[heading, way, size]], ".0f")) for size in GLOBAL_BATCHES))
+            for way in ways
+        ]
+        header = (f"documents of {heading} tokens", *(f"{size} samples a step" for size in GLOBAL_BATCHES))
+        print(f"\nmillions of tokens/s, median / quartiles of {rounds} turns\n\n{markdown_table(header, rows)}", flush=True)
+
+
+def measure_state(data: Data, rounds: int) -> None:
+    """Print the size of the state, what a process keeps in memory, and how long a resume takes."""
+    links = [f"link{number:02d}" for number in range(DATASETS)]
+    before = _resident_mib()
+    loader = open_loader(data.config(*links), 512, ranks=8)
+    for _ in range(DATASETS * SHARDS // 512 * 2):
+        next(loader)
+    kept = _resident_mib() - before
+    states = {step: _state_at(loader, step) for step in STEPS}
+    print(f"\nstate of {DATASETS} datasets x {SHARDS} shards: {len(json.dumps(states[STEPS[-1]])):,} bytes of JSON")
+    print(f"memory of rank 0 of 8, once all of its shards are visited: {kept:.0f} MiB more than before")
+
+    def resuming(step: int, datasets: int) -> float:
+        loader = open_loader(data.config(*links[:datasets]), 512, ranks=8)
+        state = _state_at(loader, step)
+        began = time.perf_counter()
+        loader.load_state_dict(state)
+        next(loader)
+        return 1000 * (time.perf_counter() - began)
+
+    cases = [(step, datasets) for datasets in (1, DATASETS) for step in STEPS]
+    times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    for _ in range(rounds + 1):
+        for case in cases:
+            times[case].append(resuming(*case))
+    rows = [(f"{n} dataset{'s' * (n > 1)}, step {step:,}", *spread(times[step, n][1:], ".1f")) for step, n in cases]
+    print("\nfrom a state to the first batch (64 of 512 samples), nothing in memory yet\n")
+    print(markdown_table(("", "ms", "quartiles"), rows), flush=True)
+
+
+def measure_share(data: Data, steps: int) -> None:
+    """Print the loader's share of the steps of a training run, as metrics.jsonl has it."""
+    rows = []
+    for workers in (0, 1):
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+            settings = {
+                "recipe": "demo",
+                "data_path": data.folder,
+                "datasets": "demo",
+                "index_path": data.folder / ".index",
+                "tokenizer_path": "none",
+                "eval_interval": "none",
+                "num_workers": workers,
+                "num_steps": steps,
+                "report_interval": 10,
+                "document_mask": "true",
+                "ckpt_save_path": folder,
+            }
+            command = [sys.executable, str(MAIN), *(f"{name}={value}" for name, value in settings.items())]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                sys.exit(f"the training run failed:\n{done.stdout}")
+            reports = [json.loads(line) for line in Path(folder, "logs/metrics.jsonl").read_text().splitlines()]
+        reports = [report for report in reports if "data_share" in report][1:]
+        share = [100 * report["data_share"] for report in reports]
+        step_ms = statistics.median(1000 * report["step_seconds"] for report in reports)
+        rows.append((f"num_workers={workers}", *spread(share, ".3f"), f"{step_ms:.0f}"))
+    print(f"\nwaiting for data in a run of the demo's model, {steps} steps\n")
+    print(markdown_table(("", "% of a step", "quartiles", "ms a step"), rows), flush=True)
+
+
+def _state_at(loader: Loader, step: int) -> dict[str, Any]:
+    """The state of a run that has done so many steps."""
+    mixture = loader.reader.mixture
+    counts = {"next_sample": mixture.first_sample(step), "counts": mixture.counts_before_step(step)}
+    return {**loader.state_dict(), **counts}
+
+
+def _resident_mib() -> float:
+    """Memory of the process that is its own, without mapped files."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) / 1024
+
+
+def _prepare(folder: Path, tokens: int) -> Data:
+    """Make whatever documents are not there yet."""
+    for mean in MEAN_TOKENS:
+        write_documents(folder / f"mean{mean}", mean, tokens)
+    write_documents(folder / "demo", 600, tokens // 20, DEMO_VOCABULARY)
+    for number in range(DATASETS):
+        link = folder / f"link{number:02d}"
+        if not link.exists():
+            link.symlink_to("mean600", target_is_directory=True)
+    (folder / ".index").mkdir(exist_ok=True)
+    return Data(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The loader on one core.", allow_abbrev=False)
+    parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
+    parser.add_argument("--tokens", type=int, default=200_000_000, help="of each dataset (default 200,000,000)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns that count (default 9)")
+    parser.add_argument("--steps", type=int, default=100, help="of the training runs (default 100)")
+    flags = parser.parse_args()
+    use_one_core()
+    announce()
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
+        data = _prepare(flags.folder or Path(temporary), flags.tokens)
+        measure_state(data, flags.rounds)
+        measure_reading(data, flags.rounds)
+        measure_share(data, flags.steps)
+
+
+if __name__ == "__main__":
+    main()
