@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,9 +56,14 @@ def write_documents(folder: Path, mean_tokens: int, tokens: int, vocabulary: int
     aside.rename(folder)
 
 
-def read_documents(folder: Path) -> Iterator[np.ndarray]:
-    """The documents of a dataset in order, uint16 each."""
-    for path in sorted(folder.glob("*.arrow")):
+def token_files(folder: Path) -> list[Path]:
+    """The files of a dataset."""
+    return sorted(folder.glob("*.arrow"))
+
+
+def read_documents(files: Iterable[Path]) -> Iterator[np.ndarray]:
+    """The documents of files in order, uint16 each."""
+    for path in files:
         with pa.memory_map(str(path)) as source:
             reader = pa.ipc.open_file(source)
             for number in range(reader.num_record_batches):

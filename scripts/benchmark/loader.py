@@ -18,13 +18,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import announce, markdown_table, spread
-from documents import SEQ_LENGTH, VOCABULARY, read_documents, take_turns, use_one_core, write_documents
+from documents import (
+    SEQ_LENGTH,
+    VOCABULARY,
+    read_documents,
+    take_turns,
+    token_files,
+    use_one_core,
+    write_documents,
+)
 
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import DataConfig
@@ -38,34 +46,25 @@ GLOBAL_BATCHES = (8, 64, 512)
 MICRO_BATCH = 8
 SHARDS = 1024
 DATASETS = 20
-PACKINGS = ()
+PACKINGS = ("greedy", "first_fit", "best_fit")
 STEPS = (10, 10**9)
 DEMO_VOCABULARY = 4096
+Work = Callable[[], int]
 MAIN = Path(__file__).parents[2] / "main_training.py"
 
 
-@dataclass(frozen=True)
-class Data:
-    """Where datasets are, and how they are read.
-
-    Attributes:
-        folder: with indices and datasets.
-    """
-
-    folder: Path
-
-    def config(self, *datasets: str, **settings: Any) -> DataConfig:
-        """Settings that read some of the datasets, without threads and with documents told apart."""
-        base = DataConfig(
-            data_path=str(self.folder),
-            datasets=datasets,
-            seq_length=SEQ_LENGTH,
-            logical_shards=SHARDS,
-            document_mask=True,
-            num_workers=0,
-            index_path=str(self.folder / ".index"),
-        )
-        return replace(base, **settings)
+def settings_of(folder: Path, *datasets: str, **changes: Any) -> DataConfig:
+    """How datasets are read: in the calling thread and with documents told apart, if nothing else is said."""
+    settings = DataConfig(
+        data_path=str(folder),
+        datasets=datasets,
+        seq_length=SEQ_LENGTH,
+        logical_shards=SHARDS,
+        document_mask=True,
+        num_workers=0,
+        index_path=str(folder / ".index"),
+    )
+    return replace(settings, **changes)
 
 
 def open_loader(config: DataConfig, global_batch: int, ranks: int = 1) -> Loader:
@@ -84,8 +83,8 @@ def tokens_of(micro_batch: MicroBatch) -> int:
     return int(micro_batch.lengths_B.clamp(max=SEQ_LENGTH).sum())
 
 
-def reading(config: DataConfig, global_batch: int, then: Callable[[MicroBatch], object] | None = None) -> Callable[[], int]:
-    """A contender that takes steps from a loader, one sample of every shard a turn.
+def reading(config: DataConfig, global_batch: int, then: Callable[[MicroBatch], object] | None = None) -> Work:
+    """A contender that takes steps from a loader: a turn takes a sample of every shard, and at least 8 steps.
 
     Args:
         config: of the data.
@@ -93,7 +92,7 @@ def reading(config: DataConfig, global_batch: int, then: Callable[[MicroBatch], 
         then: done with every micro-batch.
     """
     loader = open_loader(config, global_batch)
-    steps = SHARDS * len(config.datasets) // global_batch
+    steps = max(8, SHARDS * len(config.datasets) // global_batch)
 
     def work() -> int:
         tokens = 0
@@ -108,58 +107,63 @@ def reading(config: DataConfig, global_batch: int, then: Callable[[MicroBatch], 
     return work
 
 
-def copying(tokens: np.ndarray, global_batch: int) -> Callable[[], int]:
+def copying(tokens: np.ndarray, global_batch: int) -> Work:
     """A contender that copies tokens which lie end to end in memory, a step at a time."""
-    size, at = global_batch * SEQ_LENGTH, 0
+    size, steps, at = global_batch * SEQ_LENGTH, max(8, SHARDS // global_batch), 0
 
     def work() -> int:
         nonlocal at
-        for _ in range(SHARDS // global_batch):
+        for _ in range(steps):
             at = at + size if at + 2 * size <= len(tokens) else 0
             batch = np.empty(size, dtype=tokens.dtype)
             np.copyto(batch, tokens[at : at + size])
-        return SHARDS // global_batch * size
+        return steps * size
 
     return work
 
 
-def measure_reading(data: Data, rounds: int) -> None:
+def measure_reading(folder: Path, rounds: int) -> None:
     """Print tokens/s of every way to read."""
-    contenders: dict[tuple[str, str, int], Callable[[], int]] = {}
+    contenders: dict[tuple[str, str, int], Work] = {}
     for mean in MEAN_TOKENS:
         name, heading = f"mean{mean}", f"mean of {mean}"
-        tokens = np.concatenate(list(read_documents(data.folder / name)))
+        tokens = np.concatenate(list(read_documents(token_files(folder / name))))
         for size in GLOBAL_BATCHES:
-            ways = {
-                "documents told apart": reading(data.config(name), size),
-                "not told apart": reading(data.config(name, document_mask=False), size),
-                "and inputs, labels, positions made on the host": reading(data.config(name), size, MicroBatch.model_inputs),
-                "num_workers=1": reading(data.config(name, num_workers=1), size),
-                **{f"packing={mode}": reading(data.config(name, packing=mode), size) for mode in PACKINGS},
+            ways: dict[str, Work] = {
+                "documents told apart": reading(settings_of(folder, name), size),
+                "not told apart": reading(settings_of(folder, name, document_mask=False), size),
+                "and inputs, labels, positions made on the host": reading(
+                    settings_of(folder, name), size, MicroBatch.model_inputs
+                ),
+                "num_workers=1": reading(settings_of(folder, name, num_workers=1), size),
                 "numpy copies as many tokens": copying(tokens, size),
             }
+            ways |= {f"packing={mode}": reading(settings_of(folder, name, packing=mode), size) for mode in PACKINGS}
             contenders |= {(heading, way, size): work for way, work in ways.items()}
     links = [f"link{number:02d}" for number in range(DATASETS)]
     for size in GLOBAL_BATCHES:
-        contenders["mean of 600", f"{DATASETS} datasets", size] = reading(data.config(*links), size)
+        contenders["mean of 600", f"{DATASETS} datasets", size] = reading(settings_of(folder, *links), size)
 
     rates = take_turns(contenders, rounds)
     for mean in MEAN_TOKENS:
         heading = f"mean of {mean}"
-        ways = dict.fromkeys(way for at, way, _ in rates if at == heading)
+        names = dict.fromkeys(way for at, way, _ in rates if at == heading)
         rows = [
             (way, *(" / ".join(spread([r / 1e6 for r in rates[heading, way, size]], ".0f")) for size in GLOBAL_BATCHES))
-            for way in ways
+            for way in names
         ]
         header = (f"documents of {heading} tokens", *(f"{size} samples a step" for size in GLOBAL_BATCHES))
-        print(f"\nmillions of tokens/s, median / quartiles of {rounds} turns\n\n{markdown_table(header, rows)}", flush=True)
+        print(
+            f"\nmillions of tokens/s, median / quartiles of {rounds} turns\n\n{markdown_table(header, rows)}",
+            flush=True,
+        )
 
 
-def measure_state(data: Data, rounds: int) -> None:
+def measure_state(folder: Path, rounds: int) -> None:
     """Print the size of the state, what a process keeps in memory, and how long a resume takes."""
     links = [f"link{number:02d}" for number in range(DATASETS)]
     before = _resident_mib()
-    loader = open_loader(data.config(*links), 512, ranks=8)
+    loader = open_loader(settings_of(folder, *links), 512, ranks=8)
     for _ in range(DATASETS * SHARDS // 512 * 2):
         next(loader)
     kept = _resident_mib() - before
@@ -168,7 +172,7 @@ def measure_state(data: Data, rounds: int) -> None:
     print(f"memory of rank 0 of 8, once all of its shards are visited: {kept:.0f} MiB more than before")
 
     def resuming(step: int, datasets: int) -> float:
-        loader = open_loader(data.config(*links[:datasets]), 512, ranks=8)
+        loader = open_loader(settings_of(folder, *links[:datasets]), 512, ranks=8)
         state = _state_at(loader, step)
         began = time.perf_counter()
         loader.load_state_dict(state)
@@ -185,30 +189,31 @@ def measure_state(data: Data, rounds: int) -> None:
     print(markdown_table(("", "ms", "quartiles"), rows), flush=True)
 
 
-def measure_share(data: Data, steps: int) -> None:
+def measure_share(folder: Path, steps: int) -> None:
     """Print the loader's share of the steps of a training run, as metrics.jsonl has it."""
     rows = []
     for workers in (0, 1):
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as run:
             settings = {
                 "recipe": "demo",
-                "data_path": data.folder,
+                "data_path": folder,
                 "datasets": "demo",
-                "index_path": data.folder / ".index",
+                "index_path": folder / ".index",
                 "tokenizer_path": "none",
-                "eval_interval": "none",
+                "held_out_fraction": 0,
+                "eval_interval": 1_000_000,
                 "num_workers": workers,
                 "num_steps": steps,
                 "report_interval": 10,
                 "document_mask": "true",
-                "ckpt_save_path": folder,
+                "ckpt_save_path": run,
             }
             command = [sys.executable, str(MAIN), *(f"{name}={value}" for name, value in settings.items())]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if done.returncode:
                 sys.exit(f"the training run failed:\n{done.stdout}")
-            reports = [json.loads(line) for line in Path(folder, "logs/metrics.jsonl").read_text().splitlines()]
+            reports = [json.loads(line) for line in Path(run, "logs/metrics.jsonl").read_text().splitlines()]
         reports = [report for report in reports if "data_share" in report][1:]
         share = [100 * report["data_share"] for report in reports]
         step_ms = statistics.median(1000 * report["step_seconds"] for report in reports)
@@ -230,7 +235,7 @@ def _resident_mib() -> float:
     return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) / 1024
 
 
-def _prepare(folder: Path, tokens: int) -> Data:
+def prepare(folder: Path, tokens: int) -> None:
     """Make whatever documents are not there yet."""
     for mean in MEAN_TOKENS:
         write_documents(folder / f"mean{mean}", mean, tokens)
@@ -240,7 +245,6 @@ def _prepare(folder: Path, tokens: int) -> Data:
         if not link.exists():
             link.symlink_to("mean600", target_is_directory=True)
     (folder / ".index").mkdir(exist_ok=True)
-    return Data(folder)
 
 
 def main() -> None:
@@ -253,10 +257,11 @@ def main() -> None:
     use_one_core()
     announce()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
-        data = _prepare(flags.folder or Path(temporary), flags.tokens)
-        measure_state(data, flags.rounds)
-        measure_reading(data, flags.rounds)
-        measure_share(data, flags.steps)
+        folder = flags.folder or Path(temporary)
+        prepare(folder, flags.tokens)
+        measure_state(folder, flags.rounds)
+        measure_reading(folder, flags.rounds)
+        measure_share(folder, flags.steps)
 
 
 if __name__ == "__main__":
