@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from documents import (
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import MicroBatch
-from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
 from pretraining.data.files import list_datasets
 from pretraining.data.loader import Loader
 
@@ -46,6 +47,8 @@ GLOBAL_BATCHES = (8, 64, 512)
 MICRO_BATCH = 8
 SHARDS = 1024
 DATASETS = 20
+LINKS = tuple(f"link{number:02d}" for number in range(DATASETS))
+"""Names of as many datasets, all of the same files."""
 PACKINGS = ("greedy", "first_fit", "best_fit")
 STEPS = (10, 10**9)
 DEMO_VOCABULARY = 4096
@@ -67,13 +70,18 @@ def settings_of(folder: Path, *datasets: str, **changes: Any) -> DataConfig:
     return replace(settings, **changes)
 
 
-def open_loader(config: DataConfig, global_batch: int, ranks: int = 1) -> Loader:
-    """A loader of rank 0 with nothing in memory yet."""
+def open_data(config: DataConfig) -> OpenedDatasets:
+    """Datasets with their indices, which are made where they are missing."""
     listing = list_datasets(config)
     build_indices(listing, config)
+    return open_datasets(listing, config)
+
+
+def open_loader(config: DataConfig, opened: OpenedDatasets, global_batch: int, ranks: int = 1) -> Loader:
+    """A loader of rank 0, with a memory of its own in which there is nothing yet."""
     share = global_batch // ranks
     plan = BatchPlan(global_batch, min(share, MICRO_BATCH), max(1, share // MICRO_BATCH), ranks)
-    return build_loader(open_datasets(listing, config), config, plan, 0, seed=0, vocab_size=VOCABULARY)
+    return build_loader(OpenedDatasets(opened.datasets), config, plan, 0, seed=0, vocab_size=VOCABULARY)
 
 
 def tokens_of(micro_batch: MicroBatch) -> int:
@@ -83,16 +91,19 @@ def tokens_of(micro_batch: MicroBatch) -> int:
     return int(micro_batch.lengths_B.clamp(max=SEQ_LENGTH).sum())
 
 
-def reading(config: DataConfig, global_batch: int, then: Callable[[MicroBatch], object] | None = None) -> Work:
+def reading(
+    config: DataConfig, opened: OpenedDatasets, global_batch: int, then: Callable[[MicroBatch], object] | None = None
+) -> Work:
     """A contender that takes steps from a loader: a turn takes a sample of every shard, and at least 8 steps.
 
     Args:
         config: of the data.
+        opened: the same.
         global_batch: samples a step.
         then: done with every micro-batch.
     """
-    loader = open_loader(config, global_batch)
-    steps = max(8, SHARDS * len(config.datasets) // global_batch)
+    loader = open_loader(config, opened, global_batch)
+    steps = max(8, SHARDS * len(opened.datasets) // global_batch)
 
     def work() -> int:
         tokens = 0
@@ -102,7 +113,7 @@ def reading(config: DataConfig, global_batch: int, then: Callable[[MicroBatch], 
                     tokens += tokens_of(micro_batch)
                     if then is not None:
                         then(micro_batch)
-            return tokens
+        return tokens
 
     return work
 
@@ -122,48 +133,55 @@ def copying(tokens: np.ndarray, global_batch: int) -> Work:
     return work
 
 
-def measure_reading(folder: Path, rounds: int) -> None:
-    """Print tokens/s of every way to read."""
-    contenders: dict[tuple[str, str, int], Work] = {}
-    for mean in MEAN_TOKENS:
-        name, heading = f"mean{mean}", f"mean of {mean}"
-        tokens = np.concatenate(list(read_documents(token_files(folder / name))))
-        for size in GLOBAL_BATCHES:
-            ways: dict[str, Work] = {
-                "documents told apart": reading(settings_of(folder, name), size),
-                "not told apart": reading(settings_of(folder, name, document_mask=False), size),
-                "and inputs, labels, positions made on the host": reading(
-                    settings_of(folder, name), size, MicroBatch.model_inputs
-                ),
-                "num_workers=1": reading(settings_of(folder, name, num_workers=1), size),
-                "numpy copies as many tokens": copying(tokens, size),
-            }
-            ways |= {f"packing={mode}": reading(settings_of(folder, name, packing=mode), size) for mode in PACKINGS}
-            contenders |= {(heading, way, size): work for way, work in ways.items()}
-    links = [f"link{number:02d}" for number in range(DATASETS)]
-    for size in GLOBAL_BATCHES:
-        contenders["mean of 600", f"{DATASETS} datasets", size] = reading(settings_of(folder, *links), size)
+def measure_reading(folder: Path, mean: int, rounds: int) -> None:
+    """Print tokens/s of every way to read documents of some length."""
+    apart, mixed, ahead = (
+        settings_of(folder, f"mean{mean}", **changes) for changes in ({}, {"document_mask": False}, {"num_workers": 1})
+    )
+    packed = {mode: settings_of(folder, f"mean{mean}", packing=mode) for mode in PACKINGS}
+    opened, opened_packed = open_data(apart), {mode: open_data(config) for mode, config in packed.items()}
+    tokens = np.concatenate(list(read_documents(token_files(folder / f"mean{mean}"))))
+    ways: dict[str, Callable[[int], Work]] = {
+        "documents told apart": lambda size: reading(apart, opened, size),
+        "not told apart": lambda size: reading(mixed, opened, size),
+        "told apart; inputs, labels, positions made too": lambda size: reading(
+            apart, opened, size, MicroBatch.model_inputs
+        ),
+        "told apart; num_workers=1": lambda size: reading(ahead, opened, size),
+        **{f"told apart; packing={mode}": partial(reading, packed[mode], opened_packed[mode]) for mode in PACKINGS},
+        "numpy copies as many tokens": lambda size: copying(tokens, size),
+    }
+    print_rates(f"documents of {mean} tokens", ways, rounds)
 
+
+def measure_many(folder: Path, rounds: int) -> None:
+    """Print tokens/s of a mixture of many datasets."""
+    config = settings_of(folder, *LINKS)
+    opened = open_data(config)
+    print_rates(
+        f"{DATASETS} datasets, documents of {MEAN_TOKENS[0]} tokens",
+        {"documents told apart": lambda size: reading(config, opened, size)},
+        rounds,
+    )
+
+
+def print_rates(heading: str, ways: Mapping[str, Callable[[int], Work]], rounds: int) -> None:
+    """Let ways to read, each with every number of samples a step, take turns, and print tokens/s."""
+    contenders = {(way, size): make(size) for way, make in ways.items() for size in GLOBAL_BATCHES}
     rates = take_turns(contenders, rounds)
-    for mean in MEAN_TOKENS:
-        heading = f"mean of {mean}"
-        names = dict.fromkeys(way for at, way, _ in rates if at == heading)
-        rows = [
-            (way, *(" / ".join(spread([r / 1e6 for r in rates[heading, way, size]], ".0f")) for size in GLOBAL_BATCHES))
-            for way in names
-        ]
-        header = (f"documents of {heading} tokens", *(f"{size} samples a step" for size in GLOBAL_BATCHES))
-        print(
-            f"\nmillions of tokens/s, median / quartiles of {rounds} turns\n\n{markdown_table(header, rows)}",
-            flush=True,
-        )
+    rows = [
+        (way, *(" / ".join(spread([rate / 1e6 for rate in rates[way, size]], ".0f")) for size in GLOBAL_BATCHES))
+        for way in ways
+    ]
+    header = (heading, *(f"{size} samples a step" for size in GLOBAL_BATCHES))
+    print(f"\nmillions of tokens/s, median / quartiles of {rounds} turns\n\n{markdown_table(header, rows)}", flush=True)
 
 
 def measure_state(folder: Path, rounds: int) -> None:
     """Print the size of the state, what a process keeps in memory, and how long a resume takes."""
-    links = [f"link{number:02d}" for number in range(DATASETS)]
+    cases = {(count, step): settings_of(folder, *LINKS[:count]) for count in (1, DATASETS) for step in STEPS}
     before = _resident_mib()
-    loader = open_loader(settings_of(folder, *links), 512, ranks=8)
+    loader = open_loader(cases[DATASETS, STEPS[0]], open_data(cases[DATASETS, STEPS[0]]), 512, ranks=8)
     for _ in range(DATASETS * SHARDS // 512 * 2):
         next(loader)
     kept = _resident_mib() - before
@@ -171,20 +189,22 @@ def measure_state(folder: Path, rounds: int) -> None:
     print(f"\nstate of {DATASETS} datasets x {SHARDS} shards: {len(json.dumps(states[STEPS[-1]])):,} bytes of JSON")
     print(f"memory of rank 0 of 8, once all of its shards are visited: {kept:.0f} MiB more than before")
 
-    def resuming(step: int, datasets: int) -> float:
-        loader = open_loader(settings_of(folder, *links[:datasets]), 512, ranks=8)
+    def resuming(config: DataConfig, step: int) -> float:
+        loader = open_loader(config, open_data(config), 512, ranks=8)
         state = _state_at(loader, step)
         began = time.perf_counter()
         loader.load_state_dict(state)
         next(loader)
         return 1000 * (time.perf_counter() - began)
 
-    cases = [(step, datasets) for datasets in (1, DATASETS) for step in STEPS]
     times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
     for _ in range(rounds + 1):
-        for case in cases:
-            times[case].append(resuming(*case))
-    rows = [(f"{n} dataset{'s' * (n > 1)}, step {step:,}", *spread(times[step, n][1:], ".1f")) for step, n in cases]
+        for (count, step), config in cases.items():
+            times[count, step].append(resuming(config, step))
+    rows = [
+        (f"{count} dataset{'s' * (count > 1)}, step {step:,}", *spread(times[count, step][1:], ".1f"))
+        for count, step in cases
+    ]
     print("\nfrom a state to the first batch (64 of 512 samples), nothing in memory yet\n")
     print(markdown_table(("", "ms", "quartiles"), rows), flush=True)
 
@@ -240,10 +260,9 @@ def prepare(folder: Path, tokens: int) -> None:
     for mean in MEAN_TOKENS:
         write_documents(folder / f"mean{mean}", mean, tokens)
     write_documents(folder / "demo", 600, tokens // 20, DEMO_VOCABULARY)
-    for number in range(DATASETS):
-        link = folder / f"link{number:02d}"
-        if not link.exists():
-            link.symlink_to("mean600", target_is_directory=True)
+    for link in LINKS:
+        if not (folder / link).exists():
+            (folder / link).symlink_to(f"mean{MEAN_TOKENS[0]}", target_is_directory=True)
     (folder / ".index").mkdir(exist_ok=True)
 
 
@@ -260,7 +279,9 @@ def main() -> None:
         folder = flags.folder or Path(temporary)
         prepare(folder, flags.tokens)
         measure_state(folder, flags.rounds)
-        measure_reading(folder, flags.rounds)
+        for mean in MEAN_TOKENS:
+            measure_reading(folder, mean, flags.rounds)
+        measure_many(folder, flags.rounds)
         measure_share(folder, flags.steps)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from documents import SEQ_LENGTH, VOCABULARY, read_documents, token_files
-from loader import open_loader, settings_of
+from loader import open_data, open_loader, settings_of
 from torch.utils.data import DataLoader, IterableDataset
 
 BATCH = 8
@@ -40,7 +40,8 @@ def project_large_steps(folder: Path, name: str) -> Batches:
 
 
 def _steps(folder: Path, name: str, global_batch: int) -> Batches:
-    for step in open_loader(settings_of(folder, name), global_batch):
+    config = settings_of(folder, name)
+    for step in open_loader(config, open_data(config), global_batch):
         for micro_batch in step.micro_batches:
             yield micro_batch.tokens_BT.size(0) * SEQ_LENGTH
 
