@@ -57,8 +57,6 @@ def encode_unit(
         OSError: the output cannot be written.
     """
     record = work.read_record(unit, encoding.key(unit))
-    if record.finished:
-        return
     done = replace(record.counts)
     writer = TokenWriter(
         work.files, np.dtype(encoding.dtype), encoding.tokens_per_file, f"part_{unit.number:06d}_", record.files

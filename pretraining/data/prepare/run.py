@@ -33,7 +33,7 @@ from pretraining.data.prepare.summary import describe, describe_all, describe_tr
 from pretraining.data.prepare.team import Team
 from pretraining.data.prepare.units import Input, find_input
 from pretraining.data.prepare.vocabulary import find_tokenizer, keep_tokenizer, trained_tokenizer
-from pretraining.data.prepare.work import Encoding, WorkFolder
+from pretraining.data.prepare.work import Encoding, UnitRecord, WorkFolder
 from pretraining.data.prepare.workers import encode_units
 from pretraining.data.prepare.writer import output_errors, token_dtype
 from pretraining.data.threads import usable_cores
@@ -94,15 +94,15 @@ def _lead(config: PrepareConfig, root: Path, team: Team, threads: int, show: Sho
     if tokenizer is not None:
         tokenizer.save(work.path)
     encoding = _encoding(config, found, tokenizer)
+    earlier = [work.read_record(unit, encoding.key(unit)) for unit in found.units]
     team.publish("plan", {"settings": settings, "encoding": asdict(encoding)})
-    records = [work.read_record(unit, encoding.key(unit)) for unit in found.units]
-    before = _sum([record.counts for record in records])
-    show(_announcement(found, folder, tokenizer, [record.finished for record in records], before))
+    show(_announcement(found, folder, tokenizer, earlier))
     _encode_share(found, encoding, tokenizer, work, team, threads, show)
-    _wait_for_all(found, encoding, work, team)
-    summary, counts = _merge(config, found, encoding, tokenizer, work, folder)
+    records = _wait_for_all(found, encoding, work, team)
+    summary = _merge(config, found, encoding, tokenizer, records, work, folder)
     team.publish("done", None)
-    _show_dataset(summary, describe(summary, counts - before, time.monotonic() - began), show)
+    done = _counts_of(records) - _counts_of(earlier)
+    _show_dataset(summary, describe(summary, done, time.monotonic() - began), show)
     return summary
 
 
@@ -113,15 +113,11 @@ def _follow(config: PrepareConfig, root: Path, team: Team, threads: int) -> Prep
         found = find_input(config)
         differences = describe_differences(plan["settings"], _settings(config, found))
         if differences:
-            raise DataError(
-                "\n".join(
-                    [
-                        "this process was started with other settings than rank 0, or sees other input (rank 0 has it, "
-                        "this process asks for it):",
-                        *differences,
-                    ]
-                )
+            problem = (
+                "this process was started with other settings than rank 0, or sees other input (rank 0 has it, this "
+                "process asks for it):"
             )
+            raise DataError("\n".join([problem, *differences]))
         work, encoding = WorkFolder(root, config.dataset_name), Encoding(**plan["encoding"])
         tokenizer = None if encoding.tokenizer is None else load_tokenizer(work.path)
         _encode_share(found, encoding, tokenizer, work, team, threads, show=None)
@@ -155,19 +151,24 @@ def _encode_share(
         encode_units(left, encoding, tokenizer, work, threads, report)
 
 
-def _wait_for_all(found: Input, encoding: Encoding, work: WorkFolder, team: Team) -> None:
-    """Wait for the units of other processes."""
-    missing = list(reversed(found.units))
+def _wait_for_all(found: Input, encoding: Encoding, work: WorkFolder, team: Team) -> list[UnitRecord]:
+    """The records of all units; waits for those of other processes."""
+    keys = [encoding.key(unit) for unit in found.units]
+    records: list[UnitRecord] = []
 
     def all_there() -> bool:
-        while missing and work.read_record(missing[-1], encoding.key(missing[-1])).finished:
-            missing.pop()
-        return not missing
+        while len(records) < len(keys):
+            record = work.read_record(found.units[len(records)], keys[len(records)])
+            if not record.finished:
+                return False
+            records.append(record)
+        return True
 
     def what() -> str:
-        return f"unit {missing[-1].number} of {len(found.units)}, which rank {missing[-1].number % team.size} encodes"
+        return f"unit {len(records)} of {len(keys)}, which rank {len(records) % team.size} encodes"
 
     team.wait(all_there, what)
+    return records
 
 
 def _merge(
@@ -175,12 +176,12 @@ def _merge(
     found: Input,
     encoding: Encoding,
     tokenizer: Tokenizer | None,
+    records: list[UnitRecord],
     work: WorkFolder,
     folder: Path,
-) -> tuple[PrepareSummary, Counts]:
+) -> PrepareSummary:
     """Make the dataset of what all units gave."""
-    records = [work.read_record(unit, encoding.key(unit)) for unit in found.units]
-    counts = _sum([record.counts for record in records])
+    counts = _counts_of(records)
     if not counts.documents:
         work.remove()
         named = config.hf_dataset or ", ".join(config.input_path)
@@ -204,7 +205,7 @@ def _merge(
     work.remove()
     summary = read_finished(folder, settings, tokenizer)
     assert summary is not None
-    return summary, counts
+    return summary
 
 
 def _settings(config: PrepareConfig, found: Input) -> dict[str, object]:
@@ -232,18 +233,20 @@ def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) 
     )
 
 
-def _announcement(found: Input, folder: Path, tokenizer: Tokenizer | None, finished: list[bool], before: Counts) -> str:
+def _announcement(found: Input, folder: Path, tokenizer: Tokenizer | None, earlier: list[UnitRecord]) -> str:
     """What begins now, in a line or two."""
     verb = "Encoding" if found.token_type is None else "Copying the token ids of"
     using = "" if tokenizer is None else f" with a tokenizer of {tokenizer.vocab_size:,} entries"
     size = f" ({found.size / 1e6:,.1f} MB)" if found.size else ""
     line = f"{verb} {found.settings['input_files']:,} files{size} into {folder}{using}."
-    if before.documents:
-        line += (
-            f"\nGoing on with an interrupted call: {before.documents:,} documents are there, "
-            f"{sum(finished):,} of {len(finished):,} units are complete."
-        )
-    return line
+    before = _counts_of(earlier)
+    if not before.documents:
+        return line
+    finished = sum(record.finished for record in earlier)
+    return (
+        f"{line}\nGoing on with an interrupted call: {before.documents:,} documents are there, {finished:,} of "
+        f"{len(earlier):,} units are complete."
+    )
 
 
 def _show_dataset(summary: PrepareSummary, description: str, show: Show) -> None:
@@ -262,8 +265,8 @@ def _cores_of_this_process(layout: ProcessLayout | None) -> int:
     return cores
 
 
-def _sum(counts: list[Counts]) -> Counts:
-    return reduce(Counts.__add__, counts, Counts())
+def _counts_of(records: list[UnitRecord]) -> Counts:
+    return reduce(Counts.__add__, (record.counts for record in records), Counts())
 
 
 def _median(lengths: dict[int, int]) -> int:

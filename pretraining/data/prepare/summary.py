@@ -79,10 +79,9 @@ def describe_training(summary: PrepareSummary) -> str:
     """How to train on a dataset, in a few lines."""
     lines = []
     if summary.end_of_text is None:
-        what = "There is no tokenizer here to name" if summary.tokenizer is None else "The tokenizer names"
+        reason = "There is no tokenizer here to name an" if summary.tokenizer is None else "The tokenizer names no"
         lines.append(
-            f"  {what} {'an' if summary.tokenizer is None else 'no'} end-of-text token: choose a --sep_token, or "
-            "documents follow each other without a mark."
+            f"  {reason} end-of-text token: choose a --sep_token, or documents follow each other without a mark."
         )
     lines.append("Train on it with:")
     lines.append("  " + " ".join(shlex.quote(flag) for flag in training_flags(summary)))

@@ -130,8 +130,6 @@ def pieces_of_rows(rows: pa.Array, column: str, place: str, first_row: int, byte
     Raises:
         DataError: a row is no text, or has missing tokens.
     """
-    if not len(rows):
-        return
     if token_type(rows.type, column, place) is None:
         documents: Iterator[tuple[str | np.ndarray, bool, int]] = _texts(rows, column, place, first_row)
     else:

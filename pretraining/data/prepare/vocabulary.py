@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,13 @@ def trained_tokenizer(
             "give that by --tokenizer_path, or another --output_path"
         )
     trained_on = {"vocab_size": wanted, **found.settings}
-    if work.read_plan() == trained_on:
-        show("Going on with the tokenizer that an interrupted call trained.")
-        return load_tokenizer(work.path)
+    plan = work.read_plan()
+    if plan.get("trained_on") == trained_on:
+        with suppress(DataError):
+            earlier = load_tokenizer(work.path)
+            if earlier.sha256 == plan.get("tokenizer"):
+                show("Going on with the tokenizer that an interrupted call trained.")
+                return earlier
     show(f"Training a tokenizer of {wanted:,} entries (byte-level BPE) on the text.")
     with library_threads(config.num_workers != 1):
         tokenizer = train_tokenizer(training_sample(found, config.text_field), wanted)
@@ -80,7 +85,7 @@ def trained_tokenizer(
         )
     work.create()
     tokenizer.save(work.path)
-    work.write_plan(trained_on)
+    work.write_plan({"trained_on": trained_on, "tokenizer": tokenizer.sha256})
     return tokenizer
 
 

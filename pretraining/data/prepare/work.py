@@ -2,7 +2,7 @@
 
     <output_path>/.<dataset>.preparing/
       tokenizer.json, tokenizer_config.json    that encodes; none where the input holds token ids
-      plan.json                                what a trained tokenizer was trained on
+      plan.json                                what that was trained on, if it was
       units/unit_000003.json                   a record: the whole token files of a unit, and what was read for them
       files/part_000003_000000.arrow           the first token file of unit 3
       files/prepare.json                       written last; then `files` is renamed to the dataset's folder

@@ -156,7 +156,9 @@ def test_with_changed_input_only_its_own_parts_are_made_anew(config: PrepareConf
     assert {name: (tmp_path / "out/in" / name).stat().st_ino for name in kept} == kept
 
 
-@pytest.mark.parametrize("damage", ["files/part_000000_000000.arrow", "units/unit_000000.json", "plan.json"])
+@pytest.mark.parametrize(
+    "damage", ["files/part_000000_000000.arrow", "units/unit_000000.json", "plan.json", "tokenizer.json"]
+)
 def test_what_a_failing_disk_has_spoilt_is_made_anew(config: PrepareConfig, damage: str) -> None:
     wanted = expected(config)
     assert prepare_killed(config, "after", 14)

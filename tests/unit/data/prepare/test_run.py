@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from pretraining.data.prepare import encode, pieces, run, text, units
 from pretraining.data.prepare.corpus import standard_library_files
 from pretraining.data.prepare.run import _cores_of_this_process, prepare
 from pretraining.data.prepare.summary import training_flags
+from pretraining.data.prepare.work import UnitRecord
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.launch.layout import ProcessLayout
@@ -238,7 +240,13 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(config: PrepareConfig, tmp_
 def test_a_tokenizer_that_comes_to_the_root_in_the_meantime_stops_the_dataset(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_wait_for_all", lambda *args: train_tokenizer(["other"], 300).save(tmp_path / "out"))
+    wait = run._wait_for_all
+
+    def late(*args: Any) -> list[UnitRecord]:
+        train_tokenizer(["other"], 300).save(tmp_path / "out")
+        return wait(*args)
+
+    monkeypatch.setattr(run, "_wait_for_all", late)
     with pytest.raises(DataError, match=r"another tokenizer has come to .*Start the same command again"):
         prepare(config, quiet)
     monkeypatch.undo()

@@ -62,7 +62,7 @@ def test_an_output_that_one_process_cannot_write_is_an_error(
     in_processes = workers._encode_in_processes
 
     def without_folder(*args: Any) -> None:
-        args[3].files.rmdir()
+        args[2].files.rmdir()
         in_processes(*args)
 
     monkeypatch.setattr(workers, "_encode_in_processes", without_folder)
@@ -130,6 +130,9 @@ main(["prepare", "--input_path={config.input_path[0]}", "--output_path={config.o
     done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (-9, "")
     prepare(config, quiet)
+    there = f"{config.output_path}_1"
+    prepare(replace(config, output_path=there), quiet)
+    assert contents(Path(config.output_path)) == contents(Path(there))
 
 
 def test_counts_add_up() -> None:
