@@ -19,6 +19,7 @@ from unit.data import killed_reader
 from unit.data.token_files import make_root, opened, plan, rows
 
 from pretraining.config.training import DataConfig
+from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.dataset import OpenedDatasets, build_loader
 
 STEPS, BATCH = 24, 11
@@ -96,6 +97,25 @@ def test_every_number_of_ranks_with_every_number_of_threads(
 ) -> None:
     batches, _ = go_through(datasets, config, [(ranks, workers, 2, 4)])
     assert batches == uninterrupted[0][:4]
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+def test_what_pads_short_shares_is_zeros_without_labels(
+    config: DataConfig, datasets: OpenedDatasets, dummy: bool
+) -> None:
+    asked = replace(config, use_dummy_dataset=dummy)
+    padding = 0
+    for rank in range(4):
+        batch = plan(BATCH, 4, 2)
+        with build_loader(None if dummy else datasets, asked, batch, rank, 7, 1000) as made:
+            for micro_batch in [each for _ in range(3) for each in next(made).micro_batches]:
+                lengths = micro_batch.lengths_B
+                empty = [] if lengths is None else (lengths == 0).nonzero().flatten().tolist()
+                padding += len(empty)
+                assert not micro_batch.tokens_BT[empty].to(int).any()
+                labels_BS = micro_batch.model_inputs().labels_BS
+                assert (labels_BS[empty] == IGNORED_LABEL).all() and (labels_BS[:1] != IGNORED_LABEL).all()
+    assert padding == 3 * plan(BATCH, 4, 2).padding_sequences
 
 
 def test_made_up_data_is_as_elastic(config: DataConfig, uninterrupted: tuple[list, list, list]) -> None:

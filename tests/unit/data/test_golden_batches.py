@@ -15,13 +15,13 @@ from unit.data.golden_data import digest_of_step, golden_digests, golden_loader,
 
 # Whatever changes these changes the data of every run that goes on: a new STATE_VERSION, and a reason in the commit.
 DIGESTS = {
-    "train": "47f27216ab1ad6a9 38a72e4af12f64d4 991ef8d2c8f23c34 ab190e9370cd0f68 1777b1d76c6d3559 b2e74b12a3de7dbc",
-    "held_out": "81fdd1c8aea22165 b6560b57597b8ddc 433456594f71bc1e 4516ad97ff4828dc 921ead6ff94d3d0a e3ce2f3958be0f8d",
-    "dummy": "97243832659e7e96 a8d166dc4173c8a2 ef05ed756bfef7c1 174e7ea0c5bece02 94d4e7d2302f2db0 dbf0eb84db24a194",
-    "ends": "9e5921df14e9de03 c5a919420c7cce05 03b1f7f7b56b7765 6f7999c9d68a5e91 8041afe784d63c28 1af9c4e5518872c6",
-    "greedy": "090c040c02115208 ff6e3de88cc12ae4 2b7d79261cc5ba0b 8d0a50f025484b4c f5149173d385147a fa9fc3e7499385b9",
-    "first_fit": "f3477a64a0305396 166bc893087d9996 43851c376ad80baf e4c0b2c784ea069b 4c71892addc3eb82 65405966343f8942",
-    "best_fit": "2ef578db2d639f5d cb0f33ce7401d471 809c662d6294b598 a5992794a8bdda17 0545beea48a3ac78 5a8b8d339aff2977",
+    "train": "4eba7d0407c7 de86c6766ef7 49cd7a9645ce e03d190c0b64 2e2dbe93eaa8 2a744df9c372",
+    "held_out": "944c8ed1ba51 681a7d2875e0 41f100b57af0 ac00ee4e4e29 80423081e0d1 18b2bd4c7158",
+    "dummy": "a1e82cf33d95 61e1ef8e8051 8db4c3807c63 c5bdcd56eede 253db51be362 2cec59d76c0b",
+    "ends": "203c52f04101 8fd41830f333 9c0a673326f3 68eedd578fde 325528e682ce 662704029d15",
+    "greedy": "5712816d96dd b56785be3da7 52b77c5dad21 c27d71adcde3 1580c70915bd f17eacf7aba3",
+    "first_fit": "7284ef830fed 4475e29c53fc 64b33648e15c 92bb1331ee93 d38726a5bae1 ac54ec6967d6",
+    "best_fit": "fb5842072e3a e5b17286e71d 28ef42944065 320dab9457ad 01df3f9758d7 2d8dce27a410",
 }
 
 

@@ -12,7 +12,7 @@ from unit.data.token_files import random_documents, write_documents
 from pretraining.config.training import DataConfig
 from pretraining.data import index_build
 from pretraining.data.files import DatasetFiles, list_datasets
-from pretraining.data.index import BLOCK_DOCUMENTS, Index, IndexSettings, find_index, index_places
+from pretraining.data.index import BLOCK_DOCUMENTS, Index, IndexSettings, find_index, index_places, open_any_index
 from pretraining.data.index_build import build_index, held_out_mask
 from pretraining.errors import DataError
 
@@ -151,6 +151,21 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     assert find_index(files(tmp_path), SETTINGS, None) is None
     assert lengths_of(build_index(files(tmp_path), SETTINGS)) == [2]
+
+
+def test_a_flipped_bit_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        write_documents(tmp_path / f"web/{name}.arrow", [[1, 2], [3], []] * 5)
+    path = build_index(files(tmp_path), SETTINGS).path
+    content = path.read_bytes()
+    for at in range(len(content)):
+        damaged = tmp_path / f"{at}.index"
+        damaged.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        index = open_any_index(damaged)
+        if index is not None:
+            assert index.is_for(files(tmp_path), SETTINGS)  # documents are looked at when they are needed
+            with pytest.raises(DataError, match=rf"index .*/{at}\.index is damaged: delete it, and it is made anew"):
+                index.split("train").lengths(0, 30)
 
 
 def test_indices_of_read_only_data_lie_in_the_cache_folder(tmp_path: Path, cache_folder: Path) -> None:

@@ -70,7 +70,8 @@ def test_anywhere_in_a_run_each_dataset_is_within_two_samples_of_the_weight_that
 
 
 @settings(max_examples=60, deadline=None)
-@given(WEIGHTS, st.integers(0, 10**15), st.integers(0, 200))
+@given(WEIGHTS, st.integers(0, 2**60), st.integers(0, 200))
+@example([1, 10**9 + 7, 3, 3 * 10**8], 2**60 + 12345, 200)
 def test_a_datasets_samples_are_numbered_without_gaps_from_anywhere(weights: list[int], begin: int, count: int) -> None:
     tree = WeightTree(weights)
     datasets, numbers = tree.assign(begin, begin + count)
