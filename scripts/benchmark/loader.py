@@ -250,9 +250,9 @@ def _state_at(loader: Loader, step: int) -> dict[str, Any]:
 
 
 def _resident_mib() -> float:
-    """Memory of the process that is its own, without mapped files."""
+    """Memory of the process, what it has mapped of files included."""
     status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) / 1024
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
 
 
 def prepare(folder: Path, tokens: int) -> None:
