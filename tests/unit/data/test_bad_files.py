@@ -23,8 +23,8 @@ from unit.data.token_files import loader, plan, random_documents, write_document
 from pretraining.config.training import DataConfig
 from pretraining.config.verify import VerifyConfig
 from pretraining.data.loader import Loader
-from pretraining.data.manifest import MANIFEST_FILE
-from pretraining.data.token_writer import file_checksum
+from pretraining.data.prepare.manifest import MANIFEST_FILE
+from pretraining.data.prepare.writer import file_checksum
 from pretraining.data.verify import verify
 from pretraining.errors import DataError
 
@@ -217,7 +217,7 @@ def meet(config: DataConfig, fault: Callable[[Path], None], stage: str) -> None:
         lines: list[str] = []
         fault(bad)
         try:
-            verify(VerifyConfig(data_path=config.data_path), lines.append, note=lambda line: None)
+            verify(VerifyConfig(data_path=str(bad.parents[1])), lines.append, note=lambda line: None)
         except DataError as error:
             raise DataError("\n".join([*lines, str(error)])) from error
 

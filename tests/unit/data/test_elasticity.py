@@ -110,11 +110,12 @@ def test_what_pads_short_shares_is_zeros_without_labels(
         with build_loader(None if dummy else datasets, asked, batch, rank, 7, 1000) as made:
             for micro_batch in [each for _ in range(3) for each in next(made).micro_batches]:
                 lengths = micro_batch.lengths_B
-                empty = [] if lengths is None else (lengths == 0).nonzero().flatten().tolist()
-                padding += len(empty)
-                assert not micro_batch.tokens_BT[empty].to(int).any()
-                labels_BS = micro_batch.model_inputs().labels_BS
-                assert (labels_BS[empty] == IGNORED_LABEL).all() and (labels_BS[:1] != IGNORED_LABEL).all()
+                empty = [lengths is not None and int(lengths[row]) == 0 for row in range(batch.micro_batch_size)]
+                padding += sum(empty)
+                ignored = (micro_batch.model_inputs().labels_BS == IGNORED_LABEL).tolist()
+                tokens = micro_batch.tokens_BT.tolist()
+                assert ignored == [[is_empty] * 24 for is_empty in empty]
+                assert all(row == [0] * 25 for row, is_empty in zip(tokens, empty, strict=True) if is_empty)
     assert padding == 3 * plan(BATCH, 4, 2).padding_sequences
 
 

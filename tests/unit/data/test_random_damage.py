@@ -17,8 +17,8 @@ from unit.data.token_files import loader, make_root, opened, plan, random_docume
 from pretraining.config.training import DataConfig
 from pretraining.config.verify import VerifyConfig
 from pretraining.data.dataset import build_loader
-from pretraining.data.manifest import MANIFEST_FILE
-from pretraining.data.token_writer import file_checksum
+from pretraining.data.prepare.manifest import MANIFEST_FILE
+from pretraining.data.prepare.writer import file_checksum
 from pretraining.data.verify import verify
 from pretraining.errors import DataError
 
@@ -112,10 +112,10 @@ def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(
             assert "web" in str(error)
         lines: list[str] = []
         if damaged == content:
-            verify(VerifyConfig(data_path=config.data_path), lines.append)
+            verify(VerifyConfig(data_path=str(tmp_path / "data")), lines.append)
         else:
             with pytest.raises(DataError, match=r"\d+ faults? in 1 files"):
-                verify(VerifyConfig(data_path=config.data_path), lines.append)
+                verify(VerifyConfig(data_path=str(tmp_path / "data")), lines.append)
             assert all("web/x.arrow" in line for line in lines) and lines
 
     survive()
