@@ -183,11 +183,15 @@ def flip(content: bytes) -> bytes:
     return content[:-20] + bytes(255 - byte for byte in content[-20:])
 
 
-@pytest.mark.parametrize("damage", [cut_off, flip, lambda content: b"", lambda content: b"no table at all, but text"])
-@EVERY_FORMAT
+DAMAGES = (cut_off, flip, lambda content: b"", lambda content: b"no table at all, but text")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    # The last bytes of a stream are padding.
+    [(name, damage) for name in WRITERS for damage in DAMAGES if (name, damage) != ("stream.arrow", flip)],
+)
 def test_a_damaged_table_is_named(tmp_path: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
-    if (name, damage) == ("stream.arrow", flip):
-        pytest.skip("the last bytes of a stream are padding")
     path = tmp_path / name
     write(path, {"text": [f"text {n} " * 9 for n in range(50)]}, 10)
     path.write_bytes(damage(path.read_bytes()))
