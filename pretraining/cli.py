@@ -7,6 +7,7 @@ exceptions keep their traceback.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -105,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if wants_help:
         print(help_text(settings, f"pretrain {name}", purpose))
         return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
     try:
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
         sys.stdout.flush()

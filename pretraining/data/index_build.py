@@ -3,7 +3,7 @@
     files --read_document_layout, on threads--> documents --in order--> temporary file --block totals, header--> rename
 
 Any number of processes may build the same index at once: each writes its own temporary file, they are all equal, and
-the last rename wins. Memory does not grow with the dataset.
+the first that is done stays. Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def build_index(
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
-            Path(temporary).replace(place)
+            # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
+            index = find_index(files, settings, index_path)
+            if index is None:
+                Path(temporary).replace(place)
         except OSError as error:
             raise DataError(f"cannot write the index {place}: {error.strerror or error}") from error
         finally:
@@ -99,7 +102,7 @@ def build_index(
         contradictions = describe_contradictions(files, held)
         if contradictions:
             say(contradictions)
-        return Index(place)
+        return index or Index(place)
     raise DataError(f"no place to write the index of dataset '{files.name}': {'; '.join(refused)}: give --index_path")
 
 

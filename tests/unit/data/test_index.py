@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -216,6 +217,23 @@ def test_several_may_build_at_once(tmp_path: Path) -> None:
     assert len({tuple(lengths_of(index)) for index in built}) == 1 and len(built) == 4
     names = [path.name for path in (tmp_path / "web/.index").iterdir()]
     assert names == [f"{SETTINGS.index_digest}-{listed.digest[:16]}.index"]
+
+
+def test_the_index_of_the_job_that_is_done_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be mapped there: replaced from another machine, a file on a network file system is gone for its users."""
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+    real, places = index_build._write_index, []
+
+    def slow(*arguments: Any) -> Any:
+        with monkeypatch.context() as other_job:
+            other_job.setattr(index_build, "_write_index", real)
+            places.append(build_index(files(tmp_path), SETTINGS).path.stat().st_ino)
+        return real(*arguments)
+
+    monkeypatch.setattr(index_build, "_write_index", slow)
+    index = build_index(files(tmp_path), SETTINGS)
+    assert [index.path.stat().st_ino] == places and lengths_of(index) == [2]
+    assert len(list((tmp_path / "web/.index").iterdir())) == 1
 
 
 def test_a_running_job_keeps_its_index_when_another_finds_more_files(tmp_path: Path) -> None:
