@@ -29,7 +29,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch
 from pretraining.data.loader import Loader
-from pretraining.errors import PretrainError
+from pretraining.errors import DataError, PretrainError
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
@@ -41,12 +41,16 @@ from pretraining.parallel.agreement import Agreement
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype, precision_policy
 from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.parallel.replicas import Replicas
 from pretraining.parallel.sharding import MicroBatchSync, shard_model
+from pretraining.parallel.watchdog import collective_timeout
 from pretraining.train.data import open_data, open_loader, pace_of
+from pretraining.train.guards import Guards
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
 from pretraining.train.run_folder import build_observer, make_run_folder, write_config
+from pretraining.train.spikes import SpikeDetector
 from pretraining.train.state import TrainState
 from pretraining.train.step import StepContext
 
@@ -57,6 +61,7 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     Raises:
         PretrainError: any mistake of the user, the same on all ranks.
     """
+    processes.pulse.restart(step=0)
     if config.run.deterministic:
         _use_deterministic_kernels()
     shape = resolve_shape(config.model)
@@ -74,12 +79,16 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     total_steps = config.run.num_steps.to_steps(pace, data.training_tokens if data is not None else None)
     parts = Parts(config, processes, shape, restorable, abandoned, data, plan, pace, total_steps)
 
-    mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
+    mesh = build_mesh(
+        *(config.parallel, processes.world_size, processes.local_world_size, processes.device.type),
+        timeout=collective_timeout(config.guard),
+    )
     model = build_model(shape, config, mesh, processes.device, initialize=restorable is None)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer = build_adamw(model, config.optimizer)
     state = _initial_state(parts)
+    processes.pulse.step = state.step
     if restorable is not None:
         materialise_state(optimizer)
         store.load_tensors(restorable.path, tensor_state(parameters, optimizer))
@@ -125,6 +134,7 @@ def _assemble(
     schedule = WarmupCosine(
         config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
     )
+    spikes = _spike_detector(parts, loader)
     context = StepContext(
         model=model,
         sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
@@ -134,8 +144,9 @@ def _assemble(
         grad_clip_thresh=config.optimizer.grad_clip_thresh,
         shard_group=mesh["shard"].get_group(),
         device=processes.device,
+        spikes=spikes,
     )
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(turn_to=processes.pulse.turn_to)
     observer = build_observer(parts, stopwatch, state)
     evaluator = Evaluator(
         model=model,
@@ -145,6 +156,7 @@ def _assemble(
         activity=stopwatch.activity,
         report=observer.after_evaluation,
     )
+    guards = _build_guards(parts, mesh, context, loader, observer)
     checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch)
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
@@ -158,6 +170,7 @@ def _assemble(
         checkpoints=checkpoints,
         agreement=Agreement(),
         stopwatch=stopwatch,
+        guards=guards,
     )
 
 
@@ -199,6 +212,31 @@ def _build_checkpoints(
     )
 
 
+def _spike_detector(parts: Parts, loader: Loader) -> SpikeDetector | None:
+    guard, data = parts.config.guard, parts.config.data
+    if guard.spike_threshold is None:
+        return None
+    # Another mixture, another batch or a document mask shifts the losses: what was usual before says nothing then.
+    conditions = {"phases": len(loader.reader.mixture.phases), "document_mask": data.document_mask}
+    return SpikeDetector(guard.spike_threshold, guard.spike_window, parts.processes.device, conditions)
+
+
+def _build_guards(parts: Parts, mesh: DeviceMesh, context: StepContext, loader: Loader, observer: Observer) -> Guards:
+    def samples_of(first_step: int, last_step: int) -> tuple[int, int]:
+        mixture = loader.reader.mixture
+        return mixture.first_sample(first_step - 1), mixture.first_sample(last_step)
+
+    guard = parts.config.guard
+    return Guards(
+        guard,
+        samples_of=samples_of,
+        replicas=Replicas(context.parameters, mesh),
+        replica_check=Interval(guard.replica_check_interval, parts.training_tokens),
+        pulse=parts.processes.pulse,
+        note=observer.note,
+    )
+
+
 def _initial_state(parts: Parts) -> TrainState:
     """Where the run stands, from the checkpoint if there is one."""
     progress = Progress(0, 0)
@@ -220,19 +258,29 @@ def _held_out_batches(parts: Parts) -> Callable[[], AbstractContextManager[Itera
     def open_batches() -> Iterator[Iterable[StepBatch]]:
         loader.rewind()
         with closing(_batches(loader, parts.processes.rank)) as batches:
-            yield batches
+            yield parts.processes.pulse.watch(batches)
 
     return open_batches
 
 
 def _batches(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
-    """The loader's batches until closed; an error in reading them, which only this rank knows of, names the rank."""
+    """The loader's batches until closed; an error in reading them, which only this rank knows of, names the rank.
+
+    What a thread that reads dies of comes here, too, once its step does.
+    """
     try:
         with loader:
             yield from loader
     except PretrainError as error:
         error.rank = rank
         raise
+    except Exception as error:  # a bug: it keeps its traceback
+        error.add_note(f"on rank {rank}, reading the batch of step {loader.next_step + 1}")
+        raise
+    except SystemExit as ending:
+        died = DataError(f"a thread that reads data has ended itself ({ending!r}), for step {loader.next_step + 1}")
+        died.rank = rank
+        raise died from ending
 
 
 def _use_deterministic_kernels() -> None:

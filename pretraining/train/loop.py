@@ -13,6 +13,7 @@ from pretraining.evaluation.held_out import Evaluator
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
 from pretraining.parallel.agreement import Agreement
+from pretraining.train.guards import Guards
 from pretraining.train.state import TrainState
 from pretraining.train.step import StepContext, train_step
 
@@ -31,6 +32,7 @@ class Run:
         checkpoints: saves.
         agreement: the clock that all ranks share.
         stopwatch: where the time goes.
+        guards: end a run that goes wrong.
     """
 
     state: TrainState
@@ -42,6 +44,7 @@ class Run:
     checkpoints: CheckpointManager
     agreement: Agreement
     stopwatch: Stopwatch
+    guards: Guards
 
 
 def train_loop(run: Run) -> None:
@@ -54,5 +57,6 @@ def train_loop(run: Run) -> None:
             outcome = train_step(run.context, next(batches), state.step)
             state.advance(earlier_seconds + run.agreement.seconds(run.stopwatch.elapsed))
             run.observer.after_step(state, outcome)
+            run.guards.after_step(state, outcome)
             evaluation_loss = run.evaluator.maybe_run(state)
             run.checkpoints.maybe_save(state, evaluation_loss)

@@ -9,9 +9,10 @@ from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import generate
 from pretraining.launch.layout import ProcessLayout
 from pretraining.parallel.processes import Processes, join_processes, on_rank_zero
-from pretraining.train.build import build_run
-from pretraining.train.loop import Run, train_loop
+from pretraining.parallel.watchdog import Watchdog, collective_timeout
+from pretraining.train.loop import Run
 from pretraining.train.messages import conclude
+from pretraining.train.rollback import train_to_the_end
 
 
 def train(config: TrainConfig, layout: ProcessLayout) -> None:
@@ -24,13 +25,16 @@ def train(config: TrainConfig, layout: ProcessLayout) -> None:
     Raises:
         PretrainError: any mistake of the user; the message says what to change.
     """
-    with join_processes(
-        layout.rank, layout.world_size, layout.local_rank, layout.local_world_size, layout.as_environment()
-    ) as processes:
+    with (
+        join_processes(
+            *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
+            layout.as_environment(),
+            timeout=collective_timeout(config.guard),
+        ) as processes,
+        Watchdog(config.guard, processes),
+    ):
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
-        run = build_run(config, processes)
-        has_work = not run.state.stopping
-        train_loop(run)
+        run, has_work = train_to_the_end(config, processes)
         _finish(config, processes, run, prompt, has_work)
 
 
