@@ -9,6 +9,7 @@ keeps them from there on, so that later starts and `pretrain inspect` know of th
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +20,19 @@ from pretraining.checkpoint import store
 from pretraining.config.training import TrainConfig
 from pretraining.errors import DivergenceError
 from pretraining.parallel.processes import Processes, on_rank_zero
-from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop
 
 
-def train_to_the_end(config: TrainConfig, processes: Processes) -> tuple[Run, bool]:
+def train_to_the_end(config: TrainConfig, processes: Processes, build: Callable[[TrainConfig], Run]) -> Run:
     """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
 
     Args:
         config: the settings.
         processes: this process among the others.
+        build: makes the run of these settings, restored from the newest checkpoint; a collective call, too.
 
     Returns:
-        the run that came to its end, and whether there was anything to train.
+        the run that came to its end.
 
     Raises:
         DivergenceError: it diverged, and must not go back again.
@@ -39,12 +40,11 @@ def train_to_the_end(config: TrainConfig, processes: Processes) -> tuple[Run, bo
     furthest, rollbacks = 0, 0
     stop_step: int | None = None
     while True:
-        run = build_run(config, processes)
+        run = build(config)
         stop_step = run.state.stop_step = stop_step or run.state.stop_step  # going back does not move the end
-        has_work = not run.state.stopping
         divergence = _train(run)
         if divergence is None:
-            return run, has_work
+            return run
         if divergence.first_step > furthest:
             rollbacks = 0
         if rollbacks == config.guard.max_rollbacks:
