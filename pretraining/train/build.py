@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -157,7 +158,8 @@ def _assemble(
         report=observer.after_evaluation,
     )
     guards = _build_guards(parts, mesh, context, loader, observer)
-    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch)
+    states = {"guards": guards} if spikes is None else {"guards": guards, "spikes": spikes}
+    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states)
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(
@@ -181,8 +183,13 @@ def _build_checkpoints(
     loader: Loader,
     observer: Observer,
     stopwatch: Stopwatch,
+    states: dict[str, Any],
 ) -> CheckpointManager:
     config = parts.config
+    if parts.restorable is not None:
+        for name, state in parts.restorable.manifest.state.items():
+            if name in states:
+                states[name].load_state_dict(state)
 
     def manifest_for(progress: Progress, evaluation_loss: float | None, files: dict[str, int]) -> Manifest:
         return Manifest(
@@ -199,6 +206,7 @@ def _build_checkpoints(
             torch_version=torch.__version__,
             files=files,
             config=dump_config(config),
+            state={name: stateful.state_dict() for name, stateful in states.items()},
         )
 
     return CheckpointManager(
