@@ -117,9 +117,9 @@ class Watchdog:
         self._timeout = float(guard.hang_timeout.amount)
         self._first_timeout = float(guard.first_step_timeout.amount)
         timeouts = [seconds for seconds in (self._timeout, self._first_timeout) if seconds]
-        self._period = min(LONGEST_PERIOD_SECONDS, *(seconds / LOOKS_OF_A_TIMEOUT for seconds in timeouts))
+        self._period = min([LONGEST_PERIOD_SECONDS, *(seconds / LOOKS_OF_A_TIMEOUT for seconds in timeouts)])
         self._is_on = bool(timeouts)
-        self._stopped = threading.Event()
+        self._stopped, self._ending = threading.Event(), threading.Event()
         self._heartbeats: Heartbeats | None = None
         self._progress = self._beats = self._bytes = 0
 
@@ -136,6 +136,8 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._ending.is_set():
+            threading.Event().wait()  # the main thread lost a process that has ended already: this one is about to, too
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -173,6 +175,7 @@ class Watchdog:
         return self._progress
 
     def _end_process(self, hang: Hang) -> None:
+        self._ending.set()
         sys.stdout.flush()
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
