@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-PERIOD_SECONDS = 0.02
+PERIOD_SECONDS = 0.05
 FEWEST_LOOKS = 100
 """Before them, shares are too coarse to blame anyone: a share of a half is known to 5%."""
 MOST_NAMED = 4

@@ -42,22 +42,25 @@ from pretraining.parallel.agreement import Agreement
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype, precision_policy
 from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.parallel.replicas import Replicas
 from pretraining.parallel.sharding import MicroBatchSync, shard_model
 from pretraining.parallel.watchdog import collective_timeout
+from pretraining.train.build_guards import build_guards, build_spike_detector
 from pretraining.train.data import open_data, open_loader, pace_of
-from pretraining.train.guards import Guards
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
 from pretraining.train.run_folder import build_observer, make_run_folder, write_config
-from pretraining.train.spikes import SpikeDetector
 from pretraining.train.state import TrainState
 from pretraining.train.step import StepContext
 
 
-def build_run(config: TrainConfig, processes: Processes) -> Run:
+def build_run(config: TrainConfig, processes: Processes, mesh: DeviceMesh | None = None) -> Run:
     """Put a run together and restore what it starts from; a collective call.
+
+    Args:
+        config: the settings.
+        processes: this process among the others.
+        mesh: of an earlier run with the same settings; None = make one.
 
     Raises:
         PretrainError: any mistake of the user, the same on all ranks.
@@ -80,10 +83,7 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     total_steps = config.run.num_steps.to_steps(pace, data.training_tokens if data is not None else None)
     parts = Parts(config, processes, shape, restorable, abandoned, data, plan, pace, total_steps)
 
-    mesh = build_mesh(
-        *(config.parallel, processes.world_size, processes.local_world_size, processes.device.type),
-        timeout=collective_timeout(config.guard),
-    )
+    mesh = mesh if mesh is not None else _build_mesh(config, processes)
     model = build_model(shape, config, mesh, processes.device, initialize=restorable is None)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
@@ -94,6 +94,11 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
         materialise_state(optimizer)
         store.load_tensors(restorable.path, tensor_state(parameters, optimizer))
     return _assemble(parts, mesh, model, parameters, optimizer, state, loader)
+
+
+def _build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
+    sizes = (processes.world_size, processes.local_world_size)
+    return build_mesh(config.parallel, *sizes, processes.device.type, timeout=collective_timeout(config.guard))
 
 
 def build_model(
@@ -135,7 +140,7 @@ def _assemble(
     schedule = WarmupCosine(
         config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
     )
-    spikes = _spike_detector(parts, loader)
+    spikes = build_spike_detector(parts, loader)
     context = StepContext(
         model=model,
         sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
@@ -157,7 +162,7 @@ def _assemble(
         activity=stopwatch.activity,
         report=observer.after_evaluation,
     )
-    guards = _build_guards(parts, mesh, context, loader, observer)
+    guards = build_guards(parts, mesh, context, loader, observer)
     states = {"guards": guards} if spikes is None else {"guards": guards, "spikes": spikes}
     checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states)
     on_rank_zero(lambda: write_config(config))
@@ -173,6 +178,7 @@ def _assemble(
         agreement=Agreement(),
         stopwatch=stopwatch,
         guards=guards,
+        mesh=mesh,
     )
 
 
@@ -217,31 +223,6 @@ def _build_checkpoints(
         activity=stopwatch.activity,
         note=observer.note,
         evaluation_loss=parts.restorable.manifest.evaluation_loss if parts.restorable else None,
-    )
-
-
-def _spike_detector(parts: Parts, loader: Loader) -> SpikeDetector | None:
-    guard, data = parts.config.guard, parts.config.data
-    if guard.spike_threshold is None:
-        return None
-    # Another mixture, another batch or a document mask shifts the losses: what was usual before says nothing then.
-    conditions = {"phases": len(loader.reader.mixture.phases), "document_mask": data.document_mask}
-    return SpikeDetector(guard.spike_threshold, guard.spike_window, parts.processes.device, conditions)
-
-
-def _build_guards(parts: Parts, mesh: DeviceMesh, context: StepContext, loader: Loader, observer: Observer) -> Guards:
-    def samples_of(first_step: int, last_step: int) -> tuple[int, int]:
-        mixture = loader.reader.mixture
-        return mixture.first_sample(first_step - 1), mixture.first_sample(last_step)
-
-    guard = parts.config.guard
-    return Guards(
-        guard,
-        samples_of=samples_of,
-        replicas=Replicas(context.parameters, mesh),
-        replica_check=Interval(guard.replica_check_interval, parts.training_tokens),
-        pulse=parts.processes.pulse,
-        note=observer.note,
     )
 
 

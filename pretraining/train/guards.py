@@ -126,8 +126,7 @@ class Guards:
             "(--max_skipped_steps), because loss or gradient was not finite or the loss a spike. The weights are those "
             f"of step {first - 1}. Go on from a checkpoint before (--ckpt_load_path, with another --ckpt_save_path) "
             "with a smaller --learning_rate, a longer --warmup_steps, or without the samples of these steps: "
-            f"--skip_samples={begin}-{end - 1}; `pretrain inspect --step={first}` shows them. With --max_rollbacks=1 a "
-            "run does the last by itself."
+            f"--skip_samples={begin}-{end - 1}; `pretrain inspect --step={first}` shows them."
         )
         raise DivergenceError(text, first, last, (begin, end))
 

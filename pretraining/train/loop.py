@@ -7,6 +7,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.data.batch import StepBatch
 from pretraining.evaluation.held_out import Evaluator
@@ -33,6 +35,7 @@ class Run:
         agreement: the clock that all ranks share.
         stopwatch: where the time goes.
         guards: end a run that goes wrong.
+        mesh: that the model is sharded over.
     """
 
     state: TrainState
@@ -45,6 +48,7 @@ class Run:
     agreement: Agreement
     stopwatch: Stopwatch
     guards: Guards
+    mesh: DeviceMesh
 
 
 def train_loop(run: Run) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint import store
 from pretraining.config.training import TrainConfig
@@ -22,14 +23,17 @@ from pretraining.errors import DivergenceError
 from pretraining.parallel.processes import Processes, on_rank_zero
 from pretraining.train.loop import Run, train_loop
 
+Build = Callable[[TrainConfig, DeviceMesh | None], Run]
 
-def train_to_the_end(config: TrainConfig, processes: Processes, build: Callable[[TrainConfig], Run]) -> Run:
+
+def train_to_the_end(config: TrainConfig, processes: Processes, build: Build) -> Run:
     """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
 
     Args:
         config: the settings.
         processes: this process among the others.
-        build: makes the run of these settings, restored from the newest checkpoint; a collective call, too.
+        build: makes the run of settings, restored from the newest checkpoint, on the mesh of an earlier one if there
+            is one; a collective call, too.
 
     Returns:
         the run that came to its end.
@@ -38,9 +42,10 @@ def train_to_the_end(config: TrainConfig, processes: Processes, build: Callable[
         DivergenceError: it diverged, and must not go back again.
     """
     furthest, rollbacks = 0, 0
+    mesh: DeviceMesh | None = None
     stop_step: int | None = None
     while True:
-        run = build(config)
+        run = build(config, mesh)
         stop_step = run.state.stop_step = stop_step or run.state.stop_step  # going back does not move the end
         divergence = _train(run)
         if divergence is None:
@@ -48,9 +53,10 @@ def train_to_the_end(config: TrainConfig, processes: Processes, build: Callable[
         if divergence.first_step > furthest:
             rollbacks = 0
         if rollbacks == config.guard.max_rollbacks:
-            raise divergence
+            raise _without_hope(divergence, rollbacks)
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
+        mesh = run.mesh  # another one would make other groups of processes, which take memory of the device
         del run  # the next one needs its memory
         gc.collect()
         if processes.device.type == "cuda":
@@ -69,6 +75,16 @@ def _train(run: Run) -> DivergenceError | None:
     except DivergenceError as divergence:
         return divergence.with_traceback(None)
     return None
+
+
+def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceError:
+    """What to tell the user where the run must not go back (again)."""
+    if rollbacks:
+        hint = f"Going back {rollbacks} times (--max_rollbacks) got the run no further."
+    else:
+        hint = "With --max_rollbacks=1 a run leaves samples out by itself."
+    text = f"{divergence} {hint}"
+    return DivergenceError(text, divergence.first_step, divergence.last_step, divergence.samples)
 
 
 def _without_samples(config: TrainConfig, samples: tuple[int, int]) -> TrainConfig:

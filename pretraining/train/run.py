@@ -35,7 +35,7 @@ def train(config: TrainConfig, layout: ProcessLayout) -> None:
         Watchdog(config.guard, processes),
     ):
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
-        run = train_to_the_end(config, processes, lambda config: build_run(config, processes))
+        run = train_to_the_end(config, processes, lambda config, mesh: build_run(config, processes, mesh))
         _finish(config, processes, run, prompt)
 
 

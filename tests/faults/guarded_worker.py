@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from pretraining.config.flags import load_train_config
 from pretraining.errors import PretrainError
 from pretraining.launch.layout import resolve_layout
+from pretraining.observability import stragglers
 from pretraining.train import rollback, run
 from pretraining.train.loop import Run, train_loop
 
@@ -114,7 +116,8 @@ def flip_weight_bit(job: Run, rank: int) -> None:
 
 
 def slow_forward(job: Run, rank: int) -> None:
-    """Rank 1 sleeps in every forward pass."""
+    """Rank 1 sleeps in every forward pass; looks are so many that a short run is enough."""
+    stragglers.PERIOD_SECONDS = 0.01
     if rank == 1:
         job.context.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
 
@@ -170,18 +173,19 @@ def _loader(job: Run) -> Any:
     return frame.f_locals["loader"]
 
 
+def faulty_loop(inject: Callable[[Run, int], None], rank: int, job: Run) -> None:
+    """The training loop, with something wrong."""
+    inject(job, rank)
+    train_loop(job)
+
+
 def main(jobs: list[tuple[int, str, list[str]]]) -> None:
     torch.set_num_threads(1)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for port, fault, flags in jobs:
         os.environ["MASTER_PORT"] = str(port)
         layout = resolve_layout(os.environ)
-
-        def faulty_loop(job: Run, inject: Any = globals()[fault], rank: int = layout.rank) -> None:
-            inject(job, rank)
-            train_loop(job)
-
-        rollback.train_loop = faulty_loop
+        rollback.train_loop = partial(faulty_loop, globals()[fault], layout.rank)  # type: ignore[assignment]
         ending: dict[str, Any] = {"fault": fault, "rank": layout.rank}
         try:
             run.train(load_train_config(flags), layout)

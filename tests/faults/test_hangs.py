@@ -53,4 +53,4 @@ def test_a_read_that_hangs_is_named_by_all(tmp_path: Path) -> None:
     for process, (_, stderr) in zip(processes, outputs, strict=True):
         assert process.returncode == HUNG, stderr
         assert "rank 1 is waiting for data after step 2" in stderr, stderr
-    assert "guarded_worker.py\", line" in outputs[1][1] and "in reading" in outputs[1][1]  # its stacks show the read
+    assert 'guarded_worker.py", line' in outputs[1][1] and "in reading" in outputs[1][1]  # its stacks show the read

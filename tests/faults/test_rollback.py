@@ -1,4 +1,4 @@
-"""Fault 20: a run that diverges for good goes back, leaves the batches out, and everything still knows what it trained on."""
+"""Fault 20: a run that diverges for good goes back without the batches, and what it trained on can still be shown."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def test_a_run_that_does_not_get_further_by_going_back_ends(place: Path, endings
     errors = {ending["error"] for ending in endings if ending["fault"] == "loss_stays_nan"}
     (error,) = errors
     assert "step 5: the updates since step 3 were left out, 3 in a row" in error
+    assert "Going back 2 times (--max_rollbacks) got the run no further" in error
     # What is left is from before the last of them; what was saved behind it is no checkpoint any more.
     kept = {path.name for path in (place / "lost" / "checkpoints").iterdir() if path.suffix != ".tmp"}
     assert kept == {"step_2_ckp", "step_4_ckp"}
