@@ -49,3 +49,20 @@ class CheckpointError(PretrainError):
 
 class LaunchError(PretrainError):
     """The processes of a job cannot find each other or their devices."""
+
+
+class DivergenceError(PretrainError):
+    """Training goes wrong, and going on would not mend it.
+
+    Attributes:
+        first_step, last_step: the updates that were left out in a row, numbered from 1.
+        samples: (first, end) of what they would have trained on, as global indices.
+    """
+
+    def __init__(self, text: str, first_step: int, last_step: int, samples: tuple[int, int]) -> None:
+        super().__init__(text)
+        self.first_step, self.last_step, self.samples = first_step, last_step, samples
+
+
+class HardwareError(PretrainError):
+    """A device computes or remembers something else than it should."""

@@ -57,6 +57,7 @@ class Manifest:
     torch_version: str
     files: dict[str, int]
     config: str
+    state: dict[str, Any]
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:

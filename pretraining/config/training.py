@@ -8,40 +8,11 @@ decided. Values are parsed in `flags.py`; rules that look at several fields live
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from pretraining.config.durations import Duration
-
-
-def setting(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    units: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A dataclass field with its help and the limits that parsing enforces.
-
-    Args:
-        default: the value without a flag or a recipe; left out, one must be given.
-        help: what the flag does, in a sentence.
-        units: of a `Duration`: which of steps, tokens, epochs, seconds are meaningful.
-        choices: the only values allowed, in canonical spelling: lower case, underscores (any case and dashes are
-            accepted).
-        minimum: the smallest number allowed.
-        maximum: the largest number allowed.
-        below: a number that the value must stay under.
-    """
-    limits = {"units": units, "choices": choices, "minimum": minimum, "maximum": maximum, "below": below}
-    return field(default=default, metadata={"help": help, **limits})
-
-
-RUN_LENGTH = ("steps", "tokens", "epochs")
-INTERVAL = ("steps", "tokens", "epochs", "seconds")
+from pretraining.config.guards import GuardConfig
+from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
 
 
 @dataclass(frozen=True)
@@ -291,3 +262,4 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
+    guard: GuardConfig = GuardConfig()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pretraining.parallel.waiting import wait_for
+
 
 class Agreement:
     """A clock that all ranks read alike, as a context around the loop."""
@@ -43,5 +45,5 @@ class Agreement:
             return 0.0
         work, agreed = previous
         if work is not None:
-            work.wait()
+            wait_for(work)
         return float(agreed)

@@ -7,12 +7,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.data.batch import StepBatch
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
 from pretraining.parallel.agreement import Agreement
+from pretraining.train.guards import Guards
 from pretraining.train.state import TrainState
 from pretraining.train.step import StepContext, train_step
 
@@ -31,6 +34,8 @@ class Run:
         checkpoints: saves.
         agreement: the clock that all ranks share.
         stopwatch: where the time goes.
+        guards: end a run that goes wrong.
+        mesh: that the model is sharded over.
     """
 
     state: TrainState
@@ -42,6 +47,8 @@ class Run:
     checkpoints: CheckpointManager
     agreement: Agreement
     stopwatch: Stopwatch
+    guards: Guards
+    mesh: DeviceMesh
 
 
 def train_loop(run: Run) -> None:
@@ -54,5 +61,6 @@ def train_loop(run: Run) -> None:
             outcome = train_step(run.context, next(batches), state.step)
             state.advance(earlier_seconds + run.agreement.seconds(run.stopwatch.elapsed))
             run.observer.after_step(state, outcome)
+            run.guards.after_step(state, outcome)
             evaluation_loss = run.evaluator.maybe_run(state)
             run.checkpoints.maybe_save(state, evaluation_loss)

@@ -9,9 +9,11 @@ from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import generate
 from pretraining.launch.layout import ProcessLayout
 from pretraining.parallel.processes import Processes, join_processes, on_rank_zero
+from pretraining.parallel.watchdog import Watchdog, collective_timeout
 from pretraining.train.build import build_run
-from pretraining.train.loop import Run, train_loop
+from pretraining.train.loop import Run
 from pretraining.train.messages import conclude
+from pretraining.train.rollback import train_to_the_end
 
 
 def train(config: TrainConfig, layout: ProcessLayout) -> None:
@@ -24,14 +26,17 @@ def train(config: TrainConfig, layout: ProcessLayout) -> None:
     Raises:
         PretrainError: any mistake of the user; the message says what to change.
     """
-    with join_processes(
-        layout.rank, layout.world_size, layout.local_rank, layout.local_world_size, layout.as_environment()
-    ) as processes:
+    with (
+        join_processes(
+            *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
+            layout.as_environment(),
+            timeout=collective_timeout(config.guard),
+        ) as processes,
+        Watchdog(config.guard, processes),
+    ):
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
-        run = build_run(config, processes)
-        has_work = not run.state.stopping
-        train_loop(run)
-        _finish(config, processes, run, prompt, has_work)
+        run = train_to_the_end(config, processes, lambda config, mesh: build_run(config, processes, mesh))
+        _finish(config, processes, run, prompt)
 
 
 def _encode_prompt(config: TrainConfig) -> list[int] | None:
@@ -49,13 +54,14 @@ def _encode_prompt(config: TrainConfig) -> list[int] | None:
     return tokens or [tokenizer.end_of_text or 0]
 
 
-def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[int] | None, trained: bool) -> None:
+def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[int] | None) -> None:
     sample: list[int] = []
     if prompt is not None:
         count, context = config.evaluation.sample_tokens, config.data.seq_length
         sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
     if not processes.is_main:
         return
+    trained = run.state.progress != run.state.before
     print(conclude(config, run.state, run.restored_from, run.stopwatch.elapsed, trained))
     if prompt is not None:
         assert config.data.tokenizer_path is not None
