@@ -46,13 +46,21 @@ from pretraining.train.data import open_data, open_loader, pace_of
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
+from pretraining.train.preemption import StopRequests
 from pretraining.train.run_folder import build_observer, make_run_folder, write_config
 from pretraining.train.state import TrainState
+from pretraining.train.status import StatusKeeper
 from pretraining.train.step import StepContext
 
 
-def build_run(config: TrainConfig, processes: Processes) -> Run:
+def build_run(config: TrainConfig, processes: Processes, stop_requests: StopRequests, status: StatusKeeper) -> Run:
     """Put a run together and restore what it starts from; a collective call.
+
+    Args:
+        config: the settings.
+        processes: this process among the others.
+        stop_requests: what tells this rank to end early; the loop looks at them.
+        status: told where the start begins.
 
     Raises:
         PretrainError: any mistake of the user, the same on all ranks.
@@ -64,6 +72,7 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     if restorable is not None:
         check_same_model(restorable.manifest, shape, str(restorable.path))
     abandoned = on_rank_zero(lambda: make_run_folder(Path(config.checkpoint.ckpt_save_path)))
+    on_rank_zero(lambda: status.begin(restorable.manifest.step if restorable else 0))
     data = open_data(config, processes, say=print)
     restored_batch = restorable.manifest.global_batch_size if restorable else None
     plan = plan_batch(config.batch, processes.world_size, restored_batch)
@@ -83,7 +92,7 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     if restorable is not None:
         materialise_state(optimizer)
         store.load_tensors(restorable.path, tensor_state(parameters, optimizer))
-    return _assemble(parts, mesh, model, parameters, optimizer, state, loader)
+    return _assemble(parts, mesh, model, parameters, optimizer, state, loader, stop_requests)
 
 
 def build_model(
@@ -117,6 +126,7 @@ def _assemble(
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     loader: Loader,
+    stop_requests: StopRequests,
 ) -> Run:
     config, processes = parts.config, parts.processes
     warmup_steps = resolve_warmup_steps(
@@ -136,7 +146,13 @@ def _assemble(
         device=processes.device,
     )
     stopwatch = Stopwatch()
+    agreement = Agreement()
     observer = build_observer(parts, stopwatch, state)
+
+    def told_to_end() -> bool:
+        state.heed(agreement.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
+        return state.preempted
+
     evaluator = Evaluator(
         model=model,
         open_batches=_held_out_batches(parts),
@@ -144,6 +160,7 @@ def _assemble(
         interval=Interval(config.evaluation.eval_interval, parts.training_tokens),
         activity=stopwatch.activity,
         report=observer.after_evaluation,
+        told_to_end=told_to_end,
     )
     checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch)
     on_rank_zero(lambda: write_config(config))
@@ -156,7 +173,8 @@ def _assemble(
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
-        agreement=Agreement(),
+        agreement=agreement,
+        stop_requests=stop_requests,
         stopwatch=stopwatch,
     )
 
