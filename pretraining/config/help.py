@@ -49,7 +49,7 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
             if setting.section == section:
                 lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
     if any(setting.base is Duration for setting in settings):
-        text = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h, 23h30min"
+        text = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h, 1h30min"
         lines += ["", *_entry("DURATION  ", text, indent, columns)]
     return "\n".join(lines)
 

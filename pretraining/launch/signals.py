@@ -4,8 +4,8 @@
     SIGINT (Ctrl-C)     KeyboardInterrupt, as always in Python; during imports one line and the end
 
 A handler that only remembers cannot interrupt anything half-way: not a save, however many signals come. Schedulers and
-launchers send SIGTERM, and SIGUSR1 ahead of a time limit; by default either would end a process on the spot, so they are
-remembered before torch is imported, which takes seconds.
+launchers send SIGTERM, and SIGUSR1 ahead of a time limit. By default either would end a process on the spot, so they
+are listened to before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> It
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """Get a SIGTERM when the torchrun that started this process dies, even by SIGKILL (Linux).
 
-    torchrun's processes are in sessions of their own: without this they would train on, unseen, and keep the GPUs and the
+    torchrun's processes are in sessions of their own: without this they would train on, unseen, and keep GPUs and the
     run's folder from whoever starts the run again.
     """
     if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":

@@ -1,8 +1,8 @@
 """What the hosts agree on while the devices work: small numbers exchanged once a step, read one step later.
 
-Decisions that every rank must take alike (a save after so many minutes, an early end that one rank was asked for) cannot
-be read from a local clock or a local signal. The exchange runs on CPU tensors beside the step, so neither host nor
-device waits for it.
+Decisions that every rank must take alike (a save after so many minutes, an early end that one rank was told) cannot be
+read from a local clock or a local signal. The exchange runs on CPU tensors beside the step, so neither host nor device
+waits for it.
 """
 
 from __future__ import annotations

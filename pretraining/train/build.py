@@ -162,7 +162,9 @@ def _assemble(
         report=observer.after_evaluation,
         told_to_end=told_to_end,
     )
-    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch)
+    if parts.restorable is not None:
+        evaluator.load_state_dict(parts.restorable.manifest.state["evaluation"])
+    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, evaluator, stopwatch)
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(
@@ -185,6 +187,7 @@ def _build_checkpoints(
     optimizer: torch.optim.Optimizer,
     loader: Loader,
     observer: Observer,
+    evaluator: Evaluator,
     stopwatch: Stopwatch,
 ) -> CheckpointManager:
     config = parts.config
@@ -198,6 +201,7 @@ def _build_checkpoints(
             loss=observer.last_loss,
             evaluation_loss=evaluation_loss,
             data=loader.state_dict(),
+            state={"evaluation": evaluator.state_dict()},
             global_batch_size=parts.plan.global_batch_size,
             model=asdict(parts.shape),
             world=store.world_description(config.parallel.sharding_strategy),
@@ -211,6 +215,7 @@ def _build_checkpoints(
         interval=Interval(config.checkpoint.checkpoint_interval, parts.training_tokens),
         tensors=lambda: tensor_state(parameters, optimizer),
         manifest_for=manifest_for,
+        preempt_interval=Interval(config.checkpoint.preempt_interval, parts.training_tokens),
         activity=stopwatch.activity,
         note=observer.note,
         evaluation_loss=parts.restorable.manifest.evaluation_loss if parts.restorable else None,

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
+from pretraining.train.preemption import reason_of
 from pretraining.train.state import TrainState
 
 STATUS_FILE = "run_status.json"
@@ -121,7 +122,11 @@ class StatusKeeper:
             return f"{self._state.step} of {self._state.total_steps} steps are done{asked}"
         if isinstance(error, KeyboardInterrupt):
             return "interrupted (Ctrl-C)"
-        return str(error) if isinstance(error, PretrainError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, Preempted) and self._state is not None:
+            return reason_of(self._state.stop)
+        if isinstance(error, PretrainError):
+            return str(error)
+        return ": ".join(filter(None, (type(error).__name__, str(error))))
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -131,7 +136,7 @@ class StatusKeeper:
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """The status in a file; None where there is none, or something else: a counter must not keep a run from starting."""
+    """The status in a file; None where there is none, or something else: counting must not keep a run from starting."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return RunStatus(**{field.name: document[field.name] for field in fields(RunStatus)})
