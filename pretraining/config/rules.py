@@ -84,14 +84,15 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
 
 
 _DURATIONS = (
-    *("num_steps", "warmup_steps", "checkpoint_interval", "eval_interval", "report_interval"),
+    *("num_steps", "warmup_steps", "checkpoint_interval", "preempt_interval", "eval_interval", "report_interval"),
     "replica_check_interval",
 )
 
 
 def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
     """The settings that may be in epochs, by name."""
-    sections = (config.run, config.schedule, config.checkpoint, config.evaluation, config.report, config.guard)
+    checkpoint = config.checkpoint
+    sections = (config.run, config.schedule, checkpoint, checkpoint, config.evaluation, config.report, config.guard)
     return [(name, getattr(section, name)) for name, section in zip(_DURATIONS, sections, strict=True)]
 
 

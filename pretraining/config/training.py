@@ -147,6 +147,15 @@ class RunConfig:
     run_steps: int | None = setting(
         None, "stop this invocation after so many steps; the schedule still ends at num_steps", minimum=1
     )
+    time_limit: Duration | None = setting(
+        None,
+        "stop and save so long after the start of the job (23h30min), to be started again; 0s = never; "
+        "none = 5 minutes ahead of the end of a SLURM job",
+        units=("seconds",),
+    )
+    max_starts_without_progress: int = setting(
+        5, "refuse to start once so many starts in a row have crashed before a new checkpoint; 0 = never", minimum=0
+    )
     seed: int = setting(2023, "of the initial weights and of the order of the data", minimum=0)
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
@@ -208,6 +217,12 @@ class CheckpointConfig:
     checkpoint_interval: Duration = setting(
         Duration(1000, "steps"),
         "how often to save, 0 = only at the end; where an invocation ends is always saved",
+        units=INTERVAL,
+    )
+    preempt_interval: Duration = setting(
+        Duration(0, "steps"),
+        "how often to save a checkpoint that only the newest one replaces, between those of checkpoint_interval; "
+        "0 = never; one that a signal or a time limit asks for is always saved",
         units=INTERVAL,
     )
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pretraining.errors import LaunchError, PretrainError
+from pretraining.errors import LaunchError, LostPeerError, PretrainError
 from pretraining.parallel.pulse import Pulse
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def join_processes(
     except RuntimeError as error:
         if not any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
             raise
-        lost = LaunchError("another process of the job has ended; what it printed last says why.")
+        lost = LostPeerError("another process of the job has ended; what it printed last says why.")
         lost.rank = rank
         raise lost from error
     # After any other error this process may be alone with it, and taking leave would wait for the others: it just ends.

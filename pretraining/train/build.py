@@ -49,17 +49,27 @@ from pretraining.train.data import open_data, open_loader, pace_of
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
+from pretraining.train.preemption import StopRequests
 from pretraining.train.run_folder import build_observer, make_run_folder, write_config
 from pretraining.train.state import TrainState
+from pretraining.train.status import StatusKeeper
 from pretraining.train.step import StepContext
 
 
-def build_run(config: TrainConfig, processes: Processes, mesh: DeviceMesh | None = None) -> Run:
+def build_run(
+    config: TrainConfig,
+    processes: Processes,
+    stop_requests: StopRequests,
+    status: StatusKeeper,
+    mesh: DeviceMesh | None = None,
+) -> Run:
     """Put a run together and restore what it starts from; a collective call.
 
     Args:
         config: the settings.
         processes: this process among the others.
+        stop_requests: what tells this rank to end early; the loop looks at them.
+        status: told where the start begins.
         mesh: of an earlier run with the same settings; None = make one.
 
     Raises:
@@ -73,6 +83,7 @@ def build_run(config: TrainConfig, processes: Processes, mesh: DeviceMesh | None
     if restorable is not None:
         check_same_model(restorable.manifest, shape, str(restorable.path))
     abandoned = on_rank_zero(lambda: make_run_folder(Path(config.checkpoint.ckpt_save_path)))
+    on_rank_zero(lambda: status.begin(restorable.manifest.step if restorable else 0))
     data = open_data(config, processes, say=print)
     restored_batch = restorable.manifest.global_batch_size if restorable else None
     plan = plan_batch(config.batch, processes.world_size, restored_batch)
@@ -93,7 +104,7 @@ def build_run(config: TrainConfig, processes: Processes, mesh: DeviceMesh | None
     if restorable is not None:
         materialise_state(optimizer)
         store.load_tensors(restorable.path, tensor_state(parameters, optimizer))
-    return _assemble(parts, mesh, model, parameters, optimizer, state, loader)
+    return _assemble(parts, mesh, model, parameters, optimizer, state, loader, stop_requests)
 
 
 def _build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
@@ -132,6 +143,7 @@ def _assemble(
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     loader: Loader,
+    stop_requests: StopRequests,
 ) -> Run:
     config, processes = parts.config, parts.processes
     warmup_steps = resolve_warmup_steps(
@@ -153,7 +165,13 @@ def _assemble(
         spikes=spikes,
     )
     stopwatch = Stopwatch(turn_to=processes.pulse.turn_to)
+    agreement = Agreement()
     observer = build_observer(parts, stopwatch, state)
+
+    def told_to_end() -> bool:
+        state.heed(agreement.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
+        return state.preempted
+
     evaluator = Evaluator(
         model=model,
         open_batches=_held_out_batches(parts),
@@ -161,9 +179,12 @@ def _assemble(
         interval=Interval(config.evaluation.eval_interval, parts.training_tokens),
         activity=stopwatch.activity,
         report=observer.after_evaluation,
+        told_to_end=told_to_end,
     )
     guards = build_guards(parts, mesh, context, loader, observer)
-    states = {"guards": guards} if spikes is None else {"guards": guards, "spikes": spikes}
+    states: dict[str, Any] = {"guards": guards, "evaluation": evaluator}
+    if spikes is not None:
+        states["spikes"] = spikes
     checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states)
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
@@ -175,7 +196,8 @@ def _assemble(
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
-        agreement=Agreement(),
+        agreement=agreement,
+        stop_requests=stop_requests,
         stopwatch=stopwatch,
         guards=guards,
         mesh=mesh,
@@ -220,6 +242,7 @@ def _build_checkpoints(
         interval=Interval(config.checkpoint.checkpoint_interval, parts.training_tokens),
         tensors=lambda: tensor_state(parameters, optimizer),
         manifest_for=manifest_for,
+        preempt_interval=Interval(config.checkpoint.preempt_interval, parts.training_tokens),
         activity=stopwatch.activity,
         note=observer.note,
         evaluation_loss=parts.restorable.manifest.evaluation_loss if parts.restorable else None,
