@@ -88,7 +88,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "verify": (verify_command, VerifyConfig, "read token files wholly and name every fault"),
 }
 
-LISTING_COMMANDS = ("inspect", "verify")
+LISTING_COMMANDS = ("inspect", "verify", "prepare")
 """What they print may be piped to a program that stops reading, such as head."""
 
 AFTER_INTERRUPTION = {

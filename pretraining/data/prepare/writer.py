@@ -188,6 +188,8 @@ def output_errors(root: Path) -> Iterator[None]:
     """Turn what the file system says about the output into an error for users; the input's errors say their own."""
     try:
         yield
+    except BrokenPipeError:  # of a reader of what is shown, not of a file
+        raise
     except OSError as error:
         raise DataError(
             f"{error.filename or root} cannot be written: {error.strerror or error}. Make room, give write permission "

@@ -104,3 +104,8 @@ def test_a_file_written_aside_is_there_whole_or_not_at_all(tmp_path: Path, monke
 def test_what_the_system_says_about_the_output_is_an_error_for_users(error: OSError, message: str) -> None:
     with pytest.raises(DataError, match=message), output_errors(Path("root")):
         raise error
+
+
+def test_a_reader_of_the_messages_that_is_gone_is_no_error_of_the_output() -> None:
+    with pytest.raises(BrokenPipeError), output_errors(Path("root")):
+        raise BrokenPipeError
