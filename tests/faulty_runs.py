@@ -30,29 +30,22 @@ def job(runs: Sequence[tuple[str, Sequence[str]]]) -> str:
     return json.dumps([(port, fault, [*EIGHT_STEPS, *flags]) for port, (fault, flags) in zip(ports, runs, strict=True)])
 
 
-def train_with_faults(processes: int, runs: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+def train_with_faults(
+    processes: int, runs: Sequence[tuple[str, Sequence[str]]], environment: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Train runs one after the other in one job; returns what each came to on each rank."""
-    done = run_distributed(WORKER, processes, [job(runs)], timeout=240)
-    return outcomes(done.stdout)
+    done = run_distributed(WORKER, processes, [job(runs)], environment, timeout=240)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def outcomes(output: str) -> list[dict[str, Any]]:
-    """What each run came to, as the worker prints it."""
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-
-
-def start_ranks(
-    processes: int, fault: str, flags: Sequence[str], environment: Mapping[str, str] | None = None
-) -> list[subprocess.Popen[str]]:
+def start_ranks(processes: int, fault: str, flags: Sequence[str]) -> list[subprocess.Popen[str]]:
     """Start the processes of a job by themselves, without a launcher that would end them together."""
     (port,) = free_ports(1)
     argument = job([(fault, flags)])
     return [
         subprocess.Popen(
             [sys.executable, str(WORKER), argument],
-            env=plain_environment(
-                {"RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": str(port), **(environment or {})}
-            ),
+            env=plain_environment({"RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": str(port)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

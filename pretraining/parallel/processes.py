@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
+from pretraining.parallel.meeting import meet
 from pretraining.parallel.pulse import Pulse
 
 T = TypeVar("T")
@@ -87,7 +88,8 @@ def join_processes(
     else:
         os.environ.update(environment)
         try:
-            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+            store = _store_of_this_start(rank, world_size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, ValueError) as error:
             address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
             alone = LaunchError(
@@ -112,6 +114,20 @@ def join_processes(
         raise lost from error
     # After any other error this process may be alone with it, and taking leave would wait for the others: it just ends.
     dist.destroy_process_group()
+
+
+def _store_of_this_start(rank: int, world_size: int) -> dist.Store:
+    """Where the processes find each other: in rank 0, or in torchrun where it offers a store."""
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0 and not is_torchruns,
+        timeout=COLLECTIVE_TIMEOUT,
+        multi_tenant=True,
+    )
+    return meet(store, rank, world_size, COLLECTIVE_TIMEOUT) if is_torchruns else store
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

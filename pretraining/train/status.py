@@ -148,9 +148,10 @@ def _crash_loop(path: Path, previous: RunStatus, crashes: int) -> CheckpointErro
     last = previous.reason
     if previous.status == "running":
         last = "it ended without a word, as a process does that is killed or finds no memory left"
+    starts = "its last start" if crashes == 1 else f"its last {crashes} starts"
     return CheckpointError(
-        f"this run has crashed {crashes} times in a row at step {previous.started_at_step}, each time before a new "
-        f"checkpoint. The last time: {last}\nStarting it once more would end alike. Mend the cause (--skip_samples "
-        "leaves out samples that cannot be trained on), then go on by the same command with "
-        f"--max_starts_without_progress=0. {path} counts the starts."
+        f"this run is in a crash loop: {starts} went on from step {previous.started_at_step} and crashed before a new "
+        f"checkpoint. The last time: {last}\nOne more would end alike. Mend the cause (--skip_samples leaves samples out "
+        "that cannot be trained on), then go on by the same command with --max_starts_without_progress=0. "
+        f"{path} counts the starts."
     )

@@ -1,7 +1,7 @@
 """One process of a job of several runs, in each of which something happens to it: reads (port, fault, flags) as JSON.
 
-A fault is a context of this module around a run, made for the process's rank. What each run came to is printed as a
-line of JSON. Signals are real ones, which the process sends to itself at the very place that a test is about.
+A fault is a context of this module around a run. What each run came to is printed as a line of JSON. Signals are real
+ones, which the process sends to itself at the very place that a test is about.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def the_save_never_ends() -> Iterator[None]:
 
 @contextmanager
 def batches_noted(rank: int) -> Iterator[None]:
-    """Every row that is trained on is noted in $NOTES/<rank>.<process>: step and checksum of its tokens."""
+    """Every row that is trained on is noted in $NOTES/<attempt>.<rank>: step and checksum of its tokens."""
     train_step = loop.train_step
-    path = Path(os.environ["NOTES"]) / f"{rank}.{os.getpid()}"
+    path = Path(os.environ["NOTES"]) / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{rank}"
 
     def wrapped(context: Any, batch: StepBatch, done: int) -> Any:
         with path.open("a") as notes:
@@ -182,6 +182,24 @@ def on_first_attempt(fault: Callable[[], Any]) -> Any:
     return fault() if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else nothing()
 
 
+@contextmanager
+def loses_its_node() -> Iterator[None]:
+    """SIGKILL in step 4 to this process and to the torchrun that started it."""
+
+    def lose() -> None:
+        os.kill(os.getppid(), KILL)
+        send(KILL)
+
+    with in_step(4, lose):
+        yield
+
+
+def wait_for_company() -> None:
+    """Where this is the first machine of a job that another one is to join, wait for torchrun to start all anew."""
+    if os.environ["WORLD_SIZE"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        signal.pause()
+
+
 TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 
 # What happens to rank 1; to the others nothing does.
@@ -198,7 +216,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "killed": lambda: in_step(4, lambda: send(KILL)),
     "killed at first": lambda: on_first_attempt(lambda: in_step(4, lambda: send(KILL))),
     "fails": lambda: in_step(4, fail),
-    "the save never ends": lambda: the_save_never_ends(),
+    "loses its node": loses_its_node,
+    "the save never ends": the_save_never_ends,
 }
 
 
@@ -211,6 +230,8 @@ def run_one(fault: str, flags: list[str]) -> None:
     context = FAULTS[fault]() if fault in FAULTS and layout.rank == 1 else nothing()
     if "NOTES" in os.environ:
         context = both(context, batches_noted(layout.rank))
+    if fault == "loses its node":
+        wait_for_company()
     outcome = {"fault": fault, "rank": layout.rank, "exit_code": 0, "said": ""}
     try:
         with context:

@@ -79,7 +79,7 @@ def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
     start(tmp_path, 3, 4, ValueError("the loss is no number"))  # a checkpoint has come meanwhile
     start(tmp_path, 3, 4, ValueError("the loss is no number"))
     before = status_of(tmp_path)
-    with pytest.raises(CheckpointError, match="crashed 2 times in a row at step 3") as refused:
+    with pytest.raises(CheckpointError, match="its last 2 starts went on from step 3 and crashed") as refused:
         start(tmp_path, 3, None)
     assert "ValueError: the loss is no number" in str(refused.value)
     assert "--max_starts_without_progress=0" in str(refused.value)
