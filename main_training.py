@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import sys
 
-from pretraining.cli import main
+from pretraining.launch.signals import leave_at_interrupt
 
 if __name__ == "__main__":
+    with leave_at_interrupt("interrupted; nothing has begun"):
+        from pretraining.cli import main
+
     main(["train", *sys.argv[1:]])

@@ -23,20 +23,24 @@ from pretraining.config.prepare import PrepareConfig
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.verify import VerifyConfig
-from pretraining.errors import LaunchError, PretrainError
+from pretraining.errors import LaunchError, LostPeerError, Preempted, PretrainError
 from pretraining.launch.layout import resolve_layout
+from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
 
 FAILED = 1
-INTERRUPTED = 130  # what shells report for a process that SIGINT ended
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Train a model."""
+    signals = ReceivedSignals().listen()
+    end_with_launcher()
     config = load_train_config(overrides, flags)
     layout = resolve_layout(os.environ)
-    from pretraining.train.run import train  # torch is imported only when there is something to train
+    with leave_at_interrupt(_interrupted("train")):  # torch is imported only when there is something to train
+        from pretraining.train.preemption import stop_requests
+        from pretraining.train.run import train
 
-    train(config, layout)
+    train(config, layout, stop_requests(signals, config.run.time_limit))
 
 
 def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -120,8 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(error)
     except KeyboardInterrupt:
         if _speaks(for_all_nodes=True):
-            print(f"interrupted; {AFTER_INTERRUPTION[name]}", file=sys.stderr)
+            print(_interrupted(name), file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _interrupted(name: str) -> str:
+    return f"interrupted; {AFTER_INTERRUPTION[name]}"
 
 
 def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:
@@ -150,8 +158,12 @@ def _fail(error: PretrainError) -> NoReturn:
     if error.rank is not None:
         print(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
     elif _speaks(for_all_nodes=error.is_everywhere):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    sys.exit(FAILED)
+        prefix = "" if isinstance(error, Preempted) else "error: "
+        print(f"{prefix}{error}", file=sys.stderr, flush=True)
+    if isinstance(error, LostPeerError):
+        sys.stdout.flush()
+        os._exit(error.exit_code)  # the usual end takes process groups down, which may wait for the dead
+    sys.exit(error.exit_code)
 
 
 def _speaks(for_all_nodes: bool) -> bool:

@@ -1,7 +1,7 @@
 """The errors that users see: what happened, where, and what to do about it.
 
-Every entry point catches `PretrainError`, prints its text once and exits with a non-zero status; anything else is a bug
-in this project and keeps its traceback.
+Every entry point catches `PretrainError`, prints its text once and exits with the error's exit code; anything else is a
+bug in this project and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ class PretrainError(Exception):
         rank: the one process that failed, where the others did not find the same error; None where several fail alike.
         is_everywhere: whether all processes of the job fail with it, so that one message is enough; before they have
             joined, each node speaks for itself.
+        exit_code: with which it ends a process.
     """
 
     rank: int | None = None
     is_everywhere: bool = False
+    exit_code: int = 1
 
 
 class ConfigError(PretrainError):
@@ -49,3 +51,30 @@ class CheckpointError(PretrainError):
 
 class LaunchError(PretrainError):
     """The processes of a job cannot find each other or their devices."""
+
+
+class DivergenceError(PretrainError):
+    """Training goes wrong, and going on would not mend it.
+
+    Attributes:
+        first_step, last_step: the updates that were left out in a row, numbered from 1.
+        samples: (first, end) of what they would have trained on, as global indices.
+    """
+
+    def __init__(self, text: str, first_step: int, last_step: int, samples: tuple[int, int]) -> None:
+        super().__init__(text)
+        self.first_step, self.last_step, self.samples = first_step, last_step, samples
+
+
+class HardwareError(PretrainError):
+    """A device computes or remembers something else than it should."""
+
+
+class LostPeerError(LaunchError):
+    """Another process of the job has ended, so this one cannot go on; why, the other one knows."""
+
+
+class Preempted(PretrainError):
+    """The run was told to end before it was done, and can be gone on with: no mistake, but work is left."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later

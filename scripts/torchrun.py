@@ -5,26 +5,103 @@ whatever the worker returned, and a signal with another traceback. That buries w
 
 - a worker exits with a code: it has said what is wrong, so nothing is added, and the job exits with the same code;
 - a signal ends a worker, which could not say anything: one line says which and where; exit code 128 + number;
-- a signal comes to torchrun: it hands it to its workers and waits for them; exit code 128 + number.
+- SIGTERM or SIGUSR1 comes: the workers get it, and as long as they need to save (whoever sent it knows when to kill);
+  further ones are ignored, and the exit code is theirs: 75, the run is saved and can be gone on with;
+- another signal comes: the workers get it and 30 seconds; exit code 128 + number.
 
 Errors of torchrun itself (wrong arguments, machines that do not meet) are shown as they are.
 """
 
 from __future__ import annotations
 
-import logging
-import re
+import os
 import signal
-import socket
 import sys
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import main
+INTERRUPTED = 130
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h; the workers', too
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def leave_at_once(number: int, frame: FrameType | None) -> None:
+    """A signal before anything has begun."""
+    os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds, in which a signal would end in a traceback
+    for stop_signal in (*STOP_SIGNALS, signal.SIGINT):
+        signal.signal(stop_signal, leave_at_once)
+
+import logging  # noqa: E402
+import re  # noqa: E402
+import socket  # noqa: E402
+import time  # noqa: E402
+
+from torch.distributed.elastic import multiprocessing  # noqa: E402
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
+from torch.distributed.run import main  # noqa: E402
 
 # What torchrun logs as warnings and errors though it is only how jobs end, and its banner about a default.
 LOGS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
 EXPECTED = re.compile(r"failed \(exitcode|(Sending|Closing) process|Received .* death signal|\W*Setting OMP_NUM_THR")
+
+OTHER_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
+UNTIL_KILLED = 10**9  # seconds
+
+
+class Workers(SubprocessContext):
+    """torchrun's workers of this machine; it makes new ones at every restart."""
+
+    newest: Workers | None = None
+
+    def start(self) -> None:
+        """Start them."""
+        Workers.newest = self
+        super().start()
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """End them: on request, in their own time."""
+        super().close(death_sig, UNTIL_KILLED if Stop.received is not None else timeout)
+
+    def exit_codes(self) -> list[int | None]:
+        """How they ended: an exit code, or minus a signal's number."""
+        return [handler.proc.returncode for handler in self.subprocess_handlers.values()]
+
+
+class Stop(SignalException):
+    """SIGTERM or SIGUSR1 has come; torchrun answers by handing it to its workers.
+
+    Attributes:
+        received: which one, from then on.
+    """
+
+    received: signal.Signals | None = None
+
+    @classmethod
+    def come(cls, number: int, frame: FrameType | None) -> None:
+        """The handler of these signals."""
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        cls.received = signal.Signals(number)
+        raise cls(f"got {cls.received.name}", cls.received)
+
+
+def exit_code_after_stop(number: int, codes: list[int | None]) -> int:
+    """The exit code of a job that was told to stop.
+
+    Args:
+        number: of the signal.
+        codes: of its workers, if there are any yet. One that the signal ended had only just been started, and had
+            nothing to save.
+    """
+    if codes and all(code == 0 for code in codes):
+        return 0  # the run was at its end
+    if all(code in (0, PREEMPTED, -number) for code in codes):
+        return PREEMPTED
+    failure = next((code for code in codes if code is not None and code > 0 and code != PREEMPTED), None)
+    return 128 + number if failure is None else failure
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -36,12 +113,16 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """Global rank and failure of the worker that made the job fail.
 
     torchrun looks only every 100 ms and counts in seconds. SIGKILL comes from outside (no memory left, the scheduler),
-    so of failures in the same second it is the cause, and others are workers that lost their peer.
+    so of failures in the same second it is the cause, and others are workers that lost their peer. SIGTERM is how
+    torchrun ends those that are left.
     """
     first_rank, first = error.get_first_failure()
-    for rank, failure in error.failures.items():
-        if failure.exitcode == -signal.SIGKILL and failure.timestamp == first.timestamp:
+    together = {rank: failure for rank, failure in error.failures.items() if failure.timestamp == first.timestamp}
+    for rank, failure in together.items():
+        if failure.exitcode == -signal.SIGKILL:
             return rank, failure
+    if first.exitcode == -signal.SIGTERM:
+        return next(((rank, each) for rank, each in together.items() if each.exitcode > 0), (first_rank, first))
     return first_rank, first
 
 
@@ -49,8 +130,11 @@ def run(arguments: list[str]) -> int:
     """Run torchrun to its end; returns the exit code."""
     for log in LOGS:
         logging.getLogger(f"torch.distributed.{log}").addFilter(is_news)
+    multiprocessing.SubprocessContext = Workers  # type: ignore[misc]
+    # --time_limit counts from here, also in workers that are started anew.
+    os.environ.setdefault("PRETRAINING_STARTED_AT", str(time.time()))
     try:
-        main(arguments)
+        main([f"--signals-to-handle={OTHER_SIGNALS}", *arguments])
     except ChildFailedError as error:
         rank, failure = first_failure(error)
         if failure.exitcode > 0:
@@ -58,12 +142,17 @@ def run(arguments: list[str]) -> int:
         worker = f"rank {rank} (local rank {failure.local_rank}) on {socket.gethostname()}"
         print(f"error: {worker} was ended by signal {-failure.exitcode} ({failure.signal_name()})", file=sys.stderr)
         return 128 - failure.exitcode
+    except Stop as stop:
+        return exit_code_after_stop(stop.sigval, Workers.newest.exit_codes() if Workers.newest is not None else [])
     except SignalException as stopped:
         return 128 + stopped.sigval
     except KeyboardInterrupt:  # before there are workers, torchrun handles no signals
-        return 128 + signal.SIGINT
+        return INTERRUPTED
     return 0
 
 
 if __name__ == "__main__":
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, Stop.come)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))

@@ -7,7 +7,9 @@
 #
 # Flags go to main_training.py. Without one that chooses a recipe, data or a model, the demo is prepared and trained.
 # Several machines: run it on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, or use train.slurm.
-# NPROC sets the number of processes on this machine; by default one a GPU.
+# NPROC sets the number of processes on this machine; by default one a GPU. MAX_RESTARTS=3 starts them again up to three
+# times when one fails; NNODES=2:4 then goes on with two to four machines, whichever are there.
+# Exit code 75: the run was told to end and is saved; the same command goes on.
 set -euo pipefail
 
 # Flags of your own runs, one a line. What is given on the command line comes after them and wins
@@ -78,13 +80,18 @@ fi
 processes=${NPROC:-$(count_gpus)}
 [[ ${processes:=1} != 0 ]] || processes=1
 nodes=${NNODES:-1}
+restarts=${MAX_RESTARTS:-0}
 
-if [[ $processes == 1 && $nodes == 1 ]]; then
+if [[ $processes == 1 && $nodes == 1 && $restarts == 0 ]]; then
     exec python "$root/main_training.py" "${arguments[@]}"
 fi
 
 if [[ $nodes == 1 ]]; then
     meeting=(--standalone)
+elif [[ $nodes == *:* ]]; then
+    # Machines may come and go, all but the one that the others meet at.
+    meeting=(--nnodes="$nodes" --rdzv-backend=c10d --rdzv-id="${JOB_ID:-pretraining}"
+        --rdzv-endpoint="${MASTER_ADDR:?host that the machines meet at}:${MASTER_PORT:-29500}")
 else
     meeting=(--nnodes="$nodes" --node-rank="${NODE_RANK:?number of this machine, from 0}"
         --master-addr="${MASTER_ADDR:?host of machine 0}" --master-port="${MASTER_PORT:-29500}")
@@ -95,10 +102,10 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / process
 echo "train: $processes processes on this machine, $nodes machine(s)" >&2
 
 # In a process group of its own torchrun does not see Ctrl-C itself: it gets each signal once, from here, and hands it to
-# its workers. SIGUSR1 has to be asked for.
+# its workers.
 set -m
-python "$root/scripts/torchrun.py" "${meeting[@]}" --nproc-per-node="$processes" \
-    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$root/main_training.py" "${arguments[@]}" &
+python "$root/scripts/torchrun.py" "${meeting[@]}" --nproc-per-node="$processes" --max-restarts="$restarts" \
+    "$root/main_training.py" "${arguments[@]}" &
 child=$!
 for signal in TERM INT HUP USR1; do
     # shellcheck disable=SC2064  # the signal's name now, not when it comes

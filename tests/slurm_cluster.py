@@ -90,7 +90,7 @@ class SlurmCluster:
                     f"SlurmctldPort={controller_port}",
                     f"SlurmdPort={node_port}",
                     "AuthType=auth/munge",
-                    f"AuthInfo=socket={munge}",
+                    f"AuthInfo=socket={munge},cred_expire=5",  # a job that is queued again waits so long
                     "CredType=cred/munge",
                     "SlurmUser=root",
                     "SlurmdUser=root",

@@ -16,10 +16,12 @@ import torch
 
 from pretraining.checkpoint import store
 from pretraining.checkpoint.state import Manifest
-from pretraining.config.durations import Progress
+from pretraining.config.durations import Duration, Progress
 from pretraining.config.intervals import Interval, RunState
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
+
+NEVER = Interval(Duration(0, "steps"), None)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class CheckpointManager:
         interval: how often to save; where the loop ends is always saved.
         tensors: makes the state to save.
         manifest_for: makes the manifest from progress, evaluation loss and file sizes.
+        preempt_interval: how often to save between those of `interval`; such a checkpoint goes with the next one.
         activity: books the time of a save.
         note: told of each save; a no-op on ranks that do not print.
         evaluation_loss: the newest one of an earlier invocation.
@@ -87,10 +90,12 @@ class CheckpointManager:
         manifest_for: Callable[[Progress, float | None, dict[str, int]], Manifest],
         activity: Callable[[str], AbstractContextManager[None]],
         note: Callable[[str], None],
+        preempt_interval: Interval = NEVER,
         evaluation_loss: float | None = None,
     ) -> None:
         self._run = run
         self._interval = interval
+        self._preempt_interval = preempt_interval
         self._tensors = tensors
         self._manifest_for = manifest_for
         self._activity = activity
@@ -107,7 +112,7 @@ class CheckpointManager:
     ) -> None:
         # After an error ranks may disagree on the step, and a save needs all of them.
         if error is None and self._state is not None:
-            self._save(self._state.progress)
+            self._save(self._state.progress, preempt=self._state.preempted and not self._state.finished)
 
     def maybe_save(self, state: RunState, evaluation_loss: float | None) -> None:
         """Save if a boundary of the interval was crossed."""
@@ -116,11 +121,13 @@ class CheckpointManager:
             self._evaluation_loss = evaluation_loss
         if self._interval.is_due(state):
             self._save(state.progress)
+        elif self._preempt_interval.is_due(state):
+            self._save(state.progress, preempt=True)
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self, progress: Progress, preempt: bool = False) -> None:
         if self._saved_step == progress.steps:
             return
-        folder = store.checkpoint_path(self._run, progress.steps)
+        folder = store.checkpoint_path(self._run, progress.steps, preempt)
         with self._activity("checkpoint"):
             store.save_checkpoint(
                 folder, self._tensors(), lambda sizes: self._manifest_for(progress, self._evaluation_loss, sizes)

@@ -11,7 +11,7 @@ data position for the whole job.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Manifest:
         torch_version: that wrote it.
         files: size in bytes of every tensor file.
         config: the run's settings, as YAML.
+        state: what collaborators of the loop remember, by name.
     """
 
     format_version: int
@@ -57,6 +58,7 @@ class Manifest:
     torch_version: str
     files: dict[str, int]
     config: str
+    state: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:

@@ -31,7 +31,8 @@ from pretraining.parallel.processes import on_every_rank, on_rank_zero
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d+)_ckp")
+PREEMPT_SUFFIX = ".preempt"
+_NAME = re.compile(r"step_(\d+)_ckp(\.preempt)?")
 
 
 def save_checkpoint(
@@ -119,9 +120,9 @@ def incomplete_checkpoints(run: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*_ckp*") if path not in complete) if folder.is_dir() else []
 
 
-def checkpoint_path(run: Path, step: int) -> Path:
+def checkpoint_path(run: Path, step: int, preempt: bool = False) -> Path:
     """Where the checkpoint of a step is committed."""
-    return run / CHECKPOINTS / f"step_{step}_ckp"
+    return run / CHECKPOINTS / f"step_{step}_ckp{PREEMPT_SUFFIX if preempt else ''}"
 
 
 def step_of(path: Path) -> int:
@@ -133,7 +134,7 @@ def step_of(path: Path) -> int:
 def _start_fresh(temporary: Path) -> None:
     """Make an empty folder for a save, and room: what interrupted saves have left is of no use to anyone."""
     try:
-        for abandoned in temporary.parent.glob("step_*_ckp.tmp"):
+        for abandoned in temporary.parent.glob("step_*_ckp*.tmp"):
             shutil.rmtree(abandoned)
         temporary.mkdir(parents=True)
     except OSError as error:
@@ -163,6 +164,9 @@ def _commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
             shutil.rmtree(folder)
         temporary.rename(folder)
         _flush_folder(folder.parent)
+        for superseded in folder.parent.glob(f"*{PREEMPT_SUFFIX}"):
+            if superseded != folder:
+                shutil.rmtree(superseded)
     except OSError as error:
         raise _write_error(temporary, error) from None
 

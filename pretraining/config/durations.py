@@ -36,6 +36,8 @@ _WRITTEN_UNITS = {
 LARGEST_AMOUNT = 10**18
 _NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
 _NUMBER_AND_UNIT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s]*)", re.ASCII)
+_TIME = rf"\s*{_NUMBER}\s*[a-zA-Z]+\s*"
+_TIMES_IN_A_ROW = re.compile(f"(?:{_TIME}){{2,3}}", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -75,20 +77,21 @@ class Duration:
         """Read a duration as users write it.
 
         Args:
-            text: `1000` (steps), `5_000_000tok`, `5Btok` (multipliers k K M B T), `2ep`, `90s`, `30min` or `2h`.
+            text: `1000` (steps), `5_000_000tok`, `5Btok` (multipliers k K M B T), `2ep`, `90s`, `30min`, `2h` or
+                `23h30min`.
 
         Raises:
             ConfigError: the text is none of these.
         """
-        match = _NUMBER_AND_UNIT.fullmatch(str(text))
-        unit = _read_unit("".join(match[2].split())) if match else None
-        if match is None or unit is None:
+        parts = [_read_part(part) for part in _parts(str(text))]
+        units = {name for _, name in parts}
+        if None in units or (len(parts) > 1 and units != {"seconds"}):
             raise ConfigError(
                 f"{str(text)!r} is no duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
-                "2ep (epochs), 90s, 30min or 2h"
+                "2ep (epochs), 90s, 30min, 2h or 23h30min"
             )
-        multiplier, name = unit
-        exact = Fraction(match[1].replace("_", "")) * multiplier
+        exact = sum((amount for amount, _ in parts), Fraction(0))
+        name = str(parts[0][1])
         if not 0 <= exact <= LARGEST_AMOUNT:
             raise ConfigError(f"{str(text)!r} is no duration: give from 0 to 10^18 {name}")
         return cls(int(exact) if exact.denominator == 1 else float(exact), name)
@@ -100,10 +103,10 @@ class Duration:
         if self.unit == "epochs":
             return f"{_decimal(self.amount)}ep"
         if self.unit == "seconds":
-            for seconds, suffix in ((3600, "h"), (60, "min")):
-                if self.amount and self.amount % seconds == 0:
-                    return f"{_decimal(self.amount / seconds)}{suffix}"
-            return f"{_decimal(self.amount)}s"
+            if self.amount == 0 or self.amount % 60 != 0:
+                return f"{_decimal(self.amount)}s"
+            hours, minutes = divmod(int(self.amount) // 60, 60)
+            return (f"{hours}h" if hours else "") + (f"{minutes}min" if minutes else "")
         for suffix, multiplier in reversed(MULTIPLIERS.items()):
             if self.amount and self.amount % multiplier == 0:
                 return f"{int(self.amount) // multiplier}{suffix}tok"
@@ -238,6 +241,21 @@ def resolve_warmup_steps(warmup: Duration | None, length: Duration, pace: Pace, 
             "the run: shorten it or lengthen --num_steps"
         )
     return steps
+
+
+def _parts(text: str) -> list[str]:
+    """Return the times that are written in a row ("23h30min"), or the text itself."""
+    return re.findall(_TIME, text, re.ASCII) if _TIMES_IN_A_ROW.fullmatch(text) else [text]
+
+
+def _read_part(text: str) -> tuple[Fraction, str | None]:
+    """Return an exact amount and its canonical unit; None in place of the unit where the text is neither."""
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    unit = _read_unit("".join(match[2].split())) if match else None
+    if match is None or unit is None:
+        return Fraction(0), None
+    multiplier, name = unit
+    return Fraction(match[1].replace("_", "")) * multiplier, name
 
 
 def _read_unit(text: str) -> tuple[int, str] | None:

@@ -49,7 +49,7 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
             if setting.section == section:
                 lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
     if any(setting.base is Duration for setting in settings):
-        text = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h"
+        text = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h, 1h30min"
         lines += ["", *_entry("DURATION  ", text, indent, columns)]
     return "\n".join(lines)
 
@@ -134,7 +134,7 @@ A length or an interval is one of
 | `1000` | optimizer steps |
 | `5_000_000tok`, `5Btok` | tokens; `k`, `M`, `B`, `T` multiply by 10^3, 10^6, 10^9, 10^12 |
 | `2ep` | passes: so many times the training tokens of the datasets, whatever their weights |
-| `90s`, `30min`, `2h` | time, for intervals only |
+| `90s`, `30min`, `2h`, `23h30min` | time, for intervals and `time_limit` |
 
 A length is rounded up to whole steps once, at the start. An interval fires at the first step that reaches a multiple of
 it, counted from the beginning of the run, so it does not drift; `0` is never.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretraining.config.training import TrainConfig, setting
+from pretraining.config.setting import setting
+from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 
 

@@ -24,6 +24,10 @@ class RunState(Protocol):
         """Whether the whole run is done."""
 
     @property
+    def preempted(self) -> bool:
+        """Whether this invocation is to end now, done or not."""
+
+    @property
     def stopping(self) -> bool:
         """Whether this invocation is done."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.config.training import setting
+from pretraining.config.setting import setting
 from pretraining.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257

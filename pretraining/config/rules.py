@@ -83,12 +83,16 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
         yield from error.problems
 
 
-_DURATIONS = ("num_steps", "warmup_steps", "checkpoint_interval", "eval_interval", "report_interval")
+_DURATIONS = (
+    *("num_steps", "warmup_steps", "checkpoint_interval", "preempt_interval", "eval_interval", "report_interval"),
+    "replica_check_interval",
+)
 
 
 def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
     """The settings that may be in epochs, by name."""
-    sections = (config.run, config.schedule, config.checkpoint, config.evaluation, config.report)
+    checkpoint = config.checkpoint
+    sections = (config.run, config.schedule, checkpoint, checkpoint, config.evaluation, config.report, config.guard)
     return [(name, getattr(section, name)) for name, section in zip(_DURATIONS, sections, strict=True)]
 
 
@@ -219,4 +223,23 @@ def _skipped_samples_are_ranges(config: TrainConfig) -> Problems:
         yield (
             f"skip_samples={','.join(config.data.skip_samples)}: write the first and the last sample of each range, "
             "as in --skip_samples=307200-309759,400000-400255"
+        )
+
+
+@_rule("max_rollbacks", "max_skipped_steps")
+def _rollbacks_have_an_occasion(config: TrainConfig) -> Problems:
+    if config.guard.max_rollbacks and not config.guard.max_skipped_steps:
+        yield (
+            f"--max_rollbacks={config.guard.max_rollbacks} happen after --max_skipped_steps updates left out in a row, "
+            "and 0 is never: give --max_skipped_steps=20, or --max_rollbacks=0"
+        )
+
+
+@_rule("replica_check_interval", "sharding_strategy")
+def _compared_replicas_exist(config: TrainConfig) -> Problems:
+    interval, strategy = config.guard.replica_check_interval, config.parallel.sharding_strategy
+    if interval.amount and strategy in ("fsdp", "zero2"):
+        yield (
+            f"--replica_check_interval={interval} compares copies of the weights, and {strategy} keeps one, in pieces: "
+            "give --replica_check_interval=0, or --sharding_strategy=ddp or hsdp"
         )

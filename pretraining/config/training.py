@@ -8,40 +8,11 @@ decided. Values are parsed in `flags.py`; rules that look at several fields live
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from pretraining.config.durations import Duration
-
-
-def setting(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    units: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A dataclass field with its help and the limits that parsing enforces.
-
-    Args:
-        default: the value without a flag or a recipe; left out, one must be given.
-        help: what the flag does, in a sentence.
-        units: of a `Duration`: which of steps, tokens, epochs, seconds are meaningful.
-        choices: the only values allowed, in canonical spelling: lower case, underscores (any case and dashes are
-            accepted).
-        minimum: the smallest number allowed.
-        maximum: the largest number allowed.
-        below: a number that the value must stay under.
-    """
-    limits = {"units": units, "choices": choices, "minimum": minimum, "maximum": maximum, "below": below}
-    return field(default=default, metadata={"help": help, **limits})
-
-
-RUN_LENGTH = ("steps", "tokens", "epochs")
-INTERVAL = ("steps", "tokens", "epochs", "seconds")
+from pretraining.config.guards import GuardConfig
+from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
 
 
 @dataclass(frozen=True)
@@ -176,6 +147,15 @@ class RunConfig:
     run_steps: int | None = setting(
         None, "stop this invocation after so many steps; the schedule still ends at num_steps", minimum=1
     )
+    time_limit: Duration | None = setting(
+        None,
+        "stop and save so long after the start of the job (23h30min), to be started again; 0s = never; "
+        "none = 5 minutes ahead of the end of a SLURM job",
+        units=("seconds",),
+    )
+    max_starts_without_progress: int = setting(
+        5, "refuse to start once so many starts in a row have crashed before a new checkpoint; 0 = never", minimum=0
+    )
     seed: int = setting(2023, "of the initial weights and of the order of the data", minimum=0)
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
@@ -239,6 +219,12 @@ class CheckpointConfig:
         "how often to save, 0 = only at the end; where an invocation ends is always saved",
         units=INTERVAL,
     )
+    preempt_interval: Duration = setting(
+        Duration(0, "steps"),
+        "how often to save a checkpoint that only the newest one replaces, between those of checkpoint_interval; "
+        "0 = never; one that a signal or a time limit asks for is always saved",
+        units=INTERVAL,
+    )
 
 
 @dataclass(frozen=True)
@@ -291,3 +277,4 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
+    guard: GuardConfig = GuardConfig()

@@ -1,9 +1,14 @@
-"""The mean loss over the same held-out sequences each time: evaluations compare along a run and between runs."""
+"""The mean loss over the same held-out sequences each time: evaluations compare along a run and between runs.
+
+A run that is told to end does not wait for an evaluation: it is left out, or broken off between two batches, and owed.
+Whoever continues the run pays it first, with the same weights, so its losses are those of a run that was never stopped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +30,10 @@ class Evaluator:
         interval: how often; the run's last step is always evaluated.
         activity: books the time of an evaluation.
         report: told of each result.
+        told_to_end: asked between batches, by all ranks equally often; answers all of them alike.
+
+    Attributes:
+        owed: whether an evaluation of the present weights was due and has not come to its end.
     """
 
     def __init__(
@@ -36,6 +45,7 @@ class Evaluator:
         interval: Interval,
         activity: Callable[[str], AbstractContextManager[None]],
         report: Callable[[Progress, float], None],
+        told_to_end: Callable[[], bool],
     ) -> None:
         self._model = model
         self._open_batches = open_batches
@@ -43,21 +53,41 @@ class Evaluator:
         self._interval = interval
         self._activity = activity
         self._report = report
+        self._told_to_end = told_to_end
+        self.owed = False
 
     def maybe_run(self, state: RunState) -> float | None:
-        """The held-out loss (nats a token) if one is due after this step, else None."""
-        if self._open_batches is None or not (state.finished or self._interval.is_due(state)):
+        """The held-out loss (nats a token) if one is due after this step or owed, else None."""
+        if self._open_batches is None or not (self.owed or state.finished or self._interval.is_due(state)):
+            return None
+        self.owed = True
+        if state.preempted:
             return None
         with self._activity("evaluation"):
             loss = self._mean_loss(self._open_batches)
-        self._report(state.progress, loss)
+        if loss is not None:
+            self.owed = False
+            self._report(state.progress, loss)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next start has to know."""
+        return {"owed": self.owed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what an earlier start has left."""
+        self.owed = self._open_batches is not None and bool(state["owed"])
+
     @torch.no_grad()
-    def _mean_loss(self, open_batches: Callable[[], AbstractContextManager[Iterable[StepBatch]]]) -> float:
+    def _mean_loss(self, open_batches: Callable[[], AbstractContextManager[Iterable[StepBatch]]]) -> float | None:
+        """The loss, or None where the run was told to end meanwhile."""
+        told_to_end = False
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # sum of losses, valid tokens
         with open_batches() as batches:
             for batch in batches:
+                told_to_end = self._told_to_end()
+                if told_to_end:
+                    break
                 for micro_batch in batch.micro_batches:
                     inputs = micro_batch.to(self._device, non_blocking=True).model_inputs()
                     loss_sum, valid_tokens = self._model(
@@ -65,6 +95,8 @@ class Evaluator:
                     )
                     totals += torch.stack([loss_sum.double(), valid_tokens.double()])
         reshard_model(self._model)
+        if told_to_end:
+            return None
         dist.all_reduce(totals)
         loss_sum, valid_tokens = totals.tolist()
         return loss_sum / valid_tokens

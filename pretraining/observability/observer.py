@@ -21,6 +21,7 @@ import torch.distributed as dist
 from pretraining.config.durations import Progress
 from pretraining.config.intervals import Interval, RunState
 from pretraining.observability.progress import ProgressDisplay, Report
+from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Tracker
 
@@ -67,6 +68,7 @@ class Observer:
         stopwatch: shared with whoever spends time on something else than training.
         display: where reports are shown; other ranks than 0 have one that shows nothing.
         trackers: where reports are kept; other ranks have none.
+        stragglers: tells which processes the others wait for.
         last_loss: the newest one reported by an earlier invocation.
     """
 
@@ -81,6 +83,7 @@ class Observer:
         stopwatch: Stopwatch,
         display: ProgressDisplay,
         trackers: list[Tracker],
+        stragglers: StragglerWatch,
         last_loss: float | None = None,
     ) -> None:
         self._interval = interval
@@ -91,6 +94,7 @@ class Observer:
         self._stopwatch = stopwatch
         self._display = display
         self._trackers = trackers
+        self._stragglers = stragglers
         self._start: Progress | None = None  # of this process, for the overall rate
         self._reported: Progress | None = None
         self._clear_sums()
@@ -99,11 +103,13 @@ class Observer:
     def __enter__(self) -> Observer:
         self._display.open()
         self._stopwatch.restart()  # what went before was setting up, not training
+        self._stragglers.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._stragglers.stop()
         self._display.close()
         for tracker in self._trackers:
             tracker.close()
@@ -174,6 +180,8 @@ class Observer:
         )
         self.last_loss = _finite(report.loss)
         self._display.show(report)
+        for line in self._stragglers.report(report.step_seconds):
+            self._display.note(line)
         values = {name: _finite(value) for name, value in asdict(report).items() if name != "step"}
         for tracker in self._trackers:
             tracker.log(report.step, values)

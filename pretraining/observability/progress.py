@@ -141,7 +141,7 @@ def summary(report: Report, peak_tflops: float | None, verbose: bool) -> str:
         parts.append(f"MFU {report.mfu:.1%}{peak}")
     parts.append(f"{report.memory_gib:.1f} GiB")
     if report.skipped_updates:
-        parts.append(f"{report.skipped_updates} updates skipped (gradient not finite)")
+        parts.append(f"{report.skipped_updates} updates skipped")
     parts.append(f"{format_seconds(report.time_left_seconds)} left")
     return "  ".join(parts)
 

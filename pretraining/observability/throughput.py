@@ -56,12 +56,19 @@ def peak_tflops(device_name: str) -> float | None:
 class Stopwatch:
     """Seconds of a run by what they were spent on; what no activity claims is training.
 
+    Args:
+        clock: seconds since any moment.
+        turn_to: told what begins: an activity, or "training" again when it ends.
+
     Attributes:
         spent: seconds of each named activity since the last `lap`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, turn_to: Callable[[str], None] = lambda name: None
+    ) -> None:
         self._clock = clock
+        self._turn_to = turn_to
         self._started = self._lap_started = clock()
         self._training_before = 0.0
         self.spent: dict[str, float] = {}
@@ -80,10 +87,12 @@ class Stopwatch:
     def activity(self, name: str) -> Iterator[None]:
         """Book the time of a `with` block under `name`."""
         began = self._clock()
+        self._turn_to(name)
         try:
             yield
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + self._clock() - began
+            self._turn_to("training")
 
     def watch(self, items: Iterable[T], name: str) -> Iterator[T]:
         """The same items; the time that each `next` takes is booked under `name`."""

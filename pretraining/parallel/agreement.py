@@ -1,20 +1,37 @@
 """What the hosts agree on while the devices work: small numbers exchanged once a step, read one step later.
 
-Decisions that every rank must take alike (a save after so many minutes) cannot be read from a local clock. The exchange
-runs on CPU tensors beside the step, so neither host nor device waits for it.
+Decisions that every rank must take alike (a save after so many minutes, an early end that one rank was told) cannot be
+read from a local clock or a local signal. The exchange runs on CPU tensors beside the step, so neither host nor device
+waits for it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pretraining.parallel.waiting import wait_for
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know alike.
+
+    Attributes:
+        seconds: the clock of the rank that started last.
+        stop: the largest of the ranks' requests to end; 0 where nobody has one.
+    """
+
+    seconds: float
+    stop: int
+
 
 class Agreement:
-    """A clock that all ranks read alike, as a context around the loop."""
+    """A clock and a request that all ranks read alike, as a context around the loop."""
 
     def __init__(self) -> None:
         self._pending: tuple[Any, torch.Tensor] | None = None
@@ -30,18 +47,25 @@ class Agreement:
             self._pending[0].wait()
         self._pending = None
 
-    def seconds(self, elapsed: float) -> float:
-        """Tell this rank's clock; get what the slowest-started rank's showed a step ago, the same on every rank.
+    def exchange(self, seconds: float, stop: int) -> Agreed:
+        """Tell this rank's clock and request; get what all ranks together told the time before, the same on every rank.
 
-        Call it once a step on every rank. The first call returns 0. With one process nothing is communicated, and the
-        delay of a step is kept, so that one process decides at the same steps as many.
+        Call it on every rank equally often: after each step, and inside what takes longer than one. The first call
+        returns zeros. With one process nothing is communicated, and the delay is kept, so that one process decides at
+        the same steps as many.
+
+        Args:
+            seconds: since the start, on this rank's clock.
+            stop: this rank's request to end, above 0, or 0.
         """
-        offered = torch.tensor([elapsed], dtype=torch.float64)
-        work = dist.all_reduce(offered, op=dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
+        # The least clock is the greatest of the negative ones: one reduction for both.
+        offered = torch.tensor([-seconds, stop], dtype=torch.float64)
+        work = dist.all_reduce(offered, op=dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
         previous, self._pending = self._pending, (work, offered)
         if previous is None:
-            return 0.0
+            return Agreed(0.0, 0)
         work, agreed = previous
         if work is not None:
-            work.wait()
-        return float(agreed)
+            wait_for(work)
+        negative_seconds, stop_agreed = agreed.tolist()
+        return Agreed(-negative_seconds, int(stop_agreed))

@@ -9,12 +9,15 @@ hsdp*         (W / G, G)                G: hsdp_group_size, by default the proce
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pretraining.config.training import ParallelConfig
 from pretraining.errors import ConfigError
+from pretraining.parallel.processes import COLLECTIVE_TIMEOUT
+from pretraining.parallel.unofficial import set_timeout_of_group
 
 AXES = ("replicate", "shard")
 
@@ -52,8 +55,21 @@ def mesh_shape(parallel: ParallelConfig, local_world_sizes: Sequence[int]) -> tu
     return world_size // group, group
 
 
-def build_mesh(parallel: ParallelConfig, world_size: int, local_world_size: int, device_type: str) -> DeviceMesh:
+def build_mesh(
+    parallel: ParallelConfig,
+    world_size: int,
+    local_world_size: int,
+    device_type: str,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+) -> DeviceMesh:
     """The mesh with axes (replicate, shard) for a strategy; a collective call.
+
+    Args:
+        parallel: strategy and group size.
+        world_size: number of all processes.
+        local_world_size: processes on this node.
+        device_type: of the tensors.
+        timeout: after which a process that waits in a collective gives up.
 
     Raises:
         ConfigError: as `mesh_shape`.
@@ -62,4 +78,7 @@ def build_mesh(parallel: ParallelConfig, world_size: int, local_world_size: int,
     local_world_sizes = [0] * world_size
     dist.all_gather_object(local_world_sizes, local_world_size)
     shape = mesh_shape(parallel, local_world_sizes)
-    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    for axis in AXES:  # else PyTorch's default for groups, 10 minutes with NCCL, whatever all processes were told
+        set_timeout_of_group(mesh[axis].get_group(), timeout)
+    return mesh

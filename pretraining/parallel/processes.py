@@ -11,18 +11,21 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from pretraining.errors import LaunchError, PretrainError
+from pretraining.errors import LaunchError, LostPeerError, PretrainError
+from pretraining.parallel.meeting import meet
+from pretraining.parallel.pulse import Pulse
 
 T = TypeVar("T")
 
-# Long enough for rank 0 to index a large dataset while the others wait for it.
+# Long enough for rank 0 to index a large dataset while the others wait for it. A watchdog that is on ends a job that
+# hangs earlier, since it can say why (`watchdog.collective_timeout`).
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 # How gloo and NCCL say that a process at the other end of a connection is gone.
@@ -37,6 +40,7 @@ class Processes:
         rank, world_size: place among all processes, and their number.
         local_rank, local_world_size: the same on this node.
         device: where this process computes.
+        pulse: what it is doing.
     """
 
     rank: int
@@ -44,6 +48,7 @@ class Processes:
     local_rank: int
     local_world_size: int
     device: torch.device
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -53,7 +58,12 @@ class Processes:
 
 @contextmanager
 def join_processes(
-    rank: int, world_size: int, local_rank: int, local_world_size: int, environment: dict[str, str]
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    environment: dict[str, str],
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> Iterator[Processes]:
     """Join the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
 
@@ -63,6 +73,7 @@ def join_processes(
         local_rank: of this process on its node.
         local_world_size: processes on its node.
         environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
+        timeout: after which a process that waits in a collective gives up.
 
     Raises:
         LaunchError: more processes than GPUs on a node, or two processes on one GPU.
@@ -77,7 +88,8 @@ def join_processes(
     else:
         os.environ.update(environment)
         try:
-            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+            store = _store_of_this_start(rank, world_size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, ValueError) as error:
             address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
             alone = LaunchError(
@@ -97,11 +109,25 @@ def join_processes(
     except RuntimeError as error:
         if not any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
             raise
-        lost = LaunchError("another process of the job has ended; what it printed last says why.")
+        lost = LostPeerError("another process of the job has ended; what it printed last says why.")
         lost.rank = rank
         raise lost from error
     # After any other error this process may be alone with it, and taking leave would wait for the others: it just ends.
     dist.destroy_process_group()
+
+
+def _store_of_this_start(rank: int, world_size: int) -> dist.Store:
+    """Where the processes find each other: in rank 0, or in torchrun where it offers a store."""
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0 and not is_torchruns,
+        timeout=COLLECTIVE_TIMEOUT,
+        multi_tenant=True,
+    )
+    return meet(store, rank, world_size, COLLECTIVE_TIMEOUT) if is_torchruns else store
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

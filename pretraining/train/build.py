@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch
 from pretraining.data.loader import Loader
-from pretraining.errors import PretrainError
+from pretraining.errors import DataError, PretrainError
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
@@ -42,21 +43,39 @@ from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype, precision_policy
 from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.parallel.sharding import MicroBatchSync, shard_model
+from pretraining.parallel.watchdog import collective_timeout
+from pretraining.train.build_guards import build_guards, build_spike_detector
 from pretraining.train.data import open_data, open_loader, pace_of
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
+from pretraining.train.preemption import StopRequests
 from pretraining.train.run_folder import build_observer, make_run_folder, write_config
 from pretraining.train.state import TrainState
+from pretraining.train.status import StatusKeeper
 from pretraining.train.step import StepContext
 
 
-def build_run(config: TrainConfig, processes: Processes) -> Run:
+def build_run(
+    config: TrainConfig,
+    processes: Processes,
+    stop_requests: StopRequests,
+    status: StatusKeeper,
+    mesh: DeviceMesh | None = None,
+) -> Run:
     """Put a run together and restore what it starts from; a collective call.
+
+    Args:
+        config: the settings.
+        processes: this process among the others.
+        stop_requests: what tells this rank to end early; the loop looks at them.
+        status: told where the start begins.
+        mesh: of an earlier run with the same settings; None = make one.
 
     Raises:
         PretrainError: any mistake of the user, the same on all ranks.
     """
+    processes.pulse.restart(step=0)
     if config.run.deterministic:
         _use_deterministic_kernels()
     shape = resolve_shape(config.model)
@@ -64,6 +83,7 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     if restorable is not None:
         check_same_model(restorable.manifest, shape, str(restorable.path))
     abandoned = on_rank_zero(lambda: make_run_folder(Path(config.checkpoint.ckpt_save_path)))
+    on_rank_zero(lambda: status.begin(restorable.manifest.step if restorable else 0))
     data = open_data(config, processes, say=print)
     restored_batch = restorable.manifest.global_batch_size if restorable else None
     plan = plan_batch(config.batch, processes.world_size, restored_batch)
@@ -74,16 +94,22 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     total_steps = config.run.num_steps.to_steps(pace, data.training_tokens if data is not None else None)
     parts = Parts(config, processes, shape, restorable, abandoned, data, plan, pace, total_steps)
 
-    mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
+    mesh = mesh if mesh is not None else _build_mesh(config, processes)
     model = build_model(shape, config, mesh, processes.device, initialize=restorable is None)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer = build_adamw(model, config.optimizer)
     state = _initial_state(parts)
+    processes.pulse.step = state.step
     if restorable is not None:
         materialise_state(optimizer)
         store.load_tensors(restorable.path, tensor_state(parameters, optimizer))
-    return _assemble(parts, mesh, model, parameters, optimizer, state, loader)
+    return _assemble(parts, mesh, model, parameters, optimizer, state, loader, stop_requests)
+
+
+def _build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
+    sizes = (processes.world_size, processes.local_world_size)
+    return build_mesh(config.parallel, *sizes, processes.device.type, timeout=collective_timeout(config.guard))
 
 
 def build_model(
@@ -117,6 +143,7 @@ def _assemble(
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     loader: Loader,
+    stop_requests: StopRequests,
 ) -> Run:
     config, processes = parts.config, parts.processes
     warmup_steps = resolve_warmup_steps(
@@ -125,6 +152,7 @@ def _assemble(
     schedule = WarmupCosine(
         config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
     )
+    spikes = build_spike_detector(parts, loader)
     context = StepContext(
         model=model,
         sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
@@ -134,9 +162,16 @@ def _assemble(
         grad_clip_thresh=config.optimizer.grad_clip_thresh,
         shard_group=mesh["shard"].get_group(),
         device=processes.device,
+        spikes=spikes,
     )
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(turn_to=processes.pulse.turn_to)
+    agreement = Agreement()
     observer = build_observer(parts, stopwatch, state)
+
+    def told_to_end() -> bool:
+        state.heed(agreement.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
+        return state.preempted
+
     evaluator = Evaluator(
         model=model,
         open_batches=_held_out_batches(parts),
@@ -144,8 +179,13 @@ def _assemble(
         interval=Interval(config.evaluation.eval_interval, parts.training_tokens),
         activity=stopwatch.activity,
         report=observer.after_evaluation,
+        told_to_end=told_to_end,
     )
-    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch)
+    guards = build_guards(parts, mesh, context, loader, observer)
+    states: dict[str, Any] = {"guards": guards, "evaluation": evaluator}
+    if spikes is not None:
+        states["spikes"] = spikes
+    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states)
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(
@@ -156,8 +196,11 @@ def _assemble(
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
-        agreement=Agreement(),
+        agreement=agreement,
+        stop_requests=stop_requests,
         stopwatch=stopwatch,
+        guards=guards,
+        mesh=mesh,
     )
 
 
@@ -168,8 +211,13 @@ def _build_checkpoints(
     loader: Loader,
     observer: Observer,
     stopwatch: Stopwatch,
+    states: dict[str, Any],
 ) -> CheckpointManager:
     config = parts.config
+    if parts.restorable is not None:
+        for name, state in parts.restorable.manifest.state.items():
+            if name in states:
+                states[name].load_state_dict(state)
 
     def manifest_for(progress: Progress, evaluation_loss: float | None, files: dict[str, int]) -> Manifest:
         return Manifest(
@@ -186,6 +234,7 @@ def _build_checkpoints(
             torch_version=torch.__version__,
             files=files,
             config=dump_config(config),
+            state={name: stateful.state_dict() for name, stateful in states.items()},
         )
 
     return CheckpointManager(
@@ -193,6 +242,7 @@ def _build_checkpoints(
         interval=Interval(config.checkpoint.checkpoint_interval, parts.training_tokens),
         tensors=lambda: tensor_state(parameters, optimizer),
         manifest_for=manifest_for,
+        preempt_interval=Interval(config.checkpoint.preempt_interval, parts.training_tokens),
         activity=stopwatch.activity,
         note=observer.note,
         evaluation_loss=parts.restorable.manifest.evaluation_loss if parts.restorable else None,
@@ -220,19 +270,29 @@ def _held_out_batches(parts: Parts) -> Callable[[], AbstractContextManager[Itera
     def open_batches() -> Iterator[Iterable[StepBatch]]:
         loader.rewind()
         with closing(_batches(loader, parts.processes.rank)) as batches:
-            yield batches
+            yield parts.processes.pulse.watch(batches)
 
     return open_batches
 
 
 def _batches(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
-    """The loader's batches until closed; an error in reading them, which only this rank knows of, names the rank."""
+    """The loader's batches until closed; an error in reading them, which only this rank knows of, names the rank.
+
+    What a thread that reads dies of comes here, too, once its step does.
+    """
     try:
         with loader:
             yield from loader
     except PretrainError as error:
         error.rank = rank
         raise
+    except Exception as error:  # a bug: it keeps its traceback
+        error.add_note(f"on rank {rank}, reading the batch of step {loader.next_step + 1}")
+        raise
+    except SystemExit as ending:
+        died = DataError(f"a thread that reads data has ended itself ({ending!r}), for step {loader.next_step + 1}")
+        died.rank = rank
+        raise died from ending
 
 
 def _use_deterministic_kernels() -> None:

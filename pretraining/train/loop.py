@@ -7,12 +7,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.data.batch import StepBatch
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
 from pretraining.parallel.agreement import Agreement
+from pretraining.train.guards import Guards
+from pretraining.train.preemption import StopRequests
 from pretraining.train.state import TrainState
 from pretraining.train.step import StepContext, train_step
 
@@ -29,8 +33,11 @@ class Run:
         observer: reports.
         evaluator: held-out loss.
         checkpoints: saves.
-        agreement: the clock that all ranks share.
+        agreement: what all ranks know alike: a clock, and whether one of them was told to end.
+        stop_requests: what this rank was told.
         stopwatch: where the time goes.
+        guards: end a run that goes wrong.
+        mesh: that the model is sharded over.
     """
 
     state: TrainState
@@ -41,18 +48,32 @@ class Run:
     evaluator: Evaluator
     checkpoints: CheckpointManager
     agreement: Agreement
+    stop_requests: StopRequests
     stopwatch: Stopwatch
+    guards: Guards
+    mesh: DeviceMesh
 
 
 def train_loop(run: Run) -> None:
-    """Train until the run is finished, or this invocation's share of it; a collective call."""
+    """Train until the run is finished, or this invocation's share of it, or it is told to end; a collective call."""
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
     earlier_seconds = state.progress.seconds
     with run.observer, run.checkpoints, run.agreement, closing(run.batches):
+        _pay_owed_evaluation(run)
         while not state.stopping:
             outcome = train_step(run.context, next(batches), state.step)
-            state.advance(earlier_seconds + run.agreement.seconds(run.stopwatch.elapsed))
+            agreed = run.agreement.exchange(run.stopwatch.elapsed, run.stop_requests.pending())
+            state.advance(earlier_seconds + agreed.seconds, agreed.stop)
             run.observer.after_step(state, outcome)
+            run.guards.after_step(state, outcome)
             evaluation_loss = run.evaluator.maybe_run(state)
             run.checkpoints.maybe_save(state, evaluation_loss)
+
+
+def _pay_owed_evaluation(run: Run) -> None:
+    """Evaluate first where the start before was told to end instead."""
+    if run.evaluator.owed:
+        evaluation_loss = run.evaluator.maybe_run(run.state)
+        if evaluation_loss is not None:
+            run.checkpoints.maybe_save(run.state, evaluation_loss)

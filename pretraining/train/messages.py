@@ -15,6 +15,7 @@ from pretraining.observability.progress import format_seconds
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.parallel.precision import compute_dtype
 from pretraining.train.parts import Parts
+from pretraining.train.preemption import reason_of
 from pretraining.train.state import TrainState
 
 
@@ -84,6 +85,14 @@ def conclude(
         lines.append(f"  go on        the same command with --num_steps={2 * max(state.step, state.total_steps)}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     return "\n".join(lines)
+
+
+def conclude_preempted(state: TrainState) -> str:
+    """Why a run ended before it was done, and how it goes on."""
+    return (
+        f"Preempted at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): saved; "
+        "the same command goes on from there."
+    )
 
 
 def _had_document_mask(manifest: Manifest) -> bool:

@@ -2,36 +2,72 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, Preempted
 from pretraining.evaluation.generation import generate
 from pretraining.launch.layout import ProcessLayout
-from pretraining.parallel.processes import Processes, join_processes, on_rank_zero
+from pretraining.parallel.processes import Processes, join_processes, on_every_rank, on_rank_zero
+from pretraining.parallel.watchdog import Watchdog, collective_timeout
 from pretraining.train.build import build_run
-from pretraining.train.loop import Run, train_loop
-from pretraining.train.messages import conclude
+from pretraining.train.loop import Run
+from pretraining.train.messages import conclude, conclude_preempted
+from pretraining.train.preemption import StopRequests, reason_of
+from pretraining.train.rollback import train_to_the_end
+from pretraining.train.status import StatusKeeper
 
 
-def train(config: TrainConfig, layout: ProcessLayout) -> None:
+def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequests | None = None) -> None:
     """Train as configured, in every process of a job.
 
     Args:
         config: the settings, the same in every process.
         layout: which of the processes this one is.
+        stop_requests: what tells this process to end early; none = nothing.
 
     Raises:
+        Preempted: the run was told to end before it was done, and is saved.
         PretrainError: any mistake of the user; the message says what to change.
     """
-    with join_processes(
-        layout.rank, layout.world_size, layout.local_rank, layout.local_world_size, layout.as_environment()
-    ) as processes:
+    requests = StopRequests() if stop_requests is None else stop_requests
+    run_folder, limit = Path(config.checkpoint.ckpt_save_path), config.run.max_starts_without_progress
+    has_work = False
+    # The status is written last, when an error has been put into words.
+    with (
+        StatusKeeper(run_folder, limit, is_writer=layout.rank == 0) as status,
+        join_processes(
+            *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
+            layout.as_environment(),
+            timeout=collective_timeout(config.guard),
+        ) as processes,
+        Watchdog(config.guard, processes),
+    ):
+
+        def build(config: TrainConfig, mesh: DeviceMesh | None) -> Run:
+            nonlocal has_work
+            run = build_run(config, processes, requests, status, mesh)
+            on_every_rank(lambda: _end_before_training(requests))
+            has_work = has_work or not run.state.stopping or run.evaluator.owed
+            status.training(run.state)
+            return run
+
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
-        run = build_run(config, processes)
-        has_work = not run.state.stopping
-        train_loop(run)
+        on_every_rank(lambda: _end_before_training(requests))
+        run = train_to_the_end(config, processes, build)
+        if run.state.preempted and not (run.state.finished and not run.evaluator.owed):
+            raise Preempted(conclude_preempted(run.state))
         _finish(config, processes, run, prompt, has_work)
+
+
+def _end_before_training(requests: StopRequests) -> None:
+    """Leave where a signal came while the run was put together: nothing is lost, and the time is better used anew."""
+    if requests.pending():
+        raise Preempted(f"Preempted before training began ({reason_of(requests.pending())}): nothing has changed.")
 
 
 def _encode_prompt(config: TrainConfig) -> list[int] | None:

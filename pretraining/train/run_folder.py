@@ -15,9 +15,11 @@ from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.flops import flops_per_token
 from pretraining.observability.observer import Observer
 from pretraining.observability.progress import ProgressDisplay, Silent, choose_display
+from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, peak_tflops
 from pretraining.observability.trackers import Tracker, open_trackers
 from pretraining.parallel.processes import on_every_rank
+from pretraining.parallel.waiting import is_waiting
 from pretraining.train.parts import Parts
 from pretraining.train.state import TrainState
 
@@ -76,6 +78,7 @@ def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState) -> Obs
         stopwatch=stopwatch,
         display=display,
         trackers=trackers,
+        stragglers=StragglerWatch(config.guard.straggler_factor, is_waiting, lambda: parts.processes.pulse.doing),
         last_loss=parts.restorable.manifest.loss if parts.restorable else None,
     )
 

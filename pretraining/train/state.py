@@ -16,6 +16,7 @@ class TrainState:
         stop_step: where this invocation ends, at most `total_steps`.
         tokens_per_step: tokens that a step adds.
         progress, before: now, and before the last step.
+        stop: the request, agreed by all ranks, to end ahead of `stop_step`; 0 = none (train/preemption.py).
     """
 
     total_steps: int
@@ -23,6 +24,7 @@ class TrainState:
     tokens_per_step: int
     progress: Progress
     before: Progress = field(init=False)
+    stop: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         """Nothing has been stepped yet."""
@@ -39,11 +41,21 @@ class TrainState:
         return self.step >= self.total_steps
 
     @property
+    def preempted(self) -> bool:
+        """Whether this invocation is to end now, done or not."""
+        return self.stop != 0
+
+    @property
     def stopping(self) -> bool:
         """Whether this invocation is done."""
-        return self.step >= self.stop_step
+        return self.preempted or self.step >= self.stop_step
 
-    def advance(self, seconds: float) -> None:
-        """Count a step; `seconds` is the clock that all ranks agree on."""
+    def advance(self, seconds: float, stop: int = 0) -> None:
+        """Count a step; `seconds` is the clock that all ranks agree on, `stop` their request to end."""
         self.before = self.progress
         self.progress = Progress(self.step + 1, self.progress.tokens + self.tokens_per_step, seconds)
+        self.heed(stop)
+
+    def heed(self, stop: int) -> None:
+        """Take note of an agreed request to end; 0 changes nothing, and a second one does not change the reason."""
+        self.stop = self.stop or stop

@@ -4,8 +4,9 @@ The loss of a token weighs the same wherever the token is: sums of losses are di
 the *global* batch, and gradients are summed over micro-batches and ranks. So how a batch is cut into micro-batches and
 ranks changes floating-point order and nothing else.
 
-The host never waits for the device here. A gradient that is not finite is found on the device, and the fused optimizer
-leaves everything as it was.
+The host never waits for the device here. What must not become an update is found on the device, the same on all ranks,
+and the fused optimizer then leaves everything as it was: a gradient that is not finite, and with it a loss that is not,
+and spikes of the loss where a detector is on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pretraining.optim.adamw import set_learning_rate, skip_update_if
 from pretraining.optim.schedules import WarmupCosine
 from pretraining.parallel.gradients import clip_gradients, gradient_norm, local_gradients
 from pretraining.parallel.sharding import MicroBatchSync
+from pretraining.parallel.waiting import wait_for
+from pretraining.train.spikes import SpikeDetector, Verdict
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class StepContext:
         grad_clip_thresh: largest gradient norm; 0 = no clipping.
         shard_group: processes that hold the pieces of one copy of the gradient.
         device: of this rank.
+        spikes: judges each loss by those before; None = losses need only be finite.
     """
 
     model: nn.Module
@@ -48,6 +52,7 @@ class StepContext:
     grad_clip_thresh: float
     shard_group: dist.ProcessGroup
     device: torch.device
+    spikes: SpikeDetector | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,11 @@ class StepOutcome:
         loss_sum: sum of the losses of this rank's valid tokens.
         valid_tokens: valid tokens of the global batch.
         grad_norm: of the whole gradient before clipping.
-        skipped: whether the update was left out because the gradient was not finite.
+        skipped: whether the update was left out: loss or gradient was not finite, or the loss was a spike.
         learning_rate: of the update.
         attention_span: tokens of the document (without a document mask: the row) that a token of this rank is in, on
             average; on the host.
+        verdict: on the loss, where spikes are looked for.
     """
 
     loss_sum: torch.Tensor
@@ -70,6 +76,7 @@ class StepOutcome:
     skipped: torch.Tensor
     learning_rate: float
     attention_span: float
+    verdict: Verdict | None = None
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
@@ -92,18 +99,26 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         micro_loss_sum, _ = context.model(
             inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
         )
-        if index == 0 and counting is not None:
-            counting.wait()  # the count was under way during the first forward
-        (micro_loss_sum / valid_tokens.clamp(min=1)).backward()
+        if counting is not None:
+            wait_for(counting)  # it was under way during the first forward
+            counting = None
+        # The gradient of the mean over the global batch is 1 / valid tokens. A loss that is not finite adds NaN to it,
+        # which the backward pass spreads: no rank makes an update of it, whatever way it came about.
+        micro_loss_sum.backward(1.0 / valid_tokens.clamp(min=1) + 0.0 * micro_loss_sum.detach())
         loss_sum += micro_loss_sum.detach()
     gradients = local_gradients(context.parameters)
     norm = gradient_norm(gradients, context.shard_group)
     clip_gradients(gradients, norm, context.grad_clip_thresh)
     skipped = ~torch.isfinite(norm)
+    verdict = None
+    if context.spikes is not None:
+        verdict = context.spikes.judge(loss_sum, valid_tokens)
+        skipped = skipped | verdict.is_spike
+        context.spikes.remember(verdict.loss, skipped)
     learning_rate = context.schedule.at(step)
     set_learning_rate(context.optimizer, learning_rate)
     skip_update_if(context.optimizer, skipped)
     context.optimizer.step()
     context.optimizer.zero_grad(set_to_none=True)
     attention_span = fmean(inputs.attention_span for inputs in micro_batches)
-    return StepOutcome(loss_sum, valid_tokens, norm, skipped, learning_rate, attention_span)
+    return StepOutcome(loss_sum, valid_tokens, norm, skipped, learning_rate, attention_span, verdict)

@@ -54,6 +54,8 @@ durations = st.one_of(
         ("30MIN", 1800, "seconds"),
         ("1.5h", 5400, "seconds"),
         (" 2h ", 7200, "seconds"),
+        ("23h30min", 84_600, "seconds"),
+        ("1h 1min 1.5s", 3661.5, "seconds"),
         ("0", 0, "steps"),
     ],
 )
@@ -79,6 +81,10 @@ def test_a_duration_is_written_in_these_ways(text: str | int, amount: float, uni
         "1e999999999",
         "1e19",
         "1 2",
+        "1h2",
+        "1ep30min",
+        "1k2tok",
+        "1h2min3s4s",
         "٣",
     ],
 )
@@ -121,6 +127,7 @@ def test_an_impossible_duration_cannot_be_made(amount: float, unit: str, message
         (Duration(90, "seconds"), "90s"),
         (Duration(1800, "seconds"), "30min"),
         (Duration(7200, "seconds"), "2h"),
+        (Duration(84_600, "seconds"), "23h30min"),
         (Duration(0, "seconds"), "0s"),
     ],
 )

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pretraining.config.durations import Duration
 from pretraining.config.flags import load_train_config, parse_config
 from pretraining.config.schema import settings_of, values_of
-from pretraining.config.training import TrainConfig, setting
+from pretraining.config.setting import setting
+from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 
 DUMMY = {"use_dummy_dataset": "true"}

@@ -12,7 +12,8 @@ import pytest
 from pretraining.config.help import configurations_page, help_text
 from pretraining.config.names import ALIASES
 from pretraining.config.schema import sections_of, settings_of
-from pretraining.config.training import TrainConfig, setting
+from pretraining.config.setting import setting
+from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 
 ROOT = Path(__file__).parents[3]

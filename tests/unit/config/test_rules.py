@@ -55,6 +55,16 @@ def config_of(**values: Any) -> TrainConfig:
         ),
         ({"datasets": ("a", "b", "a")}, "--datasets=a,b,a names a 2 times; give it once, with a larger weight"),
         (
+            {"max_rollbacks": 2, "max_skipped_steps": 0},
+            "--max_rollbacks=2 happen after --max_skipped_steps updates left out in a row, and 0 is never: give "
+            "--max_skipped_steps=20, or --max_rollbacks=0",
+        ),
+        (
+            {"replica_check_interval": Duration(100, "steps"), "sharding_strategy": "zero2"},
+            "--replica_check_interval=100 compares copies of the weights, and zero2 keeps one, in pieces: give "
+            "--replica_check_interval=0, or --sharding_strategy=ddp or hsdp",
+        ),
+        (
             {"sep_token": 32000},
             "--sep_token=32000 is outside a vocabulary of 32000 (0 to 31999): change --sep_token or --vocab_size",
         ),

@@ -7,7 +7,8 @@ from dataclasses import MISSING, dataclass, field
 import pytest
 
 from pretraining.config.schema import build, sections_of, settings_of, values_of
-from pretraining.config.training import BatchConfig, TrainConfig, setting
+from pretraining.config.setting import setting
+from pretraining.config.training import BatchConfig, TrainConfig
 from pretraining.config.values import limit_problem
 
 

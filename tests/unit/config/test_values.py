@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.config.durations import Duration
 from pretraining.config.schema import settings_of
-from pretraining.config.training import setting
+from pretraining.config.setting import setting
 from pretraining.config.values import describe_type, format_value, limit_problem, parse_value
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -31,7 +31,12 @@ class LossIsInput(nn.Module):
         return (tokens_BS * valid).sum().float(), valid.sum()
 
 
-def evaluator_with(opened: list[int], reports: list[tuple[int, float]], every: int = 3) -> Evaluator:
+def evaluator_with(
+    opened: list[int],
+    reports: list[tuple[int, float]],
+    every: int = 3,
+    told_to_end: Callable[[], bool] = lambda: False,
+) -> Evaluator:
     first = MicroBatch(torch.tensor([[1, 1, 1], [1, 1, 1]], dtype=torch.int32))
     second = MicroBatch(torch.tensor([[7, 7, 7], [9, 9, 9]], dtype=torch.int32), lengths_B=torch.tensor([3, 0]))
 
@@ -47,6 +52,7 @@ def evaluator_with(opened: list[int], reports: list[tuple[int, float]], every: i
         interval=Interval(Duration(every, "steps"), None),
         activity=Stopwatch().activity,
         report=lambda progress, loss: reports.append((progress.steps, loss)),
+        told_to_end=told_to_end,
     )
 
 
@@ -78,7 +84,35 @@ def test_without_held_out_documents_there_is_no_evaluation() -> None:
         interval=Interval(Duration(1, "steps"), None),
         activity=Stopwatch().activity,
         report=lambda progress, loss: pytest.fail("reported"),
+        told_to_end=lambda: False,
     )
     state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
     state.advance(0.0)
     assert evaluator.maybe_run(state) is None
+
+
+def test_an_evaluation_that_is_broken_off_is_owed_and_paid_once_by_the_next_start() -> None:
+    reports: list[tuple[int, float]] = []
+    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
+    state.advance(0.0)
+    answers = iter([False, True])
+    told = evaluator_with([], reports, told_to_end=lambda: next(answers))
+    assert told.maybe_run(state) is None and told.owed and reports == []
+
+    resumed = evaluator_with([], reports)
+    resumed.load_state_dict(told.state_dict())
+    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(3, 3))
+    loss = resumed.maybe_run(state)
+    assert loss == pytest.approx(3.0) and reports == [(3, loss)]
+    assert not resumed.owed and resumed.maybe_run(state) is None
+
+
+def test_a_run_that_is_told_to_end_does_not_begin_an_evaluation() -> None:
+    opened: list[int] = []
+    evaluator = evaluator_with(opened, [])
+    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(1, 1))
+    state.advance(0.0, stop=15)
+    assert evaluator.maybe_run(state) is None and not evaluator.owed  # nothing was due
+    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
+    state.advance(0.0, stop=15)
+    assert evaluator.maybe_run(state) is None and evaluator.owed and opened == []

@@ -11,6 +11,7 @@ from pretraining.config.durations import Duration, Progress
 from pretraining.config.intervals import Interval
 from pretraining.observability.observer import Observer
 from pretraining.observability.progress import Report
+from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
 from pretraining.train.state import TrainState
 from pretraining.train.step import StepOutcome
@@ -62,6 +63,7 @@ def observe(
         stopwatch=Stopwatch(lambda: recorder.now),
         display=recorder,
         trackers=[recorder],
+        stragglers=StragglerWatch(None, is_waiting=lambda frame: False, doing=lambda: "training"),
     )
     state = TrainState(len(losses), len(losses), 10, Progress(0, 0))
     with observer:

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretraining.errors import DataError, LaunchError
+from pretraining.errors import DataError, LaunchError, LostPeerError
 from pretraining.parallel import processes
-from pretraining.parallel.agreement import Agreement
+from pretraining.parallel.agreement import Agreed, Agreement
 from pretraining.parallel.processes import join_processes, on_every_rank, on_rank_zero
 
 
@@ -18,7 +18,7 @@ def test_one_process_joins_itself_without_an_address_and_leaves() -> None:
 
 def test_the_end_of_another_process_is_said_in_a_line_and_not_waited_for() -> None:
     with (
-        pytest.raises(LaunchError, match="another process of the job has ended") as raised,
+        pytest.raises(LostPeerError, match="another process of the job has ended") as raised,
         join_processes(0, 1, 0, 1, {}),
     ):
         raise RuntimeError("[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
@@ -83,6 +83,7 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("single_process")
-def test_the_agreed_clock_is_a_step_behind() -> None:
+def test_what_is_agreed_is_a_step_behind() -> None:
     with Agreement() as agreement:
-        assert [agreement.seconds(elapsed) for elapsed in (1.5, 2.5, 3.5)] == [0.0, 1.5, 2.5]
+        agreed = [agreement.exchange(seconds, stop) for seconds, stop in ((1.5, 0), (2.5, 15), (3.5, 0))]
+    assert agreed == [Agreed(0.0, 0), Agreed(1.5, 0), Agreed(2.5, 15)]

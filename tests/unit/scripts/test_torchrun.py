@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from helpers import ROOT
+from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -36,11 +37,13 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     """The exit code where torchrun itself ends so."""
 
     def main(arguments: list[str]) -> None:
-        assert arguments == ["--standalone", "job.py"]
+        assert arguments == ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", "--standalone", "job.py"]
         if outcome is not None:
             raise outcome
 
     monkeypatch.setattr(torchrun, "main", main)
+    monkeypatch.setattr(multiprocessing, "SubprocessContext", multiprocessing.SubprocessContext)  # put back at the end
+    monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
     code: int = torchrun.run(["--standalone", "job.py"])
     return code
 
@@ -55,8 +58,13 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
         ([(1, 11), (-9, 11)], 137),
         ([(1, 11), (-9, 41)], 1),
         ([(-11, 11), (1, 11)], 139),
+        ([(-15, 11), (75, 11)], 75),
+        ([(-15, 11), (-15, 11)], 143),
     ],
-    ids=["one", "the earlier", "the lower rank", "ended by torchrun", "lost its peer", "ended late", "crashed"],
+    ids=[
+        *("one", "the earlier", "the lower rank", "ended by torchrun", "lost its peer", "ended late", "crashed"),
+        *("ended by torchrun before it was looked at", "ended by somebody"),
+    ],
 )
 def test_the_first_failure_is_the_jobs(
     torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, workers: list[tuple[int, int]], code: int
@@ -84,6 +92,41 @@ def test_other_ends(
     torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None, code: int
 ) -> None:
     assert run(torchrun, monkeypatch, outcome) == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([75, 75], 75),
+        ([0, 0], 0),
+        ([0, 75], 75),
+        ([], 75),
+        ([75, -15], 75),
+        ([75, 1], 1),
+        ([75, -9], 143),
+        ([-9, None], 143),
+    ],
+    ids=["saved", "at the end", "nearly", "none yet", "just started", "failed", "killed", "out of reach"],
+)
+def test_a_job_that_is_told_to_stop_ends_with_the_word_of_its_workers(
+    torchrun: ModuleType, codes: list[int | None], code: int
+) -> None:
+    assert torchrun.exit_code_after_stop(15, codes) == code
+
+
+def test_a_second_request_to_stop_is_ignored(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun.Stop, "received", None)
+    before = {number: signal.getsignal(number) for number in torchrun.STOP_SIGNALS}
+    try:
+        signal.signal(signal.SIGUSR1, torchrun.Stop.come)
+        with pytest.raises(SignalException) as stopped:
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stopped.value.sigval == torchrun.Stop.received == signal.SIGUSR1
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,19 @@ def test_without_a_choice_of_devices_the_driver_says_how_many(stand_in: StandIn,
 def test_several_processes_are_torchruns(stand_in: StandIn) -> None:
     train(stand_in, CHOICE, NPROC="2")
     (call,) = stand_in.calls()
-    assert call.startswith("torchrun --standalone --nproc-per-node=2 --signals-to-handle=SIGTERM,")
-    assert call.endswith(f"{stand_in.root}/main_training.py {CHOICE}")
+    program = f"{stand_in.root}/main_training.py {CHOICE}"
+    assert call == f"torchrun --standalone --nproc-per-node=2 --max-restarts=0 {program}"
+
+
+def test_a_process_that_is_to_be_started_again_is_torchruns(stand_in: StandIn) -> None:
+    train(stand_in, CHOICE, NPROC="1", MAX_RESTARTS="3")
+    assert stand_in.calls()[0].startswith("torchrun --standalone --nproc-per-node=1 --max-restarts=3 ")
+
+
+def test_machines_that_may_come_and_go_meet_at_one_of_them(stand_in: StandIn) -> None:
+    train(stand_in, CHOICE, NPROC="1", NNODES="1:4", MASTER_ADDR="node01", JOB_ID="seven")
+    meeting = "--nnodes=1:4 --rdzv-backend=c10d --rdzv-id=seven --rdzv-endpoint=node01:29500"
+    assert stand_in.calls()[0].startswith(f"torchrun {meeting} --nproc-per-node=1 ")
 
 
 def test_the_processes_of_a_machine_share_its_cores(stand_in: StandIn) -> None:

@@ -40,7 +40,7 @@ def test_a_run_says_what_it_trains_and_where_everything_is(tmp_path: Path, capsy
         "--num_steps=8",
     ):
         assert part in out, out
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "checkpoints", "logs"}
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "run_status.json", "checkpoints", "logs"}
     assert any(path.name.startswith("events.out.tfevents") for path in (run / "logs").iterdir())
 
 

@@ -1,0 +1,81 @@
+"""What this process does about signals, from its first moment on.
+
+    SIGTERM, SIGUSR1    remembered, no more: training looks between steps, saves and ends (train/preemption.py)
+    SIGINT (Ctrl-C)     KeyboardInterrupt, as always in Python; during imports one line and the end
+
+A handler that only remembers cannot interrupt anything half-way: not a save, however many signals come. Schedulers and
+launchers send SIGTERM, and SIGUSR1 ahead of a time limit. By default either would end a process on the spot, so they
+are listened to before torch is imported, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ReceivedSignals:
+    """Which of the signals that ask for an early end has come to this process.
+
+    Attributes:
+        first: the first one that came; None so far.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+
+    def listen(self) -> ReceivedSignals:
+        """Remember signals from now on, until the process ends: one that comes as it leaves must not kill it."""
+        for number in PREEMPTION_SIGNALS:
+            signal.signal(number, self._remember)
+        return self
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first = signal.Signals(number)
+
+
+@contextmanager
+def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """For the time of a `with` block, Ctrl-C ends the process at once, with a line in place of a traceback.
+
+    For imports: a KeyboardInterrupt inside them may come out as any error, or not at all.
+
+    Args:
+        text: what to say; one process of a job says it.
+        environ: tells which one this is.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if environ.get("RANK", "0") == "0":
+            os.write(2, f"{text}\n".encode())
+        os._exit(INTERRUPTED)
+
+    # What a shell starts in the background ignores SIGINT, and shall go on doing so.
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Get a SIGTERM when the torchrun that started this process dies, even by SIGKILL (Linux).
+
+    torchrun's processes are in sessions of their own: without this they would train on, unseen, and keep GPUs and the
+    run's folder from whoever starts the run again.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -1,0 +1,124 @@
+"""Which process the others wait for.
+
+Collectives make the steps of all processes equally long, so step times name nobody. What differs is how a process
+spends them: the slow one works all the time, the others wait for it. So a thread in each process looks at the main
+thread many times a second, notes whether it works or waits, and a report compares what share of the time each worked.
+
+Own work is everything that is no waiting for other processes or the device: computing on a CPU, Python, waiting for
+data or a file system. A GPU that computes slowly is not seen: its process waits for it as all others do.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import statistics
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+PERIOD_SECONDS = 0.05
+FEWEST_LOOKS = 100
+"""Before them, shares are too coarse to blame anyone: a share of a half is known to 5%."""
+MOST_NAMED = 4
+
+
+class StragglerWatch:
+    """Looks at what the main thread does.
+
+    Args:
+        factor: a process is named whose share of own work is so many times that of the others; None = nobody looks.
+        is_waiting: whether a thread in this innermost frame waits for other processes or the device.
+        doing: what the main thread is busy with; only "training" and "data" count.
+    """
+
+    def __init__(self, factor: float | None, is_waiting: Callable[[FrameType], bool], doing: Callable[[], str]) -> None:
+        self._factor = factor if dist.get_world_size() > 1 else None
+        self._is_waiting = is_waiting
+        self._doing = doing
+        self._stopped = threading.Event()
+        self._watched = 0
+        self._clear()
+
+    def start(self) -> None:
+        """Begin to look at the thread that calls this."""
+        self._watched = threading.get_ident()
+        if self._factor is not None:
+            threading.Thread(target=self._look_on, name="straggler watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+
+    def report(self, step_seconds: float) -> list[str]:
+        """A line for each process that the others wait for; a collective call.
+
+        Args:
+            step_seconds: of the steps since the last report.
+        """
+        if self._factor is None:
+            return []
+        own = torch.tensor([self._working, self._waiting, self._for_data])
+        everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        counts = [each.tolist() for each in everyone]
+        looks_of_fewest = min(working + waiting for working, waiting, _ in counts)
+        if looks_of_fewest < FEWEST_LOOKS:
+            return []
+        self._clear()
+        shares = [working / (working + waiting) for working, waiting, _ in counts]
+        slow = find_stragglers(shares, looks_of_fewest, self._factor)
+        if not slow:
+            return []
+        hosts = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        lines = []
+        for rank, others in slow.items():
+            share, for_data = shares[rank], counts[rank][2] / counts[rank][0]
+            detail = f", {for_data:.0%} of it waiting for data" if for_data >= 0.01 else ""
+            lines.append(
+                f"straggler: rank {rank} on {hosts[rank]}: {share * step_seconds:.3f} s of own work a step{detail}, "
+                f"{share / others:.1f} times as much as the others, who wait for it ({others * step_seconds:.3f} s)"
+            )
+        return lines
+
+    def _clear(self) -> None:
+        self._working = self._waiting = self._for_data = 0
+
+    def _look_on(self) -> None:
+        while not self._stopped.wait(PERIOD_SECONDS):
+            frame = sys._current_frames().get(self._watched)
+            doing = self._doing()
+            if frame is None or doing not in ("training", "data"):
+                continue
+            if self._is_waiting(frame):
+                self._waiting += 1
+            else:
+                self._working += 1
+                self._for_data += doing == "data"
+
+
+def find_stragglers(shares: list[float], looks: int, factor: float) -> dict[int, float]:
+    """The processes whose share of own work stands out, the largest first, with the median share of the others.
+
+    Shares are estimates: one is only taken for larger where chance does not explain it (four standard errors of a
+    difference of two proportions), and where it costs the others at least a tenth of their time.
+
+    Args:
+        shares: of each process.
+        looks: that each of them comes from, at least.
+        factor: how many times that of the others a share has to be.
+    """
+    found = {}
+    for rank in sorted(range(len(shares)), key=lambda rank: -shares[rank])[:MOST_NAMED]:
+        share = shares[rank]
+        others = max(statistics.median(shares[:rank] + shares[rank + 1 :]), 1.0 / looks)
+        middle = (share + others) / 2
+        chance = 4.0 * math.sqrt(2.0 * middle * (1.0 - middle) / looks)
+        if share >= factor * others and share - others >= max(0.1, chance):
+            found[rank] = others
+    return found

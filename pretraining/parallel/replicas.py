@@ -1,0 +1,76 @@
+"""Whether replicas still hold the same weights, to the bit.
+
+Replicas start equal and make the same updates, so they stay equal, unless a device computes or remembers something else
+than it should. Nothing else shows it: each replica goes on with weights of its own, and gradients are averaged over
+models that are no longer the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+_CHUNK = 1 << 20
+"""Words that are hashed at once: what a check takes in memory is two int64 for each."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = -7046029254386353131
+"""2**64 / golden ratio, rounded to an odd number, as int64."""
+
+
+class Replicas:
+    """The copies of a model's pieces over the mesh.
+
+    Args:
+        parameters: sharded over the mesh.
+        mesh: with axes (replicate, shard).
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+        self._parameters = parameters
+        self._ranks = mesh.mesh.tolist()  # [replicate][shard]
+
+    def odd_ones(self) -> dict[int, list[int]]:
+        """The ranks whose weights differ from those of the other ranks with the same piece; a collective call.
+
+        Waits for the device. Where more than half of the holders of a piece agree, the rest are named; else all are.
+
+        Returns:
+            for each such rank, the ranks it was compared with.
+        """
+        own = torch.tensor([hash_tensors(_local(parameter) for parameter in self._parameters)])
+        everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        hashes = [int(each) for each in everyone]
+        odd = {}
+        for holders in zip(*self._ranks, strict=True):
+            value, holding = Counter(hashes[rank] for rank in holders).most_common(1)[0]
+            for rank in holders:
+                if hashes[rank] != value or 2 * holding <= len(holders):
+                    odd[rank] = [other for other in holders if other != rank]
+        return odd
+
+
+@torch.no_grad()
+def hash_tensors(tensors: Iterable[torch.Tensor]) -> int:
+    """A hash of the bits of tensors, in their order; waits for the device.
+
+    A sum of words, each times an odd number that depends on its place, modulo 2**64. So a difference in a single word
+    always shows, and others all but always.
+    """
+    total: torch.Tensor | int = 0
+    for tensor in tensors:
+        words = tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()])
+        factors = (2 * torch.arange(min(len(words), _CHUNK), device=words.device) + 1) * _ODD
+        for chunk in words.split(_CHUNK):
+            total = total * _ODD + (chunk.to(torch.int64) * factors[: len(chunk)]).sum()
+    return int(total)
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

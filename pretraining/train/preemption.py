@@ -1,0 +1,89 @@
+"""Why and when a run ends before it is done: a signal to any of its processes, or a time limit that comes near.
+
+    signal handler, clock -> `StopRequests.pending` of this rank -> Agreement -> all ranks stop after the same step
+
+Nothing here acts. A rank only tells its request, beside its clock, once a step; a step later all ranks know of it, stop
+training, save, and end with the exit code of `Preempted`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pretraining.config.durations import Duration
+from pretraining.launch.signals import ReceivedSignals
+
+TIME_LIMIT = 1  # no signal that is listened to has this number
+STARTED_AT = "PRETRAINING_STARTED_AT"
+
+# SLURM's end time is the moment at which processes are killed: time to finish a step or two and to save, as in the
+# signal that scripts/train.slurm asks for. Of a job that has little time, a tenth.
+MARGIN_SECONDS = 300.0
+MARGIN_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class StopRequests:
+    """Whether this process has been asked to end the run early.
+
+    Attributes:
+        signals: that came to it.
+        deadline: when training is to stop, in seconds since 1970; None = never.
+        clock: seconds since 1970.
+    """
+
+    signals: ReceivedSignals = field(default_factory=ReceivedSignals)
+    deadline: float | None = None
+    clock: Callable[[], float] = time.time
+
+    def pending(self) -> int:
+        """The request of this rank, for `Agreement.exchange`: 0 = none, else what `reason_of` explains."""
+        if self.signals.first is not None:
+            return int(self.signals.first)
+        return TIME_LIMIT if self.deadline is not None and self.clock() >= self.deadline else 0
+
+
+def reason_of(stop: int) -> str:
+    """A request of any rank in words."""
+    if stop == TIME_LIMIT:
+        return "the time limit is near"
+    return signal.Signals(stop).name
+
+
+def stop_requests(
+    signals: ReceivedSignals, time_limit: Duration | None, environ: Mapping[str, str] = os.environ
+) -> StopRequests:
+    """The requests of a process whose signals are listened to.
+
+    Args:
+        signals: that came to it.
+        time_limit: from the start of the job to the end of training, 0 = none; None = what SLURM says.
+        environ: holds when the job was started, where its launcher starts processes anew, and SLURM's end time.
+    """
+    if time_limit is None:
+        return StopRequests(signals, _slurm_deadline(environ))
+    if time_limit.amount == 0:
+        return StopRequests(signals, None)
+    started = _unix_time(environ, STARTED_AT)
+    return StopRequests(signals, (time.time() if started is None else started) + time_limit.amount)
+
+
+def _slurm_deadline(environ: Mapping[str, str]) -> float | None:
+    end = _unix_time(environ, "SLURM_JOB_END_TIME")
+    if end is None:
+        return None
+    start = _unix_time(environ, "SLURM_JOB_START_TIME")
+    margin = MARGIN_SECONDS if start is None else min(MARGIN_SECONDS, MARGIN_SHARE * (end - start))
+    return end - margin
+
+
+def _unix_time(environ: Mapping[str, str], name: str) -> float | None:
+    """A moment; None where the variable is missing or says something else (SLURM writes "Unknown", too)."""
+    try:
+        return float(environ.get(name, ""))
+    except ValueError:
+        return None

@@ -1,0 +1,201 @@
+"""One process of a job of several runs, each with a fault injected: reads (port, fault, flags) as JSON.
+
+A fault is a function of this module that is given the run, before its first step, and the process's rank; it puts hooks
+into the model, the weights or the data. How a run ends is printed as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pretraining.config.flags import load_train_config
+from pretraining.errors import PretrainError
+from pretraining.launch.layout import resolve_layout
+from pretraining.observability import stragglers
+from pretraining.train import rollback, run
+from pretraining.train.loop import Run, train_loop
+
+
+def at_steps(job: Run, steps: range, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A hook that changes what a module gives in some steps, numbered from 1, while training."""
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return change(output) if job.state.step + 1 in steps and torch.is_grad_enabled() else output
+
+    return hook
+
+
+def no_fault(job: Run, rank: int) -> None:
+    """Nothing is wrong."""
+
+
+def loss_is_nan(job: Run, rank: int) -> None:
+    """Rank 1's loss is NaN in step 3; the NaN is added, so that gradients by themselves would stay finite."""
+    if rank == 1:
+        job.context.model.register_forward_hook(
+            at_steps(job, range(3, 4), lambda output: (output[0] + torch.nan, output[1]))
+        )
+
+
+def loss_is_infinite(job: Run, rank: int) -> None:
+    """Rank 1's loss overflows in step 3."""
+    if rank == 1:
+        job.context.model.register_forward_hook(
+            at_steps(job, range(3, 4), lambda output: (output[0] * 1e30 * 1e30, output[1]))
+        )
+
+
+def gradient_is_infinite(job: Run, rank: int) -> None:
+    """A gradient of rank 1 overflows in step 3 in the middle of the backward pass; the loss is right."""
+
+    def change(output: torch.Tensor) -> torch.Tensor:
+        output.register_hook(lambda gradient: gradient * torch.inf)
+        return output
+
+    if rank == 1:
+        norm: Any = job.context.model.model.norm  # type: ignore[union-attr]
+        norm.register_forward_hook(at_steps(job, range(3, 4), change))
+
+
+def loss_stays_nan(job: Run, rank: int) -> None:
+    """Rank 1's loss is NaN from step 3 on."""
+    if rank == 1:
+        job.context.model.register_forward_hook(
+            at_steps(job, range(3, 1000), lambda output: (output[0] * torch.nan, output[1]))
+        )
+
+
+def loss_is_tenfold(job: Run, rank: int) -> None:
+    """The loss of every rank is ten times what it should be in step 9."""
+    job.context.model.register_forward_hook(at_steps(job, range(9, 10), lambda output: (output[0] * 10, output[1])))
+
+
+def learning_rate_explodes(job: Run, rank: int) -> None:
+    """The learning rate of step 7 is 100, the first time that the run comes there. Keeps what every step trains on."""
+
+    def set_learning_rate(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        if job.state.step + 1 == 7 and not _exploded:
+            _exploded.append(True)
+            for group in optimizer.param_groups:
+                group["lr"] = 100.0
+
+    job.context.optimizer.register_step_pre_hook(set_learning_rate)
+    folder = Path(job.checkpoints._run)
+
+    def keep(module: nn.Module, inputs: Any) -> None:
+        with (folder / f"trained_{rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": job.state.step + 1, "tokens": inputs[0].tolist()}) + "\n")
+
+    job.context.model.register_forward_pre_hook(keep)
+
+
+_exploded: list[bool] = []
+
+
+def flip_weight_bit(job: Run, rank: int) -> None:
+    """One bit of one weight of rank 1 flips before step 3."""
+    weights: Any = job.context.parameters[0]
+
+    def flip(module: nn.Module, inputs: Any) -> None:
+        if job.state.step == 2 and rank == 1:
+            weights.to_local().detach().view(-1).view(torch.int32)[5] ^= 1 << 3
+
+    job.context.model.register_forward_pre_hook(flip)
+
+
+def slow_forward(job: Run, rank: int) -> None:
+    """Rank 1 sleeps in every forward pass; looks are so many that a short run is enough."""
+    stragglers.PERIOD_SECONDS = 0.01
+    if rank == 1:
+        job.context.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
+
+
+def die_while_reading(job: Run, rank: int) -> None:
+    """The thread of rank 1 that reads is killed, as far as a thread can be, while it reads the batch of step 3."""
+    read = _loader(job).reader.read
+
+    def reading(step: int) -> Any:
+        if step == 2 and rank == 1:
+            thread = ctypes.c_ulong(threading.get_ident())
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
+        return read(step)
+
+    _loader(job).reader.read = reading
+
+
+def fail_while_reading(job: Run, rank: int) -> None:
+    """What reads rank 1's data fails, as by a bug, in step 3."""
+    read = _loader(job).reader.read
+
+    def reading(step: int) -> Any:
+        if step == 2 and rank == 1:
+            raise ZeroDivisionError("by nothing")
+        return read(step)
+
+    _loader(job).reader.read = reading
+
+
+def hang_while_reading(job: Run, rank: int) -> None:
+    """Rank 1's read of the batch of step 3 never comes back."""
+    read = _loader(job).reader.read
+
+    def reading(step: int) -> Any:
+        if step == 2 and rank == 1:
+            threading.Event().wait()
+        return read(step)
+
+    _loader(job).reader.read = reading
+
+
+def tell_steps(job: Run, rank: int) -> None:
+    """Every step is told on standard output, so that somebody can act in the middle of the run."""
+    job.context.model.register_forward_pre_hook(
+        lambda module, inputs: print(f"rank {rank} in step {job.state.step + 1}", flush=True)
+    )
+
+
+def _loader(job: Run) -> Any:
+    """The loader behind a run's batches."""
+    frame = job.batches.gi_frame
+    assert frame is not None
+    return frame.f_locals["loader"]
+
+
+def faulty_loop(inject: Callable[[Run, int], None], rank: int, job: Run) -> None:
+    """The training loop, with something wrong."""
+    inject(job, rank)
+    train_loop(job)
+
+
+def main(jobs: list[tuple[int, str, list[str]]]) -> None:
+    torch.set_num_threads(1)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for port, fault, flags in jobs:
+        os.environ["MASTER_PORT"] = str(port)
+        layout = resolve_layout(os.environ)
+        rollback.train_loop = partial(faulty_loop, globals()[fault], layout.rank)  # type: ignore[assignment]
+        ending: dict[str, Any] = {"fault": fault, "rank": layout.rank}
+        try:
+            run.train(load_train_config(flags), layout)
+        except PretrainError as error:
+            ending["error"] = f"{type(error).__name__}: {error}"
+        os.write(1, f"\n{json.dumps(ending)}\n".encode())  # at once, so that processes do not write into each other's
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

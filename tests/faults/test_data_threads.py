@@ -1,0 +1,26 @@
+"""Fault 23: what reads data in a process dies. The run ends, and says where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from guarded_runs import start_without_launcher
+from training_runs import write_two_datasets
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("die_while_reading", ["DataError: a thread that reads data has ended itself", "step 3"]),
+        ("fail_while_reading", ["ZeroDivisionError: by nothing", "on rank 1, reading the batch of step 3"]),
+    ],
+)
+def test_a_thread_that_dies_ends_the_run_and_is_named(fault: str, said: list[str], tmp_path: Path) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    run = ["num_steps=100000", "report_interval=0", f"ckpt_save_path={tmp_path / 'run'}"]
+    processes = start_without_launcher(2, data, fault, run)
+    outputs = [process.communicate(timeout=150) for process in processes]
+    for part in said:
+        assert part in "".join(outputs[1]), outputs[1]
+    assert "another process of the job has ended" in "".join(outputs[0]), outputs[0]

@@ -1,0 +1,56 @@
+"""Faults 2 and 24: a process stops, or a read never comes back. The others find it, say which, and end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from guarded_runs import start_without_launcher
+from training_runs import write_two_datasets
+
+RUN = ["num_steps=1000000", "report_interval=0", "hang_timeout=5s", "first_step_timeout=40s"]
+HUNG = 124
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if f"in step {step}" in line:
+            return
+    raise AssertionError("the process ended before the step")
+
+
+@pytest.mark.parametrize("stopped", [1, 0])
+def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path: Path) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    flags = [*RUN, f"ckpt_save_path={tmp_path / 'run'}"]
+    processes = start_without_launcher(2, data, "tell_steps", flags)
+    try:
+        wait_for_step(processes[stopped], 5)
+        processes[stopped].send_signal(signal.SIGSTOP)
+        other = processes[1 - stopped]
+        _, stderr = other.communicate(timeout=150)
+        assert other.returncode == HUNG, stderr
+        assert "the job hangs: nothing has made progress for" in stderr
+        assert "train_step" in stderr  # where this process stands
+        if stopped == 0:  # it also serves the store that it would be asked through
+            assert "with rank 0, does not" in stderr
+        else:
+            assert "rank 1 on " in stderr and "is not heard from any more" in stderr
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_read_that_hangs_is_named_by_all(tmp_path: Path) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    flags = [*RUN, f"ckpt_save_path={tmp_path / 'run'}"]
+    processes = start_without_launcher(2, data, "hang_while_reading", flags)
+    outputs = [process.communicate(timeout=150) for process in processes]
+    for process, (_, stderr) in zip(processes, outputs, strict=True):
+        assert process.returncode == HUNG, stderr
+        assert "rank 1 is waiting for data after step 2" in stderr, stderr
+    assert 'guarded_worker.py", line' in outputs[1][1] and "in reading" in outputs[1][1]  # its stacks show the read

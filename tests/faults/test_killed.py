@@ -1,0 +1,79 @@
+"""Faults 1 and 7: a killed rank takes the others with it, and a killed save leaves the checkpoint before it.
+
+Processes are started without a launcher, which would end them together.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from faulty_runs import assert_same_tensors, checkpoints_of, start_ranks, status_of, train_with_faults
+from training_runs import losses_of
+
+SAVED_IN_STEP_3 = "checkpoint_interval=3"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("killed")
+
+
+@pytest.fixture(scope="module")
+def lost_peer(root: Path) -> list[tuple[int, str]]:
+    """Exit code and last words of both ranks, of which rank 1 was killed in step 4."""
+    flags = [f"ckpt_save_path={root}/killed", SAVED_IN_STEP_3]
+    ranks = start_ranks(2, "killed", flags)
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def killed_in_the_save(root: Path) -> set[str]:
+    """What lies in the folder of checkpoints after both ranks were killed in a save that was not getting anywhere."""
+    ranks = start_ranks(2, "the save never ends", [f"ckpt_save_path={root}/grace", SAVED_IN_STEP_3])
+    try:
+        wait_for_line(ranks[1], "hangs")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    return checkpoints_of(root / "grace")
+
+
+@pytest.fixture(scope="module")
+def resumed(root: Path, lost_peer: object, killed_in_the_save: object) -> None:
+    """Both runs were started again, and a third one has never been stopped."""
+    runs = ("whole", "killed", "grace")
+    train_with_faults(2, [("nothing", [f"ckpt_save_path={root}/{run}"]) for run in runs])
+
+
+def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for each in process.stdout:
+        if each.strip() == line:
+            return
+    raise AssertionError(f"the process has ended without saying {line!r}")
+
+
+def test_the_peers_of_a_killed_rank_end_by_themselves_and_say_why(root: Path, lost_peer: list[tuple[int, str]]) -> None:
+    (code, words), (killed_code, _) = lost_peer
+    assert (code, killed_code) == (1, -signal.SIGKILL)
+    assert words.startswith("another process of the job has ended")
+    status = status_of(root / "killed")
+    assert (status["status"], status["reason"]) == ("failed", words)
+    assert status["starts_without_progress"] == 1
+
+
+def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(killed_in_the_save: set[str]) -> None:
+    assert {name for name in killed_in_the_save if not name.endswith(".tmp")} == {"step_3_ckp"}
+
+
+@pytest.mark.usefixtures("resumed")
+@pytest.mark.parametrize("run", ["killed", "grace"])
+def test_the_next_start_repeats_the_run_that_was_never_stopped_bit_for_bit(run: str, root: Path) -> None:
+    assert_same_tensors(root / run / "checkpoints" / "step_8_ckp", root / "whole" / "checkpoints" / "step_8_ckp")
+    assert losses_of(root / run) == losses_of(root / "whole")
+    assert not any(name.endswith(".tmp") for name in checkpoints_of(root / run))

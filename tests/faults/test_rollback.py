@@ -1,0 +1,84 @@
+"""Fault 20: a run that diverges for good goes back without the batches, and what it trained on can still be shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guarded_runs import reports_of, train_with_faults
+from training_runs import TINY, write_two_datasets
+
+from pretraining.cli import main
+
+GLOBAL_BATCH = 4
+LEFT_OUT = range(7 * GLOBAL_BATCH, 10 * GLOBAL_BATCH)  # those of steps 8, 9 and 10
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rollback")
+
+
+@pytest.fixture(scope="module")
+def endings(place: Path) -> list[dict[str, Any]]:
+    """A run that is mended by going back, and one that is not."""
+    data = write_two_datasets(place / "data")
+    guards = ["max_skipped_steps=3", "spike_threshold=6", "spike_window=8", "max_rollbacks=2"]
+    mended = ["num_steps=15", "checkpoint_interval=3", *guards, f"ckpt_save_path={place / 'mended'}"]
+    lost = ["num_steps=30", "checkpoint_interval=2", *guards, f"ckpt_save_path={place / 'lost'}"]
+    return train_with_faults(2, data, [("learning_rate_explodes", mended), ("loss_stays_nan", lost)])
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
+    return document
+
+
+def test_a_run_goes_back_and_comes_to_its_end_without_the_batches(place: Path, endings: list[dict[str, Any]]) -> None:
+    assert [ending for ending in endings if ending["fault"] == "learning_rate_explodes" and "error" in ending] == []
+    reports = reports_of(place / "mended")
+    assert [report["step"] for report in reports] == list(range(1, 16))
+    assert not any(report["skipped_updates"] for report in reports)
+    assert max(report["loss"] for report in reports) < 6
+    skipped = [[LEFT_OUT.start, LEFT_OUT.stop]]
+    saved = {step: manifest_of(place / "mended" / "checkpoints" / f"step_{step}_ckp") for step in (3, 6, 9, 12, 15)}
+    assert {step: manifest["data"]["skipped"] for step, manifest in saved.items()} == {
+        **{3: [], 6: []},  # from before
+        **{9: skipped, 12: skipped, 15: skipped},
+    }
+
+
+def test_inspect_shows_what_every_step_trained_on(
+    place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: dict[int, list[list[int]]] = {}
+    for rank in (0, 1):
+        lines = [json.loads(line) for line in (place / "mended" / f"trained_{rank}.jsonl").read_text().splitlines()]
+        for step, tokens in {line["step"]: line["tokens"] for line in lines}.items():  # what came last is what counts
+            trained.setdefault(step, []).extend(tokens)
+    assert sorted(trained) == list(range(1, 16))
+    for step, tokens in trained.items():
+        main(["inspect", f"ckpt_load_path={place / 'mended'}", f"step={step}", "json=true", "tokens=true"])
+        slots = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [slot["ids"][:-1] for slot in slots] == tokens
+        assert not any(slot["sample_id"] in LEFT_OUT for slot in slots)
+
+
+def test_a_later_start_goes_on_without_the_batches(place: Path, endings: list[dict[str, Any]]) -> None:
+    flags = [*TINY, f"data_path={place / 'data'}", "sep_token=0", "logical_shards=8", "batch_size=2", "num_steps=16"]
+    main(["train", *flags, f"ckpt_save_path={place / 'mended'}"])
+    manifest = manifest_of(place / "mended" / "checkpoints" / "step_16_ckp")
+    assert manifest["data"]["skipped"] == [[LEFT_OUT.start, LEFT_OUT.stop]]
+    assert manifest["data"]["next_sample"] == 16 * GLOBAL_BATCH + len(LEFT_OUT)
+
+
+def test_a_run_that_does_not_get_further_by_going_back_ends(place: Path, endings: list[dict[str, Any]]) -> None:
+    errors = {ending["error"] for ending in endings if ending["fault"] == "loss_stays_nan"}
+    (error,) = errors
+    assert "step 5: the updates since step 3 were left out, 3 in a row" in error
+    assert "Going back 2 times (--max_rollbacks) got the run no further" in error
+    # What is left is from before the last of them; what was saved behind it is no checkpoint any more.
+    kept = {path.name for path in (place / "lost" / "checkpoints").iterdir() if path.suffix != ".tmp"}
+    assert kept == {"step_2_ckp", "step_4_ckp"}

@@ -1,0 +1,73 @@
+"""Starts jobs with faults (tests/faults/guarded_worker.py) and reads what came of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import ROOT, plain_environment, run_distributed
+from safetensors.torch import load_file
+from training_runs import TINY, free_ports
+
+WORKER = ROOT / "tests" / "faults" / "guarded_worker.py"
+
+
+def train_with_faults(processes: int, data_path: Path, runs: Sequence[tuple[str, list[str]]]) -> list[dict[str, Any]]:
+    """Train runs, each with a fault, in one job of so many processes; returns how each ended on each rank.
+
+    Args:
+        processes: of the job.
+        data_path: datasets.
+        runs: name of the fault and overrides on top of the tiny model's, of each run.
+    """
+    jobs = _jobs(data_path, runs)
+    done = run_distributed(WORKER, processes, [json.dumps(jobs)], timeout=240)
+    print(done.stdout, done.stderr)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def start_without_launcher(
+    processes: int, data_path: Path, fault: str, flags: list[str]
+) -> list[subprocess.Popen[str]]:
+    """Start a run with a fault as processes that nobody ends when one of them does; for `with` blocks of their own."""
+    (job,) = _jobs(data_path, [(fault, flags)])
+    started = []
+    for rank in range(processes):
+        variables = {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **{"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"},
+            "MASTER_PORT": str(job[0]),
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(WORKER), json.dumps([job])],
+                env=plain_environment(variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return started
+
+
+def _jobs(data_path: Path, runs: Sequence[tuple[str, list[str]]]) -> list[tuple[int, str, list[str]]]:
+    common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8", "batch_size=2"]
+    ports = free_ports(len(runs))
+    return [(port, fault, [*common, *flags]) for port, (fault, flags) in zip(ports, runs, strict=True)]
+
+
+def reports_of(run: Path) -> list[dict[str, Any]]:
+    """The reports of a run's metrics."""
+    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every shard of a checkpoint by file and name."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, heed_interrupts, plain_environment
+
+from pretraining.launch.signals import PREEMPTION_SIGNALS, ReceivedSignals, end_with_launcher, leave_at_interrupt
+
+
+@pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
+def test_the_first_signal_is_remembered_and_nothing_else_happens(number: signal.Signals) -> None:
+    signals = ReceivedSignals().listen()
+    assert signals.first is None
+    signal.raise_signal(number)
+    for again in PREEMPTION_SIGNALS:
+        signal.raise_signal(again)
+    assert signals.first is number
+
+
+def run_python(
+    program: str, environment: dict[str, str] | None = None, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=plain_environment(environment),
+        cwd=ROOT,
+        preexec_fn=heed_interrupts,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+INTERRUPTED_IMPORT = """
+import signal
+from pretraining.launch.signals import leave_at_interrupt
+with leave_at_interrupt("interrupted"):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:
+        raise SystemExit("a library made something else of it")
+"""
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "interrupted\n"), ("3", "")])
+def test_an_interrupt_during_imports_is_a_line_of_one_process(rank: str, said: str) -> None:
+    done = run_python(INTERRUPTED_IMPORT, {"RANK": rank})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+
+
+def test_after_imports_an_interrupt_is_pythons_again_and_a_process_in_the_background_ignores_it_still() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for handler in (signal.default_int_handler, signal.SIG_IGN):
+            signal.signal(signal.SIGINT, handler)
+            with leave_at_interrupt(""):
+                assert (signal.getsignal(signal.SIGINT) is handler) == (handler is signal.SIG_IGN)
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+WORKER = """
+import signal, sys
+from pretraining.launch.signals import end_with_launcher
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+end_with_launcher()
+print("ready", flush=True)
+signal.pause()
+"""
+
+LAUNCHER = """
+import os, signal, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+worker.stdout.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a service of Linux")
+def test_a_process_gets_sigterm_when_its_torchrun_is_killed() -> None:
+    done = run_python(LAUNCHER, {"TORCHELASTIC_RUN_ID": "1"}, WORKER)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "told to end\n")  # the worker has the same stderr
+
+
+def test_without_torchrun_a_process_outlives_whoever_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("asked the kernel"))
+    end_with_launcher({})

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from pretraining.observability import stragglers
+from pretraining.observability.stragglers import FEWEST_LOOKS, StragglerWatch, find_stragglers
+
+
+@pytest.mark.parametrize(
+    ("shares", "named"),
+    [
+        ([0.5, 0.5, 0.5, 0.5], {}),
+        ([0.4, 0.9, 0.4, 0.4], {1: 0.4}),
+        ([0.9, 0.3], {0: 0.3}),
+        ([0.9, 0.95, 0.92, 0.9], {}),  # nobody waits for anybody
+        ([0.4, 0.9, 0.4, 0.8, 0.4], {1: 0.4, 3: 0.4}),  # the slowest first
+        ([0.01, 0.08, 0.01], {}),  # eight times, but what the others wait is nothing
+    ],
+)
+def test_a_process_is_named_whose_share_of_work_stands_out(shares: list[float], named: dict[int, float]) -> None:
+    found = find_stragglers(shares, looks=1000, factor=1.5)
+    assert found == pytest.approx(named) and list(found) == list(named)
+
+
+def test_what_chance_explains_is_nobodys_fault() -> None:
+    assert find_stragglers([0.30, 0.48], looks=100, factor=1.5) == {}
+    assert find_stragglers([0.30, 0.48], looks=1000, factor=1.5) == {1: 0.30}
+
+
+def test_a_share_of_nothing_has_a_factor_too() -> None:
+    assert find_stragglers([0.0, 0.9], looks=100, factor=1.5) == {1: 0.01}
+
+
+def watch(factor: float | None, monkeypatch: pytest.MonkeyPatch, others: list[list[int]]) -> StragglerWatch:
+    """A watch among other processes with these looks (working, waiting, for data)."""
+
+    def all_gather(everyone: list[torch.Tensor], own: torch.Tensor) -> None:
+        for tensor, values in zip(everyone, [own.tolist(), *others], strict=True):
+            tensor.copy_(torch.tensor(values))
+
+    def all_gather_object(hosts: list[Any], own: str) -> None:
+        hosts[:] = [f"node{rank}" for rank in range(len(hosts))]
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1 + len(others))
+    monkeypatch.setattr("torch.distributed.all_gather", all_gather)
+    monkeypatch.setattr("torch.distributed.all_gather_object", all_gather_object)
+    return StragglerWatch(factor, lambda frame: False, lambda: "training")
+
+
+def test_a_report_names_rank_machine_factor_and_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = watch(1.5, monkeypatch, [[100, 100, 0], [180, 20, 90]])
+    looked._working, looked._waiting = 100, 100
+    assert looked.report(step_seconds=2.0) == [
+        "straggler: rank 2 on node2: 1.800 s of own work a step, 50% of it waiting for data, 1.8 times as much as the "
+        "others, who wait for it (1.000 s)"
+    ]
+    assert looked.report(2.0) == []  # every report is of what was seen since the last one
+
+
+def test_too_few_looks_wait_for_the_next_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = FEWEST_LOOKS - 1
+    looked = watch(1.5, monkeypatch, [[few, 0, 0]])
+    looked._working, looked._waiting = 10, 500
+    assert looked.report(1.0) == [] and looked._waiting == 500
+
+
+@pytest.mark.parametrize(("factor", "processes"), [(None, 2), (1.5, 1)])
+def test_where_nobody_is_to_be_named_nobody_looks(
+    factor: float | None, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = watch(factor, monkeypatch, [[1, 1, 1]] * (processes - 1))
+    monkeypatch.setattr(stragglers.threading, "Thread", None)
+    looked.start()
+    assert looked.report(1.0) == []
+    looked.stop()
+
+
+def test_the_thread_tells_work_from_waiting_and_leaves_other_activities_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    doing = ["training", "data", "evaluation", "training", "checkpoint"]
+    waits = [True, False, False]  # of those that count
+    looked = watch(1.5, monkeypatch, [[0, 0, 0]])
+    seen: list[FrameType] = []
+
+    class Turns:
+        """Lets the thread look once for each activity."""
+
+        def wait(self, seconds: float) -> bool:
+            return not doing
+
+    def is_waiting(frame: FrameType) -> bool:
+        seen.append(frame)
+        return waits[len(seen) - 1]
+
+    turns: Any = Turns()
+    looked._stopped, looked._is_waiting, looked._doing = turns, is_waiting, lambda: doing.pop(0)
+    looked._watched = stragglers.threading.get_ident()
+    looked._look_on()
+    assert (looked._working, looked._waiting, looked._for_data) == (2, 1, 1)

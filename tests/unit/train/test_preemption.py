@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from pretraining.config.durations import Duration
+from pretraining.launch.signals import ReceivedSignals
+from pretraining.train.preemption import StopRequests, reason_of, stop_requests
+
+
+def test_a_signal_is_a_request_and_so_is_a_deadline_that_has_come() -> None:
+    now = [99.0]
+    requests = StopRequests(ReceivedSignals(), deadline=100.0, clock=lambda: now[0])
+    assert requests.pending() == 0
+    now[0] = 100.0
+    assert reason_of(requests.pending()) == "the time limit is near"
+    requests.signals.first = signal.SIGUSR1
+    assert reason_of(requests.pending()) == "SIGUSR1"
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "environ", "deadline"),
+    [
+        ("1h30min", {"PRETRAINING_STARTED_AT": "1000.5"}, 6400.5),
+        ("0s", {"SLURM_JOB_END_TIME": "10000"}, None),
+        (None, {}, None),
+        (None, {"SLURM_JOB_END_TIME": "100000"}, 99_700),
+        (None, {"SLURM_JOB_START_TIME": "13600", "SLURM_JOB_END_TIME": "100000"}, 99_700),
+        (None, {"SLURM_JOB_START_TIME": "99400", "SLURM_JOB_END_TIME": "100000"}, 99_940),
+        (None, {"SLURM_JOB_END_TIME": "Unknown"}, None),
+        (None, {"SLURM_JOB_END_TIME": ""}, None),
+        ("2h", {"PRETRAINING_STARTED_AT": "0", "SLURM_JOB_END_TIME": "1000"}, 7200),
+    ],
+    ids=["limit", "none wanted", "none", "slurm", "day", "ten minutes", "unlimited", "empty", "limit wins"],
+)
+def test_the_deadline_is_the_time_limit_or_ahead_of_the_end_of_a_slurm_job(
+    time_limit: str | None, environ: dict[str, str], deadline: float | None
+) -> None:
+    limit = None if time_limit is None else Duration.parse(time_limit)
+    assert stop_requests(ReceivedSignals(), limit, environ).deadline == deadline
+
+
+def test_a_process_that_no_launcher_restarts_counts_from_now() -> None:
+    requests = stop_requests(ReceivedSignals(), Duration(3600, "seconds"), {})
+    assert requests.deadline is not None and requests.pending() == 0
+    assert requests.deadline - requests.clock() == pytest.approx(3600, abs=60)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.train.spikes import SpikeDetector
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def detector(window: int = 8, threshold: float = 6.0, **conditions: int) -> SpikeDetector:
+    return SpikeDetector(threshold, window, CPU, conditions)
+
+
+def feed(spikes: SpikeDetector, losses: list[float], broken: tuple[int, ...] = ()) -> list[bool]:
+    """Judge losses one after the other; those at `broken` are left out for another reason."""
+    found = []
+    for index, loss in enumerate(losses):
+        verdict = spikes.judge(torch.tensor(loss * 10), torch.tensor(10))
+        skipped = verdict.is_spike | torch.tensor(index in broken)
+        spikes.remember(verdict.loss, skipped)
+        found.append(bool(verdict.is_spike))
+    return found
+
+
+USUAL = [3.0, 3.1, 2.9, 3.0, 3.05, 2.95, 3.0, 3.1]
+
+
+def test_a_loss_far_above_the_last_ones_is_a_spike_and_one_below_is_not() -> None:
+    assert feed(detector(), [*USUAL, 30.0, 3.0, 0.1]) == [False] * 8 + [True, False, False]
+
+
+def test_a_spike_does_not_widen_what_is_let_through() -> None:
+    assert feed(detector(), [*USUAL, *[30.0] * 20]) == [False] * 8 + [True] * 20
+
+
+def test_a_loss_that_is_not_finite_is_no_spike_and_leaves_no_trace() -> None:
+    spikes = detector()
+    assert feed(spikes, [*USUAL, math.nan, math.nan, 3.0], broken=(8, 9)) == [False] * 11
+    assert feed(spikes, [30.0]) == [True]
+
+
+def test_nothing_is_a_spike_before_half_the_window_is_known() -> None:
+    assert feed(detector(), [3.0, 3.1, 2.9, 30.0]) == [False] * 4
+    assert feed(detector(), [3.0, 3.1, 2.9, 3.0, 30.0]) == [False] * 4 + [True]
+
+
+@given(st.lists(st.floats(0.5, 12.0, width=32), min_size=9, max_size=40), st.integers(4, 12), st.floats(1.0, 8.0))
+def test_the_threshold_is_in_standard_deviations_of_the_last_losses_that_counted(
+    losses: list[float], window: int, threshold: float
+) -> None:
+    spikes, kept = detector(window, threshold), list[float]()
+    for loss in losses:
+        (found,) = feed(spikes, [loss])
+        last = kept[-window:]
+        if len(last) >= window // 2:
+            excess = loss - statistics.fmean(last) - threshold * statistics.stdev(last)
+            if abs(excess) > 1e-3:  # nearer than that, rounding decides
+                assert found == (excess > 0)
+        if not found:
+            kept.append(loss)
+
+
+def test_the_state_is_json_and_goes_on_where_it_was() -> None:
+    whole, first, second = detector(phases=1), detector(phases=1), detector(phases=1)
+    losses = [*USUAL[:5], 30.0, *USUAL, 9.0, 3.0]
+    feed(first, losses[:7])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert feed(whole, losses)[7:] == feed(second, losses[7:])
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_a_shorter_window_takes_the_newest_losses_and_a_longer_one_all() -> None:
+    state = {"losses": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "conditions": {}}
+    for window, kept in ((4, [3.0, 4.0, 5.0, 6.0]), (12, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])):
+        spikes = detector(window)
+        spikes.load_state_dict(state)
+        assert spikes.state_dict()["losses"] == kept
+
+
+def test_what_was_usual_under_other_conditions_says_nothing() -> None:
+    spikes = detector(phases=2)
+    spikes.load_state_dict({"losses": USUAL, "conditions": {"phases": 1}})
+    assert spikes.state_dict()["losses"] == []
