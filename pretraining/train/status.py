@@ -151,7 +151,7 @@ def _crash_loop(path: Path, previous: RunStatus, crashes: int) -> CheckpointErro
     starts = "its last start" if crashes == 1 else f"its last {crashes} starts"
     return CheckpointError(
         f"this run is in a crash loop: {starts} went on from step {previous.started_at_step} and crashed before a new "
-        f"checkpoint. The last time: {last}\nOne more would end alike. Mend the cause (--skip_samples leaves samples out "
-        "that cannot be trained on), then go on by the same command with --max_starts_without_progress=0. "
+        f"checkpoint. The last time: {last}\nOne more would end alike. Mend the cause (--skip_samples leaves out what "
+        "cannot be trained on), then go on by the same command with --max_starts_without_progress=0. "
         f"{path} counts the starts."
     )
