@@ -26,6 +26,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
     """A signal before anything has begun."""
+    if number == signal.SIGINT:
+        os.write(2, b"interrupted; nothing has begun\n")
     os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
 
 

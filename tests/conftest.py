@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from slurm_cluster import SlurmCluster, reason_to_skip
 
 # Before any test imports torch: tests are small, and threads of several processes only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,3 +20,17 @@ def same_signal_handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A SLURM of one node, started for this session and ended with it."""
+    reason = reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

@@ -18,6 +18,7 @@ from helpers import plain_environment, run_command
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scancel", "sinfo", "scontrol")
 SBIN = "/usr/sbin"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def find_program(name: str) -> str | None:
@@ -75,10 +76,10 @@ class SlurmCluster:
             *(f"--seed-file={self.folder}/munge.seed", f"--pid-file={self.folder}/run/munged.pid"),
             f"--log-file={self.folder}/munged.log",
         )
-        self._wait_until(munge.exists, "munged has its socket")
+        self.wait_until(munge.exists, "munged has its socket")
         self._start("slurmctld", "-D")
         self._start("slurmd", "-D", "-N", host)
-        self._wait_until(lambda: "idle" in self._node_state(), "the node is idle")
+        self.wait_until(lambda: "idle" in self._node_state(), "the node is idle")
 
     def _write_configuration(self, host: str, munge: Path) -> None:
         controller_port, node_port = free_ports(2)
@@ -102,6 +103,7 @@ class SlurmCluster:
                     f"SlurmdLogFile={self.folder}/slurmd.log",
                     "ProctrackType=proctrack/linuxproc",
                     "TaskPlugin=task/none",
+                    "SchedulerParameters=sched_interval=1",
                     "SelectType=select/cons_tres",
                     "SelectTypeParameters=CR_CPU",
                     "JobAcctGatherType=jobacct_gather/none",
@@ -155,21 +157,16 @@ class SlurmCluster:
             SLURM's word for how it ended: COMPLETED, FAILED, …
         """
         job = self.run(["sbatch", "--parsable", *arguments], environment).stdout.strip()
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        state = ""
-
-        def has_ended() -> bool:
-            nonlocal state
-            shown = self.run(["scontrol", "show", "job", job]).stdout
-            state = shown.partition("JobState=")[2].split()[0]
-            return state in ended
-
         try:
-            self._wait_until(has_ended, f"job {job} has ended", timeout)
+            self.wait_until(lambda: self.state_of(job) in ENDED, f"job {job} has ended", timeout)
         except RuntimeError:
             self.run(["scancel", job], check=False)
             raise
-        return state
+        return self.state_of(job)
+
+    def state_of(self, job: str) -> str:
+        """SLURM's word for what a job is doing, or how it ended."""
+        return self.run(["scontrol", "show", "job", job]).stdout.partition("JobState=")[2].split()[0]
 
     def _start(self, program: str, *arguments: str) -> None:
         path = find_program(program)
@@ -185,7 +182,8 @@ class SlurmCluster:
     def _node_state(self) -> str:
         return self.run(["sinfo", "--noheader", "--format=%t"], check=False).stdout
 
-    def _wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+        """Ask ten times a second until something is so; past the time, fail and show the logs."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from training_runs import TINY, losses_of, write_dataset, write_two_datasets
 
 from pretraining.cli import main
 from pretraining.config.flags import load_train_config
 from pretraining.config.recipes import load_config
+from pretraining.data.batch import StepBatch
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.train import loop
+from pretraining.train.step import StepContext, StepOutcome
 
 
 def start(run: Path, *flags: str) -> None:
@@ -291,3 +295,53 @@ def test_inspect_shows_what_was_trained_before_and_after_a_phase_began(
     assert halves[0] + halves[1] == first and len(halves[0]) == 2
     main(["inspect", f"ckpt_load_path={run}", "step=3"])
     assert "the global batch has 4 slots" in capsys.readouterr().out
+
+
+def test_between_checkpoints_a_newer_one_for_emergencies_takes_the_place_of_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    train_step = loop.train_step
+
+    def watched(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
+        seen.append({path.name for path in (tmp_path / "checkpoints").iterdir()})
+        if step == 9:
+            raise KeyboardInterrupt
+        return train_step(context, batch, step)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    with pytest.raises(SystemExit):
+        start(tmp_path, "num_steps=20", "checkpoint_interval=5", "preempt_interval=2")
+    dist.destroy_process_group()  # whoever is interrupted just ends
+    assert seen[2] == seen[3] == {"step_2_ckp.preempt"}
+    assert seen[4] == {"step_4_ckp.preempt"}
+    assert seen[5] == {"step_5_ckp"}
+    assert seen[6] == {"step_5_ckp", "step_6_ckp.preempt"}
+    assert seen[8] == seen[9] == {"step_5_ckp", "step_8_ckp.preempt"}
+
+
+def test_a_time_limit_ends_a_run_with_the_resumable_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
+    with pytest.raises(SystemExit) as ending:
+        start(tmp_path, "time_limit=1h30min")
+    assert ending.value.code == 75
+    said = capsys.readouterr().err
+    assert said == "Preempted before training began (the time limit is near): nothing has changed.\n"
+    start(tmp_path, "time_limit=0s")
+    assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "finished"
+
+
+def test_an_interrupt_is_no_crash_and_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    with pytest.raises(SystemExit) as ending:
+        start(tmp_path)
+    dist.destroy_process_group()
+    status = json.loads((tmp_path / "run_status.json").read_text())
+    assert ending.value.code == 130 and list((tmp_path / "checkpoints").iterdir()) == []
+    assert (status["status"], status["reason"]) == ("failed", "interrupted (Ctrl-C)")
+    assert status["starts_without_progress"] == 0

@@ -1,0 +1,44 @@
+"""Fault 3 from outside: a signal to one process, or to what started them, ends the job with the resumable exit code."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faulty_runs import checkpoints_of, status_of
+from helpers import ROOT, plain_environment
+from training_runs import TINY
+
+TORCHRUN = [sys.executable, str(ROOT / "scripts" / "torchrun.py"), "--standalone", "--nproc-per-node=2"]
+ENDLESS = ["use_dummy_dataset=true", "num_steps=1000000", "report_interval=5"]
+
+
+@pytest.mark.parametrize(("whom", "number"), [("one process", signal.SIGTERM), ("the launcher", signal.SIGUSR1)])
+def test_a_signal_ends_the_job_saved_and_resumable(whom: str, number: signal.Signals, tmp_path: Path) -> None:
+    flags = [*(flag for flag in TINY if not flag.startswith("report")), *ENDLESS, f"ckpt_save_path={tmp_path}"]
+    with subprocess.Popen(
+        [*TORCHRUN, str(ROOT / "main_training.py"), *flags],
+        env=plain_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert any(line.startswith("step 5/") for line in launcher.stdout), "the run has ended"
+        if whom == "the launcher":
+            launcher.send_signal(number)
+        else:
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            subprocess.run(["kill", f"-{number.name.removeprefix('SIG')}", children[-1]], check=True)
+        _, errors = launcher.communicate(timeout=60)
+    status = status_of(tmp_path)
+    assert launcher.returncode == 75
+    said = [line for line in errors.splitlines() if "Preempted" in line or "rror" in line]
+    assert said == [
+        f"Preempted at step {status['step']} of 1000000 ({number.name}): saved; the same command goes on from there."
+    ]
+    assert (status["status"], status["reason"]) == ("preempted", number.name)
+    assert checkpoints_of(tmp_path) == {f"step_{status['step']}_ckp.preempt"}

@@ -1,0 +1,48 @@
+"""Fault 4 under a real SLURM: ahead of its time limit a job saves and is queued again; one that is cancelled is not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from faulty_runs import checkpoints_of, status_of
+from slurm_cluster import SlurmCluster
+
+
+def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_is_cancelled(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    run, output = tmp_path / "run", tmp_path / "output"
+    job = slurm.run(
+        [
+            # The shortest limit there is. SLURM looks every 30 seconds, and sends signals early rather than late.
+            *("sbatch", "--parsable", "--nodes=1", "--gpus-per-node=0", "--time=1", "--signal=USR1@30"),
+            *(f"--output={output}", "scripts/train.slurm"),
+            *("--use_dummy_dataset=true", "--model_variant=tiny", "--num_hidden_layers=1", "--vocab_size=256"),
+            *("--seq_length=32", "--batch_size=1", "--num_steps=1000000", "--tracker=none", f"--ckpt_save_path={run}"),
+        ],
+        {"VIRTUAL_ENV": sys.prefix, "NPROC": "2"},
+    ).stdout.strip()
+
+    def has_gone_on() -> bool:
+        text = output.read_text() if output.exists() else ""
+        return "loss" in text.partition("ckp.preempt, step")[2]
+
+    try:
+        slurm.wait_until(has_gone_on, "the job has gone on", 150)
+        first = status_of(run)
+        slurm.run(["scancel", job])
+        slurm.wait_until(lambda: slurm.state_of(job) == "CANCELLED", "the job has ended", 60)
+    finally:
+        slurm.run(["scancel", job], check=False)
+
+    text = output.read_text()
+    assert "(SIGUSR1): saved; the same command goes on from there" in text, text
+    assert "train.slurm: saved ahead of the end of the job; it is queued again" in text
+    assert f"start       from {run}/checkpoints/step_{first['started_at_step']}_ckp.preempt" in text
+    # The cancelled job has saved, too, but stays ended.
+    status = status_of(run)
+    assert (status["status"], status["reason"], status["starts"]) == ("preempted", "SIGTERM", 2)
+    assert status["step"] > status["started_at_step"] == first["started_at_step"] > 0
+    assert checkpoints_of(run) == {f"step_{status['step']}_ckp.preempt"}
+    assert text.count("queued again") == 1
