@@ -69,8 +69,9 @@ class Heartbeats:
         return answers[0] if answers else None
 
     def _ask(self) -> dict[int, Heartbeat]:
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        known = [rank for rank in others if self._asking.check([str(rank)])]
+        known = [rank for rank in range(self._world_size) if rank != self._rank]
+        if not self._asking.check([str(rank) for rank in known]):  # one question for all, unless somebody is missing
+            known = [rank for rank in known if self._asking.check([str(rank)])]
         found = self._asking.multi_get([str(rank) for rank in known])
         return {rank: Heartbeat(**json.loads(beat)) for rank, beat in zip(known, found, strict=True)}
 

@@ -2,11 +2,12 @@
 
     main thread --Pulse--> watchdog, a thread that looks now and then --Heartbeats--> watchdogs of the other processes
 
-Progress is whatever the main thread gets done (a step, a batch of an evaluation), and bytes that the process reads or
-writes. A process in which nothing has made progress for the timeout asks how the others are: one that does get on with
-something is waited for, as the one that writes a long checkpoint. Where nobody does, each process prints its stacks and
-which processes stand out, because they are not alive or do something else than the rest, and ends with `EXIT_HUNG`. The
-launcher ends what is left: a process that is stopped, or stuck in the kernel, cannot end itself.
+Progress is whatever the main thread gets done (a step, a batch of an evaluation), bytes that the process reads or
+writes, and until the first step, when files are indexed and models compiled, time that it computes. A process in which
+nothing has made progress for the timeout asks how the others are: one that does get on with something is waited for, as
+the one that writes a long checkpoint. Where nobody does, each process prints its stacks and which processes stand out,
+because they are not alive or do something else than the rest, and ends with `EXIT_HUNG`. The launcher ends what is
+left: a process that is stopped, or stuck in the kernel, cannot end itself.
 
 A watchdog is a Python thread: it does not see a hang of this process alone that holds Python's lock. The others do.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections import Counter
@@ -35,7 +35,10 @@ LONGEST_PERIOD_SECONDS = 10.0
 LOOKS_OF_A_TIMEOUT = 20
 MOVED_BYTES = 1 << 20
 """A process that moves as much between two looks gets on with something; heartbeats and logs are less."""
+COMPUTING_SHARE = 0.1
+"""A process that computes for so much of the time, by itself or in processes of its own, gets on with something."""
 MOST_NAMED = 16
+STDERR = 2
 
 
 def collective_timeout(guard: GuardConfig) -> timedelta:
@@ -122,6 +125,7 @@ class Watchdog:
         self._stopped, self._ending = threading.Event(), threading.Event()
         self._heartbeats: Heartbeats | None = None
         self._progress = self._beats = self._bytes = 0
+        self._computed = 0.0
 
     def __enter__(self) -> Watchdog:
         if self._is_on:
@@ -148,7 +152,7 @@ class Watchdog:
             # A process that was stopped as a whole, and goes on, did not hang meanwhile.
             seconds, before = min(now - before, 2 * self._period), now
             timeout = self._timeout if self._processes.pulse.warm else self._first_timeout
-            hang = vigil.look(seconds, self._measure_progress(), timeout)
+            hang = vigil.look(seconds, self._measure_progress(seconds), timeout)
             if hang is not None and not self._stopped.is_set():
                 self._end_process(hang)
 
@@ -167,19 +171,22 @@ class Watchdog:
         assert self._heartbeats is not None
         return self._heartbeats.of_others()
 
-    def _measure_progress(self) -> int:
-        beats, moved = self._processes.pulse.beats, _bytes_moved()
-        if beats != self._beats or moved - self._bytes >= MOVED_BYTES:
-            self._progress += 1
-        self._beats, self._bytes = beats, moved
+    def _measure_progress(self, seconds: float) -> int:
+        """A number that has grown if something got done in the seconds since the last look."""
+        pulse, moved, computed = self._processes.pulse, _bytes_moved(), sum(os.times()[:4])
+        beats = pulse.beats
+        got_on = beats != self._beats or moved - self._bytes >= MOVED_BYTES
+        # Later on nothing computes for long that does not beat, but waiting for a GPU may look like it.
+        got_on |= not pulse.warm and computed - self._computed >= COMPUTING_SHARE * seconds
+        self._progress += got_on
+        self._beats, self._bytes, self._computed = beats, moved, computed
         return self._progress
 
     def _end_process(self, hang: Hang) -> None:
         self._ending.set()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        faulthandler.dump_traceback(all_threads=True)
-        print(describe(hang, self._processes), file=sys.stderr, flush=True)
+        # Past Python's buffers, whose locks the thread that hangs may hold.
+        faulthandler.dump_traceback(STDERR, all_threads=True)
+        os.write(STDERR, f"{describe(hang, self._processes)}\n".encode())
         # When this process ends, the main threads of the others fail, too; they are about to say where they stand.
         time.sleep(min(3 * self._period, hang.seconds))
         self._end(EXIT_HUNG)
@@ -194,7 +201,7 @@ def describe(hang: Hang, processes: Processes) -> str:
     ]
     if hang.others is None:
         lines.append("  The other processes cannot be asked: the one that answers for all, with rank 0, does not.")
-    else:
+    elif processes.world_size > 1:
         lines += _those_that_stand_out(hang, processes)
     lines.append(
         "  The same command goes on from the newest checkpoint; where the machine is at fault, without it. "

@@ -147,16 +147,21 @@ def fail_while_reading(job: Run, rank: int) -> None:
     _loader(job).reader.read = reading
 
 
-def hang_while_reading(job: Run, rank: int) -> None:
+def hang_while_reading(job: Run, rank: int, hangs_at: int = 3) -> None:
     """Rank 1's read of the batch of step 3 never comes back."""
     read = _loader(job).reader.read
 
     def reading(step: int) -> Any:
-        if step == 2 and rank == 1:
+        if step + 1 == hangs_at and rank == 1:
             threading.Event().wait()
         return read(step)
 
     _loader(job).reader.read = reading
+
+
+def hang_at_the_first_read(job: Run, rank: int) -> None:
+    """Rank 1's very first read never comes back."""
+    hang_while_reading(job, rank, hangs_at=1)
 
 
 def tell_steps(job: Run, rank: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from guarded_runs import start_without_launcher
 from training_runs import write_two_datasets
 
-RUN = ["num_steps=1000000", "report_interval=0", "hang_timeout=5s", "first_step_timeout=40s"]
+RUN = ["num_steps=1000000", "report_interval=0"]
 HUNG = 124
 
 
@@ -25,7 +25,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
 @pytest.mark.parametrize("stopped", [1, 0])
 def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
-    flags = [*RUN, f"ckpt_save_path={tmp_path / 'run'}"]
+    flags = [*RUN, "hang_timeout=5s", "first_step_timeout=60s", f"ckpt_save_path={tmp_path / 'run'}"]
     processes = start_without_launcher(2, data, "tell_steps", flags)
     try:
         wait_for_step(processes[stopped], 5)
@@ -45,12 +45,19 @@ def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path
             process.communicate()
 
 
-def test_a_read_that_hangs_is_named_by_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "timeouts", "steps_done"),
+    [
+        ("hang_while_reading", ["hang_timeout=5s", "first_step_timeout=60s"], 2),
+        ("hang_at_the_first_read", ["hang_timeout=600s", "first_step_timeout=5s"], 0),
+    ],
+)
+def test_a_read_that_hangs_is_named_by_all(fault: str, timeouts: list[str], steps_done: int, tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
-    flags = [*RUN, f"ckpt_save_path={tmp_path / 'run'}"]
-    processes = start_without_launcher(2, data, "hang_while_reading", flags)
+    flags = [*RUN, *timeouts, f"ckpt_save_path={tmp_path / 'run'}"]
+    processes = start_without_launcher(2, data, fault, flags)
     outputs = [process.communicate(timeout=150) for process in processes]
     for process, (_, stderr) in zip(processes, outputs, strict=True):
         assert process.returncode == HUNG, stderr
-        assert "rank 1 is waiting for data after step 2" in stderr, stderr
+        assert f"rank 1 is waiting for data after step {steps_done}" in stderr, stderr
     assert 'guarded_worker.py", line' in outputs[1][1] and "in reading" in outputs[1][1]  # its stacks show the read

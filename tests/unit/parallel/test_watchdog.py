@@ -168,16 +168,18 @@ def test_both_timeouts_at_zero_start_no_thread(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
-def test_steps_and_bytes_are_progress(tmp_path: Path) -> None:
+def test_steps_and_bytes_are_progress_and_until_the_first_step_computing_is(tmp_path: Path) -> None:
     watched = processes(1)
     watchdog = Watchdog(GUARD, watched)
-    watchdog._measure_progress()
-    before = watchdog._measure_progress()
-    assert watchdog._measure_progress() == before
+    watchdog._measure_progress(1e6)
+    before = watchdog._measure_progress(1e6)
+    assert watchdog._measure_progress(1e6) == before
+    assert watchdog._measure_progress(0.0) == before + 1  # in no time at all, anything is computing
     watched.pulse.end_step(6)
-    assert watchdog._measure_progress() == before + 1
+    assert watchdog._measure_progress(0.0) == before + 2
+    assert watchdog._measure_progress(0.0) == before + 2
     (tmp_path / "file").write_bytes(b"0" * (2 << 20))
-    assert watchdog._measure_progress() == before + 2
+    assert watchdog._measure_progress(0.0) == before + 3
 
 
 def test_collectives_give_up_after_the_watchdog() -> None:
