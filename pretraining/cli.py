@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import fire
@@ -52,12 +53,14 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     if named is None:
         config = load_run_config(InspectConfig, overrides, flags)
         check_inspect_config(config)
-    from pretraining.checkpoint.manager import find_checkpoint
+    from pretraining.checkpoint.restore import find_checkpoint
+    from pretraining.checkpoint.run_path import newest_run_path
 
-    if named is None:
-        restorable = find_checkpoint(config.checkpoint)
-    else:
-        restorable = find_checkpoint(CheckpointConfig(ckpt_save_path=named, ckpt_load_path=named))
+    path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
+    where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
+    # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
+    restorable = find_checkpoint(replace(where, ckpt_save_path=path), check_contents=False)
+    if named is not None:
         assert restorable is not None  # a load path without a checkpoint is an error
         settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
         config = load_run_config(InspectConfig, overrides, flags, beneath=settings)

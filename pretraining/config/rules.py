@@ -83,12 +83,18 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
         yield from error.problems
 
 
-_DURATIONS = ("num_steps", "warmup_steps", "checkpoint_interval", "eval_interval", "report_interval")
+_DURATIONS = (
+    *("num_steps", "warmup_steps"),
+    *("checkpoint_interval", "preempt_interval", "eval_interval", "report_interval"),
+)
 
 
 def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
     """The settings that may be in epochs, by name."""
-    sections = (config.run, config.schedule, config.checkpoint, config.evaluation, config.report)
+    sections = (
+        *(config.run, config.schedule),
+        *(config.checkpoint, config.checkpoint, config.evaluation, config.report),
+    )
     return [(name, getattr(section, name)) for name, section in zip(_DURATIONS, sections, strict=True)]
 
 

@@ -226,18 +226,46 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where runs are kept."""
+    """Where runs are kept, and what of them."""
 
     ckpt_save_path: str = setting(
-        "runs/default", "the run's folder: checkpoints, logs, resolved config. A run found there is continued"
+        "runs/default",
+        "the run's folder: checkpoints, logs, resolved config. A run found there is continued. {timestamp} in it "
+        "stands for the time of the first start: the same settings continue the newest unfinished run, others begin a "
+        "new one",
     )
     ckpt_load_path: str | None = setting(
         None, "run folder or checkpoint to start from when ckpt_save_path holds none yet"
+    )
+    load_optimizer: bool = setting(
+        True, "take the optimizer's state from ckpt_load_path, too; false = its moments start from zero"
     )
     checkpoint_interval: Duration = setting(
         Duration(1000, "steps"),
         "how often to save, 0 = only at the end; where an invocation ends is always saved",
         units=INTERVAL,
+    )
+    preempt_interval: Duration = setting(
+        Duration(0, "steps"),
+        "how often to save besides, in case the run is stopped: the next checkpoint of any kind takes its place; 0 = "
+        "never",
+        units=INTERVAL,
+    )
+    keep_last: int | None = setting(
+        None, "newest checkpoints to keep, besides the best and final ones; none = all", minimum=1
+    )
+    save_best: bool = setting(
+        True, "save whenever an evaluation has the lowest loss so far; between intervals, the next best takes its place"
+    )
+    ckpt_name: str = setting(
+        "step",
+        "step: step_1000_ckp; tokens: a name with tokens and losses, tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt",
+        choices=("step", "tokens"),
+    )
+    async_save: bool | None = setting(
+        None,
+        "write checkpoints beside the training, from a copy in the host's memory; none = on CUDA, where the copy takes "
+        "milliseconds",
     )
 
 

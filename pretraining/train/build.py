@@ -19,7 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint import store
-from pretraining.checkpoint.manager import CheckpointManager, find_checkpoint
+from pretraining.checkpoint.lease import Lease
+from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
+from pretraining.checkpoint.restore import find_checkpoint
+from pretraining.checkpoint.staging import Staging
 from pretraining.checkpoint.state import FORMAT_VERSION, Manifest, check_same_model, tensor_state
 from pretraining.config.batch import plan_batch
 from pretraining.config.durations import Progress, resolve_warmup_steps
@@ -51,8 +54,13 @@ from pretraining.train.state import TrainState
 from pretraining.train.step import StepContext
 
 
-def build_run(config: TrainConfig, processes: Processes) -> Run:
+def build_run(config: TrainConfig, processes: Processes, lease: Lease | None = None) -> Run:
     """Put a run together and restore what it starts from; a collective call.
+
+    Args:
+        config: the settings.
+        processes: this process among the others.
+        lease: on the run's folder, looked at before each commit; None = nobody else writes there.
 
     Raises:
         PretrainError: any mistake of the user, the same on all ranks.
@@ -60,7 +68,7 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     if config.run.deterministic:
         _use_deterministic_kernels()
     shape = resolve_shape(config.model)
-    restorable = on_rank_zero(lambda: find_checkpoint(config.checkpoint))
+    restorable = find_checkpoint(config.checkpoint)
     if restorable is not None:
         check_same_model(restorable.manifest, shape, str(restorable.path))
     abandoned = on_rank_zero(lambda: make_run_folder(Path(config.checkpoint.ckpt_save_path)))
@@ -82,8 +90,9 @@ def build_run(config: TrainConfig, processes: Processes) -> Run:
     state = _initial_state(parts)
     if restorable is not None:
         materialise_state(optimizer)
-        store.load_tensors(restorable.path, tensor_state(parameters, optimizer))
-    return _assemble(parts, mesh, model, parameters, optimizer, state, loader)
+        wanted = optimizer if config.checkpoint.load_optimizer or restorable.is_own else None
+        store.load_tensors(restorable.path, tensor_state(parameters, wanted))
+    return _assemble(parts, mesh, model, parameters, optimizer, state, loader, lease)
 
 
 def build_model(
@@ -117,6 +126,7 @@ def _assemble(
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     loader: Loader,
+    lease: Lease | None,
 ) -> Run:
     config, processes = parts.config, parts.processes
     warmup_steps = resolve_warmup_steps(
@@ -145,7 +155,7 @@ def _assemble(
         activity=stopwatch.activity,
         report=observer.after_evaluation,
     )
-    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch)
+    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, lease)
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(
@@ -168,35 +178,53 @@ def _build_checkpoints(
     loader: Loader,
     observer: Observer,
     stopwatch: Stopwatch,
+    lease: Lease | None,
 ) -> CheckpointManager:
-    config = parts.config
+    config, device = parts.config, parts.processes.device
 
-    def manifest_for(progress: Progress, evaluation_loss: float | None, files: dict[str, int]) -> Manifest:
+    def describe(progress: Progress) -> Manifest:
         return Manifest(
             format_version=FORMAT_VERSION,
             step=progress.steps,
             tokens_seen=progress.tokens,
             seconds=progress.seconds,
+            kind="interval",
             loss=observer.last_loss,
-            evaluation_loss=evaluation_loss,
+            evaluation_loss=None,
+            best_evaluation_loss=None,
             data=loader.state_dict(),
+            state={},
             global_batch_size=parts.plan.global_batch_size,
             model=asdict(parts.shape),
             world=store.world_description(config.parallel.sharding_strategy),
             torch_version=torch.__version__,
-            files=files,
+            files={},
             config=dump_config(config),
         )
 
-    return CheckpointManager(
-        run=Path(config.checkpoint.ckpt_save_path),
+    policy = SavePolicy(
         interval=Interval(config.checkpoint.checkpoint_interval, parts.training_tokens),
+        preempt_interval=Interval(config.checkpoint.preempt_interval, parts.training_tokens),
+        keep_last=config.checkpoint.keep_last,
+        save_best=config.checkpoint.save_best,
+        name_style=config.checkpoint.ckpt_name,
+    )
+    wanted = config.checkpoint.async_save
+    beside_training = device.type == "cuda" if wanted is None else wanted
+    manager = CheckpointManager(
+        run=Path(config.checkpoint.ckpt_save_path),
+        policy=policy,
         tensors=lambda: tensor_state(parameters, optimizer),
-        manifest_for=manifest_for,
+        describe=describe,
+        states={},
         activity=stopwatch.activity,
         note=observer.note,
-        evaluation_loss=parts.restorable.manifest.evaluation_loss if parts.restorable else None,
+        restored=parts.restorable.manifest if parts.restorable else None,
+        staging=Staging(device) if beside_training else None,
+        check_lease=lease.check if lease is not None else lambda: None,
     )
+    optimizer.register_step_pre_hook(lambda *_: manager.before_update())
+    return manager
 
 
 def _initial_state(parts: Parts) -> TrainState:

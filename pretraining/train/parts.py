@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.checkpoint.manager import Restorable
+from pretraining.checkpoint.restore import Restorable
 from pretraining.config.batch import BatchPlan
 from pretraining.config.durations import Pace
 from pretraining.config.training import TrainConfig

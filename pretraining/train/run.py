@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+from pretraining.checkpoint.lease import hold_lease
+from pretraining.checkpoint.run_path import settle_run_path
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,10 +33,17 @@ def train(config: TrainConfig, layout: ProcessLayout) -> None:
         layout.rank, layout.world_size, layout.local_rank, layout.local_world_size, layout.as_environment()
     ) as processes:
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
-        run = build_run(config, processes)
-        has_work = not run.state.stopping
-        train_loop(run)
+        config = with_run_path(config, on_rank_zero(lambda: settle_run_path(config)))
+        with hold_lease(Path(config.checkpoint.ckpt_save_path), processes) as lease:
+            run = build_run(config, processes, lease)
+            has_work = not run.state.stopping
+            train_loop(run)
         _finish(config, processes, run, prompt, has_work)
+
+
+def with_run_path(config: TrainConfig, path: str) -> TrainConfig:
+    """The settings with the run's folder as it really is."""
+    return replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
 
 
 def _encode_prompt(config: TrainConfig) -> list[int] | None:
@@ -56,7 +68,8 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[in
         sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
     if not processes.is_main:
         return
-    print(conclude(config, run.state, run.restored_from, run.stopwatch.elapsed, trained))
+    checkpoint = run.checkpoints.newest or run.restored_from
+    print(conclude(config, run.state, checkpoint, run.stopwatch.elapsed, trained))
     if prompt is not None:
         assert config.data.tokenizer_path is not None
         tokenizer: Tokenizer = load_tokenizer(config.data.tokenizer_path)

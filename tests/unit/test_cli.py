@@ -10,7 +10,7 @@ from helpers import ROOT, plain_environment
 from training_runs import TINY, VOCABULARY, write_two_datasets
 from unit.data.token_files import loader, plan, rows
 
-from pretraining.checkpoint.state import Manifest
+from pretraining.checkpoint.state import FORMAT_VERSION, Manifest
 from pretraining.cli import main
 from pretraining.config.flags import load_train_config
 from pretraining.config.recipes import dump_config
@@ -128,7 +128,9 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     with loader(config.data, plan(6), seed=config.run.seed, vocab_size=VOCABULARY) as training:
         batches = [rows(next(training)) for _ in range(4)]
         state = training.state_dict()
-    manifest = Manifest(1, 4, 0, 0.0, None, None, state, 6, {}, {}, "", {}, dump_config(config))
+    manifest = Manifest(
+        *(FORMAT_VERSION, 4, 0, 0.0, "interval", None, None, None, state, {}, 6, {}, {}, "", {}, dump_config(config))
+    )
     checkpoint = tmp_path / "run/checkpoints/step_4_ckp"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest.document()))
