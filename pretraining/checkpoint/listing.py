@@ -44,7 +44,7 @@ def incomplete_checkpoints(run: Path) -> list[Path]:
 
 def unfinished_saves(run: Path) -> list[Path]:
     """Folders of saves that are under way, or never ended."""
-    return [path for path in _folders(run) if path.suffix == UNFINISHED_SUFFIX]
+    return [path for path in _folders(run) if path.suffix == UNFINISHED_SUFFIX and not path.is_symlink()]
 
 
 def checkpoint_path(run: Path, step: int) -> Path:

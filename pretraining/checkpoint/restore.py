@@ -116,13 +116,13 @@ def share_of_files(files: Mapping[str, FileEntry], rank: int, world_size: int) -
     They are dealt out in the order of the ranks that wrote them: with as many processes as then, each reads what it
     will load, and loads it from memory.
     """
-    total = sum(entry.bytes for entry in files.values())
+    total = max(1, sum(entry.bytes for entry in files.values()))
     own, before = [], 0
     for name in sorted(files):
-        middle = before + files[name].bytes / 2
-        if int(middle * world_size / max(total, 1)) == rank:
+        size = files[name].bytes
+        if min((2 * before + size) * world_size // (2 * total), world_size - 1) == rank:  # where its middle lies
             own.append(name)
-        before += files[name].bytes
+        before += size
     return own
 
 

@@ -10,13 +10,19 @@ over because they are damaged.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints, read_document
+from pretraining.checkpoint.listing import (
+    BEST,
+    CHECKPOINTS,
+    MANIFEST,
+    UNFINISHED_SUFFIX,
+    committed_checkpoints,
+    read_document,
+)
 from pretraining.checkpoint.store import remove_checkpoint
 from pretraining.errors import CheckpointError
 
@@ -106,7 +112,7 @@ def _point_to(link: Path, target: Path) -> None:
     """Replace a relative link at once: it always leads to a checkpoint."""
     if link.is_symlink() and link.readlink() == Path(target.name):
         return
-    temporary = link.with_name(f"{link.name}.{os.getpid()}.link")
+    temporary = link.with_name(link.name + UNFINISHED_SUFFIX)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
     temporary.replace(link)
