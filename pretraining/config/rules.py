@@ -153,7 +153,9 @@ def _weights_belong_to_datasets(config: TrainConfig) -> Problems:
 @_rule("bos_token", "sep_token", "vocab_size", "model_variant")
 def _virtual_tokens_are_in_the_vocabulary(config: TrainConfig) -> Problems:
     model = config.model
-    if model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
+    if model.model_variant is None and model.vocab_size is None:  # may be a checkpoint's: checked once that is known
+        return
+    if model.model_variant is not None and model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
         return
     vocab_size = resolve_shape(ModelConfig(model_variant=model.model_variant, vocab_size=model.vocab_size)).vocab_size
     for name, token in (("bos_token", config.data.bos_token), ("sep_token", config.data.sep_token)):
@@ -215,6 +217,15 @@ def _names_are_not_empty(config: TrainConfig) -> Problems:
         yield "--ckpt_save_path is empty: name the run's folder"
     if not config.data.col_name:
         yield "--col_name is empty: name the column that holds the token ids"
+
+
+@_rule("load_optimizer", "ckpt_load_path")
+def _weights_alone_come_from_somewhere(config: TrainConfig) -> Problems:
+    if not config.checkpoint.load_optimizer and config.checkpoint.ckpt_load_path is None:
+        yield (
+            "--load_optimizer=false takes the weights of another run, and --ckpt_load_path names none: give it, or "
+            "leave --load_optimizer out"
+        )
 
 
 @_rule("skip_samples")

@@ -48,7 +48,11 @@ INTERVAL = ("steps", "tokens", "epochs", "seconds")
 class ModelConfig:
     """Which Llama: a named variant, any dimension of it changed under its Hugging Face name."""
 
-    model_variant: str = setting("7b", "named dimensions to start from; docs/configurations.md lists them")
+    model_variant: str | None = setting(
+        None,
+        "named dimensions to start from, docs/configurations.md lists them; none = those of the checkpoint or Hugging "
+        "Face folder that the run starts from, 7b without one",
+    )
     hidden_size: int | None = setting(None, "width of the residual stream; none = the variant's", minimum=1)
     intermediate_size: int | None = setting(None, "width of the feed-forward layer; none = the variant's", minimum=1)
     num_hidden_layers: int | None = setting(None, "number of blocks; none = the variant's", minimum=1)
@@ -59,7 +63,19 @@ class ModelConfig:
         minimum=1,
     )
     vocab_size: int | None = setting(None, "rows of the embedding; none = the variant's", minimum=2)
+    max_position_embeddings: int | None = setting(
+        None,
+        "context that exports say the model was made for (at least seq_length); none = the variant's. Nothing that is "
+        "computed depends on it",
+        minimum=1,
+    )
     rope_theta: float | None = setting(None, "base of the rotary frequencies; none = the variant's", minimum=1)
+    rope_scaling: tuple[float, ...] = setting(
+        (),
+        "llama3 rule for longer contexts: factor, low_freq_factor, high_freq_factor, "
+        "original_max_position_embeddings, comma list, factor 1 = no scaling; empty = the variant's",
+        minimum=0,
+    )
     rms_norm_eps: float | None = setting(None, "epsilon of RMSNorm; none = the variant's", minimum=0)
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
 
@@ -235,7 +251,19 @@ class CheckpointConfig:
         "new one",
     )
     ckpt_load_path: str | None = setting(
-        None, "run folder or checkpoint to start from when ckpt_save_path holds none yet"
+        None,
+        "run folder, checkpoint, or folder of a Hugging Face Llama to start from when ckpt_save_path holds no "
+        "checkpoint yet",
+    )
+    load_optimizer: bool = setting(
+        True,
+        "false: take only the weights from ckpt_load_path; optimizer, learning rate, data and step begin anew, as they "
+        "always do from a Hugging Face folder",
+    )
+    ckpt_format: str = setting(
+        "sharded",
+        "sharded: each process writes its part, as safetensors; full: four unsharded .pt files, written by one process",
+        choices=("sharded", "full"),
     )
     load_optimizer: bool = setting(
         True, "take the optimizer's state from ckpt_load_path, too; false = its moments start from zero"
