@@ -153,9 +153,10 @@ def _weights_belong_to_datasets(config: TrainConfig) -> Problems:
 @_rule("bos_token", "sep_token", "vocab_size", "model_variant")
 def _virtual_tokens_are_in_the_vocabulary(config: TrainConfig) -> Problems:
     model = config.model
-    if model.model_variant is None and model.vocab_size is None:  # may be a checkpoint's: checked once that is known
-        return
-    if model.model_variant is not None and model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
+    if model.model_variant is None:
+        if model.vocab_size is None:  # may be a checkpoint's: looked at again once that is known
+            return
+    elif model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
         return
     vocab_size = resolve_shape(ModelConfig(model_variant=model.model_variant, vocab_size=model.vocab_size)).vocab_size
     for name, token in (("bos_token", config.data.bos_token), ("sep_token", config.data.sep_token)):
