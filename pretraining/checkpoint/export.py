@@ -59,6 +59,8 @@ def export(config: ExportConfig, note: Callable[[str], None] = print) -> None:
     """
     max_bytes = config.max_shard_bytes
     checkpoint = named_checkpoint(config.ckpt_load_path)
+    for damaged in checkpoint.passed_over:
+        note(f"{damaged}: passed over")
     tensors = open_tensors(checkpoint)
     if config.format == "full":
         _export_full(config, checkpoint, tensors, note)

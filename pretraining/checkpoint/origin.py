@@ -1,6 +1,6 @@
 """What a run may start from besides nothing, and its tensors.
 
-    checkpoint, sharded (`store`) or full (`full`)    -> everything, or with load_optimizer=false its weights
+    checkpoint, sharded (`store`) or full (`full`)    -> everything, or with weights_only its weights
     four .pt files without a manifest                 -> the same
     folder of a Hugging Face Llama (`hf_folder`)      -> its weights
 
@@ -23,7 +23,7 @@ from pretraining.checkpoint.restore import Restorable, find_checkpoint
 from pretraining.checkpoint.sources import TensorFiles, TensorSource, fill
 from pretraining.checkpoint.state import shape_of
 from pretraining.config.rules import check_config
-from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.errors import CheckpointError
 from pretraining.parallel.processes import on_every_rank, on_rank_zero
@@ -52,9 +52,8 @@ def find_origin(config: CheckpointConfig) -> Origin | None:
     found = foreign or find_checkpoint(config)
     if found is None:
         return None
-    is_own = found.path.parent.parent == Path(config.ckpt_save_path)
     has_state = bool(found.manifest.data)
-    return Origin(found, weights_only=not has_state or not (is_own or config.load_optimizer))
+    return Origin(found, weights_only=not has_state or (config.weights_only and not found.is_own))
 
 
 def named_checkpoint(path: str) -> Restorable:
@@ -116,9 +115,7 @@ def adopt_model(config: TrainConfig) -> TrainConfig:
         return config
     foreign = on_rank_zero(lambda: _foreign(config.checkpoint))
     found = foreign or find_checkpoint(config.checkpoint, check_contents=False)
-    if found is None:
-        return replace(config, model=replace(config.model, model_variant=DEFAULT_VARIANT))
-    model = model_settings(shape_of(found.manifest))
+    model = ModelConfig(model_variant=DEFAULT_VARIANT) if found is None else model_settings(shape_of(found.manifest))
     given = {
         field.name: getattr(config.model, field.name)
         for field in fields(model)
@@ -137,7 +134,7 @@ def _foreign(config: CheckpointConfig) -> Restorable | None:
     if (source / MANIFEST).is_file():
         return None
     if (source / ITERATION_FILE).is_file():
-        return Restorable(source, manifest_of_files(source))
+        return Restorable(source, manifest_of_files(source), is_own=False)
     if is_hugging_face_folder(source):
-        return Restorable(source, manifest_of_folder(source))
+        return Restorable(source, manifest_of_folder(source), is_own=False)
     return None

@@ -220,12 +220,12 @@ def _names_are_not_empty(config: TrainConfig) -> Problems:
         yield "--col_name is empty: name the column that holds the token ids"
 
 
-@_rule("load_optimizer", "ckpt_load_path")
+@_rule("weights_only", "ckpt_load_path")
 def _weights_alone_come_from_somewhere(config: TrainConfig) -> Problems:
-    if not config.checkpoint.load_optimizer and config.checkpoint.ckpt_load_path is None:
+    if config.checkpoint.weights_only and config.checkpoint.ckpt_load_path is None:
         yield (
-            "--load_optimizer=false takes the weights of another run, and --ckpt_load_path names none: give it, or "
-            "leave --load_optimizer out"
+            "--weights_only=true begins with the weights of another run, and --ckpt_load_path names none: give it, or "
+            "leave --weights_only out"
         )
 
 

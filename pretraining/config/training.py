@@ -255,10 +255,10 @@ class CheckpointConfig:
         "run folder, checkpoint, or folder of a Hugging Face Llama to start from when ckpt_save_path holds no "
         "checkpoint yet",
     )
-    load_optimizer: bool = setting(
-        True,
-        "false: take only the weights from ckpt_load_path; optimizer, learning rate, data and step begin anew, as they "
-        "always do from a Hugging Face folder",
+    weights_only: bool = setting(
+        False,
+        "take only the weights from ckpt_load_path and begin a new run with them: step 0, and optimizer, learning rate "
+        "and data from their beginning. From a Hugging Face folder it is always so",
     )
     ckpt_format: str = setting(
         "sharded",

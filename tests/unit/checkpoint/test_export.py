@@ -196,6 +196,13 @@ def test_the_full_form_is_a_checkpoint_with_the_same_tensors(tmp_path: Path, ful
     assert any("--ckpt_load_path=" in line for line in said)
 
 
+def test_a_checkpoint_that_is_passed_over_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    next((tmp_path / "run/checkpoints/step_3_ckp").glob("*.safetensors")).unlink()
+    said = run_export(tmp_path)
+    assert "is missing: passed over" in said[0] and "step 2 of" in said[1]
+
+
 def test_an_older_step_is_exported_by_its_path(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     run_export(tmp_path, ckpt_load_path=str(tmp_path / "run" / "checkpoints" / "step_2_ckp"), dtype="float32")
@@ -233,7 +240,7 @@ def test_what_is_there_is_never_replaced(tmp_path: Path) -> None:
     for taken in ("out", "run/checkpoints/step_3_ckp/manifest.json"):
         with pytest.raises(CheckpointError, match=rf"--output_path: .*{taken} is there already. Remove it"):
             run_export(tmp_path, output_path=str(tmp_path / taken))
-    with pytest.raises(CheckpointError, match="--output_path: .* cannot be written"):
+    with pytest.raises(CheckpointError, match=r"--output_path: .* cannot be written"):
         run_export(tmp_path, output_path=str(tmp_path / "run/checkpoints/step_3_ckp/manifest.json/out"))
 
 

@@ -118,7 +118,7 @@ def test_a_hostile_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     write_full_form(folder, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
-    entries = {name: full_entry for name, full_entry in _entries(folder).items()}
+    entries = _entries(folder)
     flip_byte(folder / full.MODEL_FILE, 5000)
     with pytest.raises(CheckpointError, match=r"model_state_dict\.pt is damaged: its bytes have the checksum"):
         full.FullFiles(folder, entries)

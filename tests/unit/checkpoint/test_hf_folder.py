@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -106,7 +105,7 @@ def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read
     folder = single(tmp_path / "m")
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (folder / "model.safetensors").symlink_to("../elsewhere.safetensors")
-    with pytest.raises(CheckpointError, match="leads out of its folder, to .*elsewhere.safetensors: it is refused"):
+    with pytest.raises(CheckpointError, match=r"leads out of its folder, to .*elsewhere.safetensors: it is refused"):
         open_folder(folder)
     cache = tmp_path / "models--a--b"
     snapshot = cache / "snapshots" / "5f3c"
@@ -116,7 +115,7 @@ def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read
     (snapshot / "model.safetensors").rename(cache / "blobs" / "77ab")
     (snapshot / "model.safetensors").symlink_to("../../blobs/77ab")
     assert open_folder(snapshot).shape == PLAIN
-    os.symlink(snapshot, tmp_path / "link")
+    (tmp_path / "link").symlink_to(snapshot)
     assert open_folder(tmp_path / "link").shape == PLAIN
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to("../../../elsewhere.safetensors")
@@ -172,7 +171,7 @@ def test_a_tied_head_may_be_kept_if_it_is_the_embedding(tmp_path: Path) -> None:
     same = {**tensors, HEAD: tensors[EMBEDDING].clone()}
     assert open_folder(single(tmp_path / "same", same, TIED)).shape == TIED
     for number, other in enumerate((torch.zeros_like(tensors[EMBEDDING]), torch.zeros(3))):
-        with pytest.raises(CheckpointError, match="is not the embedding, but config.json says tie_word_embeddings"):
+        with pytest.raises(CheckpointError, match=r"is not the embedding, but config\.json says tie_word_embeddings"):
             open_folder(single(tmp_path / f"other{number}", {**tensors, HEAD: other}, TIED))
 
 

@@ -87,7 +87,7 @@ def test_the_age_is_that_of_the_newest_file(tmp_path: Path) -> None:
 def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert len(shown(tmp_path)) == 2 and shown(tmp_path)[1].startswith("0 checkpoints")
-    with pytest.raises(CheckpointError, match="--run_path=.*nowhere is no run"):
+    with pytest.raises(CheckpointError, match=r"--run_path=.*nowhere is no run"):
         shown(tmp_path / "nowhere")
 
 

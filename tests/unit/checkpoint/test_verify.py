@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from unit.checkpoint.checkpoint_files import (
     SHAPES,
     flip_byte,
@@ -129,14 +128,14 @@ def put(pieces: list[Piece], name: str, tensor: torch.Tensor) -> list[Piece]:
     ("change", "message"),
     [
         (lambda pieces: cut(pieces, UP, [(0, 20), (20, 32)]), None),
-        (lambda pieces: cut(pieces, UP, [(0, 20), (24, 32)]), f"of {UP}, of shape [32, 16], 20 to 23 of dim 0 are missing"),
+        (lambda pieces: cut(pieces, UP, [(0, 20), (24, 32)]), "of shape [32, 16], 20 to 23 of dim 0 are missing"),
         (lambda pieces: cut(pieces, UP, [(0, 20), (16, 32)]), "16 to 19 of dim 0 are there more than once"),
         (lambda pieces: cut(pieces, UP, [(0, 20), (0, 20), (20, 32)]), "they are there 2 times"),
         (lambda pieces: cut(pieces, UP, [(0, 20)]), "20 to 31 of dim 0 are missing"),
         (lambda pieces: put(pieces, UP, torch.zeros(40, 16)), "32 to 39 of dim 0 are beyond its shape"),
         (lambda pieces: put(pieces, UP, torch.zeros(32)), f"{UP} has the shape [32], not [32, 16]"),
         (lambda pieces: put(pieces, f"optimizer.exp_avg.{UP}", torch.zeros(9, 16)), "9 to 31 of dim 0 are missing"),
-        (lambda pieces: put(pieces, "model.foreign", torch.zeros(1)), "model.foreign is no tensor of the model (in part-0"),
+        (lambda pieces: put(pieces, "model.foreign", torch.zeros(1)), "model.foreign is no tensor of the model (in"),
         (lambda pieces: [piece for piece in pieces if piece.name != UP], f"lacks {UP}"),
         (
             lambda pieces: [piece for piece in pieces if not piece.name.endswith(f".{UP}")],
@@ -215,7 +214,7 @@ def test_a_run_is_checked_wholly_and_what_is_incomplete_is_said(tmp_path: Path) 
         (True, False),
     ]
     verify_checkpoints(VerifyConfig(ckpt_path=str(checkpoints / "step_3_ckp")), said.append, progress.append)
-    with pytest.raises(CheckpointError, match="is neither a checkpoint .* nor a run"):
+    with pytest.raises(CheckpointError, match=r"is neither a checkpoint .* nor a run"):
         verify_checkpoints(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")), said.append)
 
 

@@ -1,4 +1,4 @@
-"""A Llama's config.json: what is written reads back equal, here and in transformers, and what is no Llama is refused."""
+"""A Llama's config.json: what is written reads back equal, in transformers too; what is no Llama is refused."""
 
 from __future__ import annotations
 
