@@ -55,6 +55,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     if named is None:
         config = load_run_config(InspectConfig, overrides, flags)
         check_inspect_config(config)
+    from pretraining.checkpoint.origin import adopt_model
     from pretraining.checkpoint.restore import find_checkpoint
     from pretraining.checkpoint.run_path import newest_run_path
 
@@ -62,13 +63,17 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
     # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
     restorable = find_checkpoint(replace(where, ckpt_save_path=path), check_contents=False)
-    if named is not None:
+    if named is None:
+        config = adopt_model(config)
+    else:
         assert restorable is not None  # a load path without a checkpoint is an error
         settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
         config = load_run_config(InspectConfig, overrides, flags, beneath=settings)
     from pretraining.data.inspect import inspect
 
     manifest = restorable.manifest if restorable else None
+    if manifest is not None and not manifest.data:  # weights alone: the data begins with them
+        manifest = None
     inspect(config, manifest.data if manifest else None, manifest.global_batch_size if manifest else None)
 
 

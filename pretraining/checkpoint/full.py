@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from pretraining.checkpoint.layout import Box
 from pretraining.checkpoint.sources import inside
 from pretraining.checkpoint.state import OPTIMIZER_PREFIX, FileEntry, Manifest, shape_of
+from pretraining.checkpoint.tensor_files import checksum_file
 from pretraining.checkpoint.torch_files import Kinds, load_file, write_file
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
@@ -40,13 +41,16 @@ ITERATION_FILE = "iter_state_dict.pt"
 FULL_FILES = (MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE, ITERATION_FILE)
 
 
-def save_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
+def save_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, FileEntry]:
     """Write the four files; a collective call, in which rank 0 writes.
 
     Args:
         folder: that they go into.
         tensors: as `state.tensor_state` gives them, sharded or not.
         manifest: of the checkpoint; its files do not matter.
+
+    Returns:
+        On rank 0, sizes and checksums of the files.
 
     Raises:
         OSError: on rank 0, a file cannot be written.
@@ -60,6 +64,7 @@ def save_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manif
     finally:
         for _ in whole:  # every rank takes part in gathering every tensor, also where writing failed
             pass
+    return {name: checksum_file(folder / name) for name in FULL_FILES} if dist.get_rank() == 0 else {}
 
 
 def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manifest: Manifest) -> None:

@@ -51,15 +51,6 @@ def is_hugging_face_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file()
 
 
-def read_shape(path: Path) -> LlamaShape:
-    """The dimensions of a folder's model.
-
-    Raises:
-        CheckpointError: there is no config.json of a Llama that can be trained here.
-    """
-    return shape_of_document(_read_json(path, CONFIG_FILE), str(path / CONFIG_FILE))
-
-
 def open_folder(path: Path) -> HuggingFaceFolder:
     """Find a folder's weights; of their files only the headers are read.
 
@@ -67,7 +58,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
         CheckpointError: this is no Llama that can be trained here; a file leaves the folder, is missing or damaged; a
             tensor is missing, surplus or of another shape.
     """
-    shape = read_shape(path)
+    shape = shape_of_document(_read_json(path, CONFIG_FILE), str(path / CONFIG_FILE))
     weights = TensorFiles(path, dict.fromkeys(_weight_files(path)))
     _check_tensors(path, shape, weights)
     return HuggingFaceFolder(path, shape, weights)
@@ -77,9 +68,9 @@ def manifest_of_folder(path: Path) -> Manifest:
     """A folder as a checkpoint of step 0 that holds weights alone: no position in the data, no optimizer.
 
     Raises:
-        CheckpointError: as `read_shape`.
+        CheckpointError: as `open_folder`.
     """
-    return weights_manifest(read_shape(path), {}, "")
+    return weights_manifest(open_folder(path).shape, {}, "")
 
 
 def weights_manifest(shape: LlamaShape, files: Mapping[str, Any], config: str) -> Manifest:

@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pretraining.checkpoint.full import FULL_FILES
 from pretraining.checkpoint.state import Manifest
 from pretraining.checkpoint.tensor_files import SUFFIX
 from pretraining.errors import CheckpointError
@@ -106,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder / strangers[0]} is no part of this checkpoint: its manifest does not name it")
     for name, entry in manifest.files.items():
         file = folder / name
-        if Path(name).name != name or not name.endswith(SUFFIX):
+        if Path(name).name != name or not (name.endswith(SUFFIX) or name in FULL_FILES):
             raise CheckpointError(f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder")
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.background import BackgroundSave
+from pretraining.checkpoint.full import save_full
 from pretraining.checkpoint.layout import Share, own_share
 from pretraining.checkpoint.listing import CHECKPOINTS, checkpoint_name, read_document
 from pretraining.checkpoint.retention import tidy_up
@@ -39,6 +40,7 @@ class SavePolicy:
         keep_last: how many of those saved on the interval to keep; None = all.
         save_best: whether to save when an evaluation was the best so far.
         name_style: "step" or "tokens".
+        is_full: whether the whole is written unsharded, while the training waits.
     """
 
     interval: Interval
@@ -46,6 +48,7 @@ class SavePolicy:
     keep_last: int | None = None
     save_best: bool = True
     name_style: str = "step"
+    is_full: bool = False
 
 
 class CheckpointManager:
@@ -200,6 +203,7 @@ class CheckpointManager:
             lambda files: replace(manifest, files=files),
             group=group,
             before_commit=self._check_lease,
+            write=(lambda folder: save_full(folder, self._tensors(), manifest)) if self._policy.is_full else None,
         )
         on_rank_zero(lambda: tidy_up(self._run, folder, self._policy.keep_last, complain), group)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConf
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.errors import CheckpointError
 from pretraining.parallel.processes import on_every_rank, on_rank_zero
+
+Run = TypeVar("Run", bound=TrainConfig)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def load(checkpoint: Restorable, tensors: Mapping[str, torch.Tensor]) -> None:
     on_every_rank(lambda: fill(tensors, open_tensors(checkpoint, check_contents=False)))
 
 
-def adopt_model(config: TrainConfig) -> TrainConfig:
+def adopt_model(config: Run) -> Run:
     """A run's settings with its model: without a model_variant, dimensions are those of what the run starts from.
 
     A collective call, or one of a process alone; no tensors are read. Dimensions that were given stay; where they

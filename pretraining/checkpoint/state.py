@@ -20,12 +20,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pretraining.config.variants import LlamaShape
+from pretraining.config.variants import LlamaShape, RopeScaling
 from pretraining.errors import CheckpointError
 
 FORMAT_VERSION = 2
 OPTIMIZER_PREFIX = "optimizer."
 KINDS = ("interval", "final", "preempt", "best")
+
+
+NOT_COMPUTED_WITH = ("max_position_embeddings",)
+"""Dimensions that the same weights may have another of."""
 
 
 class Stateful(Protocol):
@@ -163,13 +167,26 @@ def tensor_state(
     return tensors
 
 
+def shape_of(manifest: Manifest) -> LlamaShape:
+    """The dimensions of a checkpoint's model.
+
+    Raises:
+        CheckpointError: the manifest names others than this version knows.
+    """
+    try:
+        scaling = manifest.model["rope_scaling"]
+        return LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}") from None
+
+
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: str) -> None:
     """Refuse a checkpoint of a model with other dimensions.
 
     Raises:
         CheckpointError: names each difference.
     """
-    ours = asdict(shape)
+    ours = {name: value for name, value in asdict(shape).items() if name not in NOT_COMPUTED_WITH}
     differences = [
         f"{name}: {manifest.model.get(name)} in the checkpoint, {value} in this run"
         for name, value in ours.items()

@@ -67,6 +67,7 @@ def save_share(
     *,
     group: dist.ProcessGroup | None = None,
     before_commit: Callable[[], None] = lambda: None,
+    write: Callable[[Path], dict[str, FileEntry]] | None = None,
 ) -> None:
     """The same for what each rank writes, worked out before; it may run in a thread beside the training.
 
@@ -76,10 +77,11 @@ def save_share(
         manifest_for: makes the manifest.
         group: of all ranks, to talk over.
         before_commit: called on rank 0 when everything is written; an error from it leaves the checkpoint out.
+        write: writes the files into a folder in another form than shards, and returns those of this rank.
     """
     temporary = on_rank_zero(lambda: _start_fresh(folder, share), group)
     try:
-        written = gather_from_every_rank(lambda: _write_share(temporary, share), group)
+        written = gather_from_every_rank(lambda: _write_files(temporary, share, write), group)
         files = {name: entry for entries in written for name, entry in sorted(entries.items())}
         on_rank_zero(lambda: _commit(temporary, folder, share, manifest_for(files), before_commit), group)
     except CheckpointError:  # every rank has it
@@ -134,6 +136,15 @@ def _start_fresh(folder: Path, share: Share) -> Path:
             shutil.rmtree(abandoned)
         temporary.mkdir(parents=True)
     return temporary
+
+
+def _write_files(
+    temporary: Path, share: Share, write: Callable[[Path], dict[str, FileEntry]] | None
+) -> dict[str, FileEntry]:
+    if write is None:
+        return _write_share(temporary, share)
+    with _writing(temporary, share):
+        return write(temporary)
 
 
 def _write_share(temporary: Path, share: Share) -> dict[str, FileEntry]:

@@ -229,6 +229,15 @@ def _weights_alone_come_from_somewhere(config: TrainConfig) -> Problems:
         )
 
 
+@_rule("ckpt_format", "async_save")
+def _unsharded_checkpoints_are_waited_for(config: TrainConfig) -> Problems:
+    if config.checkpoint.ckpt_format == "full" and config.checkpoint.async_save:
+        yield (
+            "--ckpt_format=full is written while training waits, and --async_save=true asks for the opposite: leave "
+            "one of them out"
+        )
+
+
 @_rule("skip_samples")
 def _skipped_samples_are_ranges(config: TrainConfig) -> Problems:
     try:

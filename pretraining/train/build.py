@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.checkpoint import store
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
-from pretraining.checkpoint.restore import find_checkpoint
+from pretraining.checkpoint.origin import find_origin, load
 from pretraining.checkpoint.staging import Staging
 from pretraining.checkpoint.state import FORMAT_VERSION, Manifest, check_same_model, tensor_state
 from pretraining.config.batch import plan_batch
@@ -68,9 +68,11 @@ def build_run(config: TrainConfig, processes: Processes, lease: Lease | None = N
     if config.run.deterministic:
         _use_deterministic_kernels()
     shape = resolve_shape(config.model)
-    restorable = find_checkpoint(config.checkpoint)
-    if restorable is not None:
-        check_same_model(restorable.manifest, shape, str(restorable.path))
+    origin = find_origin(config.checkpoint)
+    restorable = origin.checkpoint if origin is not None and not origin.weights_only else None
+    weights = origin.checkpoint if origin is not None and origin.weights_only else None
+    if origin is not None:
+        check_same_model(origin.checkpoint.manifest, shape, str(origin.checkpoint.path))
     abandoned = on_rank_zero(lambda: make_run_folder(Path(config.checkpoint.ckpt_save_path)))
     data = open_data(config, processes, say=print)
     restored_batch = restorable.manifest.global_batch_size if restorable else None
@@ -80,10 +82,10 @@ def build_run(config: TrainConfig, processes: Processes, lease: Lease | None = N
         on_every_rank(lambda: loader.load_state_dict(restorable.manifest.data))
     pace = pace_of(loader, config.data.seq_length)
     total_steps = config.run.num_steps.to_steps(pace, data.training_tokens if data is not None else None)
-    parts = Parts(config, processes, shape, restorable, abandoned, data, plan, pace, total_steps)
+    parts = Parts(config, processes, shape, restorable, weights, abandoned, data, plan, pace, total_steps)
 
     mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
-    model = build_model(shape, config, mesh, processes.device, initialize=restorable is None)
+    model = build_model(shape, config, mesh, processes.device, initialize=origin is None)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer = build_adamw(model, config.optimizer)
@@ -91,7 +93,9 @@ def build_run(config: TrainConfig, processes: Processes, lease: Lease | None = N
     if restorable is not None:
         materialise_state(optimizer)
         wanted = optimizer if config.checkpoint.load_optimizer or restorable.is_own else None
-        store.load_tensors(restorable.path, tensor_state(parameters, wanted))
+        load(restorable, tensor_state(parameters, wanted))
+    elif weights is not None:
+        load(weights, tensor_state(parameters, None))
     return _assemble(parts, mesh, model, parameters, optimizer, state, loader, lease)
 
 
@@ -208,9 +212,10 @@ def _build_checkpoints(
         keep_last=config.checkpoint.keep_last,
         save_best=config.checkpoint.save_best,
         name_style=config.checkpoint.ckpt_name,
+        is_full=config.checkpoint.ckpt_format == "full",
     )
     wanted = config.checkpoint.async_save
-    beside_training = device.type == "cuda" if wanted is None else wanted
+    beside_training = device.type == "cuda" and not policy.is_full if wanted is None else wanted
     manager = CheckpointManager(
         run=Path(config.checkpoint.ckpt_save_path),
         policy=policy,

@@ -28,8 +28,9 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
     """
     config, processes, plan, restorable = parts.config, parts.processes, parts.plan, parts.restorable
     precision = str(compute_dtype(config.parallel.mixed_precision, processes.device)).removeprefix("torch.")
+    name = config.model.model_variant or "llama"
     note(
-        f"model       {config.model.model_variant}, {parameter_count(parts.shape):,} parameters, {precision}, "
+        f"model       {name}, {parameter_count(parts.shape):,} parameters, {precision}, "
         f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}"
     )
     if parts.data is None:
@@ -42,7 +43,11 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
         )
     note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
     note(f"length      {state.total_steps} steps, {parts.pace.tokens_at(state.total_steps):,} tokens")
-    if restorable is None:
+    if parts.weights is not None:
+        note(f"start       at step 0 with the weights of {parts.weights.path}")
+        for line in parts.weights.passed_over:
+            note(f"            {line}: passed over")
+    elif restorable is None:
         note(f"start       from initial weights, seed {config.run.seed}")
     else:
         note(f"start       from {restorable.path}, step {restorable.manifest.step}")
@@ -96,7 +101,7 @@ def conclude(
 
 # What may change at every start without a word: where things are, how much is shown, how the work is laid out on the
 # machines.
-_UNREMARKABLE_SECTIONS = ("checkpoint", "report")
+_UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report")
 _UNREMARKABLE = {
     *("run_steps", "num_workers", "data_path", "index_path", "tokenizer_path", "sample_prompt", "sample_tokens"),
     *("sharding_strategy", "hsdp_group_size", "batch_size", "grad_accum_steps"),

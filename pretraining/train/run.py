@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pretraining.checkpoint.lease import hold_lease
+from pretraining.checkpoint.origin import adopt_model
 from pretraining.checkpoint.run_path import settle_run_path
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -32,6 +33,7 @@ def train(config: TrainConfig, layout: ProcessLayout) -> None:
     with join_processes(
         layout.rank, layout.world_size, layout.local_rank, layout.local_world_size, layout.as_environment()
     ) as processes:
+        config = adopt_model(config)
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
         config = with_run_path(config, on_rank_zero(lambda: settle_run_path(config)))
         with hold_lease(Path(config.checkpoint.ckpt_save_path), processes) as lease:
