@@ -29,13 +29,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_both_forms_go_on_in_any_layout_and_hold_the_same_tensors(data_path: Path, tmp_path: Path) -> None:
-    stages = [
-        (2, "ddp", "full", 2),
-        (4, "hsdp", "sharded", 2),
-        (3, "fsdp", "full", 1),
-        (1, "zero2", "sharded", 1),
-        (2, "fsdp", "full", 2),
-    ]
+    stages = [(2, "ddp", "full", 3), (4, "hsdp", "full", 2), (3, "fsdp", "sharded", 3)]
     train_runs(1, data_path, [[*COMMON, f"ckpt_save_path={tmp_path / 'whole'}"]])
     for number, (processes, strategy, form, steps) in enumerate(stages):
         stage = [*COMMON, f"sharding_strategy={strategy}", f"ckpt_format={form}", f"run_steps={steps}"]
@@ -56,15 +50,14 @@ def test_a_hugging_face_folder_starts_the_same_run_in_any_layout(data_path: Path
     train_runs(1, data_path, [[*COMMON, "run_steps=2", f"ckpt_save_path={tmp_path / 'old'}"]])
     export(ExportConfig(str(tmp_path / "old"), str(tmp_path / "hf"), max_shard_size="10KB"), note=lambda line: None)
     load = [*COMMON, f"ckpt_load_path={tmp_path / 'hf'}", "run_steps=3"]
-    layouts = {1: ["fsdp"], 2: ["ddp", "fsdp"], 3: ["fsdp"], 4: ["hsdp"]}
+    layouts = {1: ["fsdp"], 3: ["ddp", "fsdp"]}
     losses = {}
     for processes, strategies in layouts.items():
         runs = {strategy: tmp_path / f"{processes}{strategy}" for strategy in strategies}
-        group = ["hsdp_group_size=2"] if processes == 4 else []
         train_runs(
             processes,
             data_path,
-            [[*load, *group, f"sharding_strategy={name}", f"ckpt_save_path={run}"] for name, run in runs.items()],
+            [[*load, f"sharding_strategy={name}", f"ckpt_save_path={run}"] for name, run in runs.items()],
         )
         losses |= {run.name: losses_of(run) for run in runs.values()}
     for name, found in losses.items():
