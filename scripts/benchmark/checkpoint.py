@@ -130,9 +130,8 @@ def _compare_saves_and_loads(root: Path, config: TrainConfig, tensors: Mapping[s
                 turn()
     size = sum(path.stat().st_size for path in checkpoint.iterdir())
     count = parameter_count(resolve_shape(config.model))
-    print(
-        f"\n{count:,} parameters: {size:,} bytes, {size / count:.3f} a parameter ({size / count / 12 - 1:.2%} over 12)\n"
-    )
+    over = f"{size / count:.3f} a parameter, {size / count / 12 - 1:.2%} over 12"
+    print(f"\n{count:,} parameters: {size:,} bytes, {over}\n")
     rows = [(name, _spread([total / s / 1e9 for s in turns[1:]], ".2f")) for name, turns in seconds.items()]
     print(markdown_table(("", "GB/s: median (quartiles)"), rows))
     for ours, theirs in (("save", "write raw"), ("load", "read raw")):

@@ -82,7 +82,10 @@ def start_job(
         name: of the job, in case there are several.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretraining.cli", "pretraining.train.run", "faults.storage_faults"])
+    # The last one is imported at some later point of every run, and takes longer than all the rest.
+    context.set_forkserver_preload(
+        ["pretraining.cli", "pretraining.train.run", "faults.storage_faults", "torch._dynamo"]
+    )
     common = [*TINY, "num_workers=0"]
     lines = [[*common, *run] for run in runs]
     lines = [[*line, *([] if _names_data(line) else ["use_dummy_dataset=true"])] for line in lines]

@@ -84,7 +84,9 @@ def test_the_damaged_file_is_named_and_the_newest_good_checkpoint_is_used(
     message = DAMAGES[name][1]
     step = 6 if message is None else 4
     assert f"start       from {run}/checkpoints/step_{step}_ckp, step {step}" in output
-    named = [line for line in output.splitlines() if f"{run}/checkpoints/step_6_ckp" in line and "start" not in line]
+    named = [
+        line for line in output.splitlines() if f"{run}/checkpoints/step_6_ckp" in line and not line.startswith("start")
+    ]
     assert len(named) == (message is not None) and (message or "") in "".join(named)
     assert "Stopped at step" in output and not (run.parent / "executed").exists()
 
