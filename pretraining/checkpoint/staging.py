@@ -71,14 +71,19 @@ class Staging:
 
 def _allocate(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
     """Memory on the host for each tensor, cut from slabs."""
-    slab, used, memory = torch.empty(0, dtype=torch.uint8), 0, []
+    slabs: list[torch.Tensor] = []
+    used: list[int] = []
+    memory = []
     left = sum(_aligned(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
         size = _aligned(tensor.nbytes)
-        if used + size > slab.numel():
-            slab, used = torch.empty(max(size, min(left, SLAB_BYTES)), dtype=torch.uint8, pin_memory=pinned), 0
-        memory.append(slab[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        used, left = used + size, left - size
+        slab = next((number for number, full in enumerate(used) if full + size <= slabs[number].numel()), len(slabs))
+        if slab == len(slabs):
+            slabs.append(torch.empty(max(size, min(left, SLAB_BYTES)), dtype=torch.uint8, pin_memory=pinned))
+            used.append(0)
+        memory.append(slabs[slab][used[slab] : used[slab] + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        used[slab] += size
+        left -= size
     return memory
 
 
