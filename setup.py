@@ -28,9 +28,12 @@ setup(
         "safetensors>=0.4.5",
     ],
     extras_require={
+        # Reading Hugging Face datasets in `pretrain prepare`.
+        "hf": ["datasets>=4.0"],
         # transformers and accelerate are what the model and the speed are compared with; training needs neither.
         "dev": [
             "accelerate>=1.1",
+            "datasets>=4.0",
             "hypothesis>=6.100",
             "mypy>=1.15",
             "pytest>=8.2",

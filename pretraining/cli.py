@@ -7,6 +7,7 @@ exceptions keep their traceback.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -44,9 +45,10 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Turn text into token files."""
     config = parse_config(PrepareConfig, overrides, flags)
-    from pretraining.data.prepare import prepare
+    layout = resolve_layout(os.environ)
+    from pretraining.data.prepare.run import prepare
 
-    prepare(config)
+    prepare(config, layout=layout)
 
 
 def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -132,12 +134,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
 }
 
-LISTING_COMMANDS = ("inspect", "list", "verify")
+LISTING_COMMANDS = ("inspect", "list", "verify", "prepare")
 """What they print may be piped to a program that stops reading, such as head."""
 
 AFTER_INTERRUPTION = {
     "train": "the same command goes on from the newest checkpoint",
-    "prepare": "nothing was changed; the same command starts again",
+    "prepare": "the same command goes on from the token files that are complete",
     "inspect": "nothing was changed",
     "list": "nothing was changed",
     "export": "nothing was written; the same command starts again",
@@ -157,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if wants_help:
         print(help_text(settings, f"pretrain {name}", purpose))
         return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
     try:
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
         sys.stdout.flush()

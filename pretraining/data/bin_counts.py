@@ -81,6 +81,9 @@ def build_bin_counts(
         return found
     say(f"packing dataset '{name}': {len(index.documents):,} documents into samples of {seq_length} tokens, {packing}")
     counts = _count_in_processes(name, index, seq_length, packing, workers)
+    found = find_bin_counts(index, places, seq_length, packing)
+    if found is not None:  # another job made them meanwhile, and may have them mapped
+        return found
     bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
     np.cumsum(counts, axis=1, out=bounds[:, 1:])
     header = _header(index, seq_length, packing)

@@ -119,11 +119,12 @@ def _scan(folder: Path, suffix: str) -> dict[str, int]:
                     identity = (status.st_dev, status.st_ino)
                     if identity not in above:  # a link to a folder that we are in would go round for ever
                         visit(entry.path, f"{prefix}{entry.name}/", above | {identity})
-                elif entry.name.endswith(suffix) and entry.is_file():
+                elif entry.name.endswith(suffix) and (entry.is_symlink() or entry.is_file()):
+                    # A link that leads nowhere is an error here, and not a file less.
                     found[prefix + entry.name] = entry.stat().st_size
 
-    status = folder.stat()
     try:
+        status = folder.stat()
         visit(str(folder), "", frozenset({(status.st_dev, status.st_ino)}))
     except OSError as error:
         raise DataError(f"cannot list {error.filename or folder}: {error.strerror}") from error

@@ -104,10 +104,10 @@ class BatchReader:
             missing = sorted({self.mixture.names[number] for number in named[datasets < 0]})
             raise DataError(f"step {step} is of {', '.join(missing)}, too, and this run reads without: see --datasets")
         shards, numbers, scaled = (np.empty(len(samples), dtype=np.int64) for _ in range(3))
-        for dataset, source in enumerate(self.sources):
-            places = np.flatnonzero(datasets == dataset)
+        for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
+            source, places = self.sources[dataset], np.flatnonzero(datasets == dataset)
             # The samples that a dataset gives to a batch follow each other, but for those that are skipped.
-            for run in np.split(places, np.flatnonzero(np.diff(within[places]) != 1) + 1) if len(places) else ():
+            for run in np.split(places, np.flatnonzero(np.diff(within[places]) != 1) + 1):
                 first = int(within[run[0]])
                 shards[run], numbers[run] = source.samples(first, first + len(run))
             scaled[places] = shards[places] * self._logical_shards // source.shards

@@ -3,9 +3,10 @@
     documents   n of (byte offset of the first token, tokens, flags)        n * 16 bytes
     files       number of each file's first document, and bytes a token     (files + 1) * 16 bytes
     bounds      tokens before each block of `BLOCK_DOCUMENTS` documents, once for each split
+    checksums   CRC-32 of each block of documents                           blocks * 4 bytes
     names       JSON: path -> bytes of every file, read only to say what changed
     header      JSON: what the index was made for, and where the parts above begin
-    trailer     length of the header, and a magic number
+    trailer     length of the documents and of the header, CRC-32 of all between documents and trailer, magic number
 
 Documents have canonical numbers: files by sorted path, rows in order. A document belongs to the held-out split by a
 hash of (dataset, path, row), so adding files or rows moves no other document; to the rest of the data path the
@@ -13,7 +14,9 @@ documents of the other split are empty ones. Tokens that are stripped from a doc
 What is put around every document are virtual tokens: they count in lengths and are written when tokens are read, never
 stored. A document of which no stored token is left has length 0, and no virtual tokens.
 
-An index is valid for exactly one listing and one `IndexSettings`. `index_build.py` makes it.
+An index is valid for exactly one listing and one `IndexSettings`. `index_build.py` makes it. It is used for as long as
+the files stay the same, and other documents would be read without a sign if it were damaged meanwhile: it is checked
+when it is opened, but for the documents, of which each block is when it is first looked at.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import mmap
 import os
 import struct
 import weakref
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +44,9 @@ SPLITS = ("train", "held_out")
 _BLOCKS_MAPPED = 1024
 """Blocks that a process keeps mapped, over all indices; the system maps 64 KiB or more with each."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAGIC = b"PTINDEX\0"
-TRAILER = struct.Struct("<Q8s")
+TRAILER = struct.Struct("<QQQ8s")
 DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
 FILE = np.dtype([("first_document", "<i8"), ("token_bytes", "<i8")])
 VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
@@ -110,16 +114,19 @@ class Index:
             if size < TRAILER.size:
                 raise DataError(f"index {path} is damaged")
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._looks = 0
-        header_bytes, magic = TRAILER.unpack_from(self._content, size - TRAILER.size)
-        if magic != MAGIC or header_bytes > size - TRAILER.size:
-            raise DataError(f"index {path} is damaged")
         header_end = size - TRAILER.size
+        documents_end, header_bytes, checksum, magic = TRAILER.unpack_from(self._content, header_end)
+        with memoryview(self._content) as content:
+            if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != checksum:
+                raise DataError(f"index {path} is damaged")
+        self._let_go()
         self.header: dict[str, Any] = json.loads(self._content[header_end - header_bytes : header_end])
         self.documents = self._part("documents", DOCUMENT)
         files = self._part("files", FILE)
         self.first_documents = np.ascontiguousarray(files["first_document"])
         self.token_bytes = np.ascontiguousarray(files["token_bytes"][:-1])
+        self._checksums = self._part("checksums", np.dtype("<u4"))
+        self._checked = np.zeros(len(self._checksums), dtype=bool)
 
     def _part(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         part = self.header["parts"][name]
@@ -142,9 +149,26 @@ class Index:
         file cache, shared by all processes, and is mapped again when it is needed, within microseconds.
         """
         self._looks += blocks
-        if self._looks > _BLOCKS_MAPPED // len(_open_indices) and hasattr(mmap, "MADV_DONTNEED"):
-            self._looks = 0
+        if self._looks > _BLOCKS_MAPPED // len(_open_indices):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._looks = 0
+        if hasattr(mmap, "MADV_DONTNEED"):
             self._content.madvise(mmap.MADV_DONTNEED)
+
+    def check(self, begin: int, end: int) -> None:
+        """Check the blocks of documents [begin, end) that were not yet.
+
+        Raises:
+            DataError: one is not as it was written.
+        """
+        for block in range(begin // BLOCK_DOCUMENTS, -(-end // BLOCK_DOCUMENTS)):
+            if not self._checked[block]:
+                documents = self.documents[block * BLOCK_DOCUMENTS : (block + 1) * BLOCK_DOCUMENTS]
+                if zlib.crc32(documents.data) != self._checksums[block]:
+                    raise DataError(f"index {self.path} is damaged: delete it, and it is made anew at the next start")
+                self._checked[block] = True
 
     def files_of(self, documents: np.ndarray) -> np.ndarray:
         """Number of the file that holds each document."""
@@ -191,8 +215,13 @@ class Split:
         return int(self.block_bounds[-1])
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Tokens of documents [begin, end), virtual ones included, int64."""
+        """Tokens of documents [begin, end), virtual ones included, int64.
+
+        Raises:
+            DataError: the index is damaged there.
+        """
         self._index.note_looks(1)
+        self._index.check(begin, end)
         return split_lengths(self._index.documents[begin:end], self._held_out)
 
 

@@ -3,7 +3,7 @@
     files --read_document_layout, on threads--> documents --in order--> temporary file --block totals, header--> rename
 
 Any number of processes may build the same index at once: each writes its own temporary file, they are all equal, and
-the last rename wins. Memory does not grow with the dataset.
+the first that is done stays. Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,7 +91,10 @@ def build_index(
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
-            Path(temporary).replace(place)
+            # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
+            index = find_index(files, settings, index_path)
+            if index is None:
+                Path(temporary).replace(place)
         except OSError as error:
             raise DataError(f"cannot write the index {place}: {error.strerror or error}") from error
         finally:
@@ -98,7 +102,7 @@ def build_index(
         contradictions = describe_contradictions(files, held)
         if contradictions:
             say(contradictions)
-        return Index(place)
+        return index or Index(place)
     raise DataError(f"no place to write the index of dataset '{files.name}': {'; '.join(refused)}: give --index_path")
 
 
@@ -155,8 +159,10 @@ def _write_index(
     table["first_document"], table["token_bytes"][:-1] = first_documents, token_bytes
     write("files", table.tobytes(), len(table))
     file.flush()
-    for split, bounds in zip(SPLITS, _block_bounds(file, count), strict=True):
-        write(f"bounds_{split}", bounds.tobytes(), len(bounds))
+    bounds, checksums = _look_at_blocks(file, count)
+    for split, bounds_of_split in zip(SPLITS, bounds, strict=True):
+        write(f"bounds_{split}", bounds_of_split.tobytes(), len(bounds_of_split))
+    write("checksums", checksums.tobytes(), len(checksums))
     names = json.dumps(dict(zip(files.paths, files.sizes, strict=True))).encode()
     write("names", names, len(names))
     header = {
@@ -167,7 +173,11 @@ def _write_index(
         "parts": parts,
     }
     text = json.dumps(header).encode()
-    file.write(text + TRAILER.pack(len(text), MAGIC))
+    file.write(text)
+    file.flush()
+    documents_end = count * DOCUMENT.itemsize
+    checksum = zlib.crc32(os.pread(file.fileno(), file.tell() - documents_end, documents_end))
+    file.write(TRAILER.pack(documents_end, len(text), checksum, MAGIC))
     return held
 
 
@@ -186,17 +196,25 @@ def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tup
     return documents, layout.width, int(layout.lengths.sum())
 
 
-def _block_bounds(file: IO[bytes], count: int) -> list[np.ndarray]:
-    """Tokens before each block of the documents at the start of a file, for every split: [blocks + 1] int64."""
+def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Look through the documents at the start of a file, block by block.
+
+    Returns:
+        tokens before each block, for every split: [blocks + 1] int64; checksums of the blocks, [blocks] uint32.
+    """
     starts = np.arange(0, count, BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE)
+    checksums: list[int] = []
+    block_bytes = BLOCK_DOCUMENTS * DOCUMENT.itemsize
     totals: list[list[np.ndarray]] = [[np.zeros(1, dtype=np.int64)] for _ in SPLITS]
     for start in starts:
         size = min(BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE, count - int(start))
         raw = os.pread(file.fileno(), size * DOCUMENT.itemsize, int(start) * DOCUMENT.itemsize)
+        checksums += [zlib.crc32(raw[at : at + block_bytes]) for at in range(0, len(raw), block_bytes)]
         documents = np.frombuffer(raw, dtype=DOCUMENT)
         for split, held_out in zip(totals, (0, HELD_OUT), strict=True):
             split.append(np.add.reduceat(split_lengths(documents, held_out), np.arange(0, size, BLOCK_DOCUMENTS)))
-    return [np.cumsum(np.concatenate(split)).astype("<i8") for split in totals]
+    bounds = [np.cumsum(np.concatenate(split)).astype("<i8") for split in totals]
+    return bounds, np.array(checksums, dtype="<u4")
 
 
 def _in_parallel(look: Callable[[int], Any], files: DatasetFiles, workers: int | None) -> Iterator[Any]:

@@ -64,7 +64,8 @@ class OpenFile:
             except OSError as error:
                 raise DataError(f"cannot read {self.path} at byte {offset:,}: {error.strerror}") from error
             if count == 0:
-                raise DataError(f"{self.path} ends at byte {offset:,}, before its documents do: it was truncated")
+                end = os.fstat(self._descriptor).st_size  # which may lie before the place that was asked for
+                raise DataError(f"{self.path} ends at byte {end:,}, before its documents do: it was truncated")
             target, offset = target[count:], offset + count
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -129,7 +130,9 @@ class DocumentReader:
         self._bos_token, self._sep_token = virtual
         self._vocab_size = vocab_size
         self._opened = opened
-        self._token_bytes = int(index.token_bytes.max(initial=1))
+        # Virtual tokens need not fit into what files are as narrow as: 999 ends documents of single bytes, too.
+        widths = [np.min_scalar_type(token).itemsize for token in virtual if token is not None]
+        self._token_bytes = max(int(index.token_bytes.max(initial=1)), *widths, 1)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         """Fill rows of a batch with the tokens of spans, and with zeros behind them.

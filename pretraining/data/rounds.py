@@ -9,20 +9,22 @@ the shortest shard has ended are the tail of what the longer ones have left over
                             -> shard -> sample j = floor(eT / S) + t of the shard
 
 Every step is arithmetic on the shards' tokens, exact in 64 bits while there are fewer than 2**63 samples; none depends
-on the samples before.
+on the samples before. Samples are found in stretches of about a round, of which the last few are kept: where batches
+are small, or take little of a dataset, many share one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from pretraining.data.cache import RecentlyUsed
 from pretraining.data.order import Purpose, derive_key, hash64
 
-_ROUND_CELLS = 1 << 18
-"""Largest table of (round, shard) that is sorted at once."""
+_SHORTEST_STRETCH = 64
+"""Samples that are found at once; as many as a round has, where that is more."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class SampleOrder:
         self._seq_length = seq_length
         self._key = key
         self._passes: RecentlyUsed[_Pass] = RecentlyUsed(4, cost=lambda _: 1)
+        self._stretch = max(_SHORTEST_STRETCH, len(shard_tokens))
+        self._stretches: RecentlyUsed[tuple[np.ndarray, np.ndarray]] = RecentlyUsed(4, cost=lambda _: 1)
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Samples [begin, end) of the dataset.
@@ -71,6 +75,17 @@ class SampleOrder:
         Returns:
             the shard of each, and its number j within that shard, both [end - begin] int64.
         """
+        first, size = begin // self._stretch, self._stretch
+        stretches = [
+            self._stretches.get(number, partial(self._find, number * size, (number + 1) * size))
+            for number in range(first, max(first + 1, -(-end // size)))
+        ]
+        wanted = slice(begin - first * size, end - first * size)
+        shards, numbers = (np.concatenate(parts)[wanted] for parts in zip(*stretches, strict=True))
+        return shards, numbers
+
+    def _find(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shards and numbers of samples [begin, end), from nothing."""
         shards, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
         at = begin
         while at < end:
@@ -80,8 +95,7 @@ class SampleOrder:
             active = np.sort(current.by_length[int(current.level_skip[level]) :])
             rounds_done, place = divmod(local - int(current.level_samples[level]), len(active))
             first_round = int(current.level_rounds[level]) + rounds_done
-            most = min(end - at, max(_ROUND_CELLS - place, len(active) - place))
-            taken = min(most, int(current.level_samples[level + 1]) - local)
+            taken = min(end - at, int(current.level_samples[level + 1]) - local)
             rounds = np.arange(first_round, first_round - (-(place + taken) // len(active)))
             visited = self._visit(current.number, rounds, active).reshape(-1)[place : place + taken]
             target = slice(at - begin, at - begin + taken)

@@ -28,6 +28,8 @@ READING_SETTINGS = (
 )
 """How documents are read and make samples: the same for all datasets, throughout a run."""
 _NAMES_SHOWN = 12
+_LARGEST_NUMBER = 1 << 62
+_LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
 
 
 def describe_order(
@@ -107,6 +109,7 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         problems = _differences(state, order, changes)
         phases, next_sample = [Phase(**phase) for phase in state["phases"]], state["next_sample"]
         before = Skipped((begin, end) for begin, end in state["skipped"])
+        _check_numbers(phases, before, next_sample)
         step = _step_of_sample(phases, next_sample, before)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(f"the data state is damaged: {type(error).__name__}: {error}") from error
@@ -145,6 +148,25 @@ def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample
             "go on from an earlier checkpoint (--ckpt_load_path, with another --ckpt_save_path), or leave it out"
         )
     return new
+
+
+def _check_numbers(phases: Sequence[Phase], skipped: Skipped, next_sample: int) -> None:
+    """Refuse numbers that no run writes, before anything is computed with them.
+
+    Raises:
+        IndexError: there is no phase.
+        TypeError, ValueError: there are such numbers.
+    """
+    if phases[0] != Phase.first(phases[0].global_batch_size, phases[0].weights):
+        raise ValueError("the first phase does not begin with the first sample")
+    places = [*(phase.first_step for phase in phases), *(end for each in skipped.ranges for end in each)]
+    sizes = [size for phase in phases for size in (phase.global_batch_size, *phase.weights.values())]
+    if not all(type(number) is int for number in (*places, *sizes, next_sample)):
+        raise TypeError("a number is none")
+    if min(places) < 0 or min(sizes) < 1 or max(*places, *sizes, next_sample) > _LARGEST_NUMBER:
+        raise ValueError("a number is too small or too large")
+    if max(sum(phase.weights.values()) for phase in phases) > _LARGEST_TOTAL:
+        raise ValueError("weights are too large")
 
 
 def _step_of_sample(phases: Sequence[Phase], sample: int, skipped: Skipped) -> int:

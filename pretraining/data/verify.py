@@ -24,10 +24,10 @@ from pretraining.config.training import DataConfig
 from pretraining.config.verify import VerifyConfig
 from pretraining.data.arrow import DocumentLayout, read_document_layout
 from pretraining.data.files import DatasetFiles, list_datasets
-from pretraining.data.manifest import MANIFEST_FILE
-from pretraining.data.prepare import map_in_order
-from pretraining.data.prepare_progress import LINE_INTERVAL_SECONDS
-from pretraining.data.token_writer import TokenFile, file_checksum
+from pretraining.data.prepare.manifest import MANIFEST_FILE
+from pretraining.data.prepare.progress import LINE_INTERVAL_SECONDS
+from pretraining.data.prepare.writer import TokenFile, file_checksum
+from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 
 FAULTS_SHOWN = 100
@@ -234,10 +234,12 @@ def _read_record(files: DatasetFiles) -> _Record:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         entries = [TokenFile(**entry) for entry in content["files"]]
+        if not all(isinstance(entry.name, str) and isinstance(entry.bytes, int) for entry in entries):
+            raise ValueError("a file has no name or no size")
         return _Record({entry.name: entry for entry in entries}, int(content["tokenizer"]["vocab_size"]))
     except FileNotFoundError:
         return _Record({}, None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return _Record({}, None, (f"{path} cannot be read ({type(error).__name__}: {error})",))
 
 

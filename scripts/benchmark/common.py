@@ -169,11 +169,11 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], rounds: i
         lanes = _run_race(contenders, config, Path(folder), rounds, steps)
     tokens = plan_batch(config.batch, 1).global_batch_size * config.data.seq_length * steps
     rows = [
-        (name, *_spread([tokens / s for s in lane.seconds], ",.0f"), f"{lane.loss:.4f}") for name, lane in lanes.items()
+        (name, *spread([tokens / s for s in lane.seconds], ",.0f"), f"{lane.loss:.4f}") for name, lane in lanes.items()
     ]
     print("\n" + markdown_table(("", "tokens/s", "quartiles", "loss at the end"), rows))
     first, second = lanes.values()
-    median, quartiles = _spread([b / a for a, b in zip(first.seconds, second.seconds, strict=True)], ".3f")
+    median, quartiles = spread([b / a for a, b in zip(first.seconds, second.seconds, strict=True)], ".3f")
     print(f"\n{' / '.join(lanes)}: {median} ({quartiles}), median of {rounds} rounds of {steps} steps each")
 
 
@@ -273,7 +273,7 @@ def _describe(config: TrainConfig) -> str:
     )
 
 
-def _spread(values: list[float], form: str) -> tuple[str, str]:
+def spread(values: list[float], form: str) -> tuple[str, str]:
     """Median, and first to third quartile."""
     if len(values) < 2:
         return f"{values[0]:{form}}", "-"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +219,18 @@ def test_what_cannot_be_done_is_one_message(
     error = capsys.readouterr().err
     assert ending.value.code == 1 and message in error and error.count("error:") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_are_not_utf_8_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_two_datasets(tmp_path / "data") / "first"
+    for path in folder.glob("*.arrow"):
+        path.rename(folder / os.fsdecode(b"tok\xffens.arrow"))
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="utf-8", errors="strict"))
+    main(
+        ["inspect", f"--data_path={tmp_path / 'data'}", "--datasets=first", "--step=1", *(f"--{flag}" for flag in TINY)]
+    )
+    assert b"first/tok\xffens.arrow  row" in printed.getvalue()
 
 
 def test_a_reader_that_has_seen_enough_is_no_error_to_talk_about(tmp_path: Path) -> None:

@@ -17,6 +17,10 @@ from pretraining.errors import ConfigError
         (PrepareConfig(input_path=("v1.5",)), "v1.5"),
         (PrepareConfig(input_path=("a.rst",), extensions=(".rst",)), "a"),
         (PrepareConfig(input_path=("a", "b"), dataset="both"), "both"),
+        (PrepareConfig(input_path=("wiki.ndjson.zst",)), "wiki"),
+        (PrepareConfig(input_path=("web.parquet",)), "web"),
+        (PrepareConfig(hf_dataset="someone/web-text"), "web-text"),
+        (PrepareConfig(hf_dataset="/data/mine/"), "mine"),
     ],
 )
 def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) -> None:
@@ -28,7 +32,9 @@ def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) 
     ("config", "message"),
     [
         (PrepareConfig(), "no text to prepare"),
-        (PrepareConfig(input_path=("a",), source="stdlib"), "both say which text"),
+        (PrepareConfig(input_path=("a",), source="stdlib"), "--input_path=a and --source=stdlib all say which text"),
+        (PrepareConfig(hf_dataset="a", source="stdlib"), "--source=stdlib and --hf_dataset=a all say which text"),
+        (PrepareConfig(source="stdlib", hf_config="en"), "--hf_config=en is of which dataset"),
         (PrepareConfig(source="stdlib", tokenizer_path="t", vocab_size=300), "drop one of them"),
         (PrepareConfig(input_path=("a", "b")), "give --dataset="),
         (PrepareConfig(input_path=("a/*.txt",)), "give --dataset="),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +81,21 @@ def test_they_are_counted_once(index: Index, monkeypatch: pytest.MonkeyPatch) ->
     again = build(index, said=said)
     assert len(said) == 1 and bounds_of(again) == bounds_of(counts)
     assert not again.bounds["train"].flags.owndata  # mapped, and shared with other processes
+
+
+def test_the_counts_of_the_job_that_is_done_first_stay(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, first = bin_counts.count_bins, []
+
+    def slow(*arguments: Any) -> np.ndarray:
+        with monkeypatch.context() as other_job:
+            other_job.setattr(bin_counts, "count_bins", real)
+            build(index)
+            first.append(file_of(index).stat().st_ino)
+        return real(*arguments)
+
+    monkeypatch.setattr(bin_counts, "count_bins", slow)
+    build(index)
+    assert [file_of(index).stat().st_ino] == first
 
 
 def test_other_lengths_and_packings_have_counts_of_their_own(index: Index) -> None:

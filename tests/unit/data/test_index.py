@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from unit.data.token_files import random_documents, write_documents
 from pretraining.config.training import DataConfig
 from pretraining.data import index_build
 from pretraining.data.files import DatasetFiles, list_datasets
-from pretraining.data.index import BLOCK_DOCUMENTS, Index, IndexSettings, find_index, index_places
+from pretraining.data.index import BLOCK_DOCUMENTS, Index, IndexSettings, find_index, index_places, open_any_index
 from pretraining.data.index_build import build_index, held_out_mask
 from pretraining.errors import DataError
 
@@ -153,6 +154,21 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, keep: int) -> None:
     assert lengths_of(build_index(files(tmp_path), SETTINGS)) == [2]
 
 
+def test_a_flipped_bit_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        write_documents(tmp_path / f"web/{name}.arrow", [[1, 2], [3], []] * 5)
+    path = build_index(files(tmp_path), SETTINGS).path
+    content = path.read_bytes()
+    for at in range(len(content)):
+        damaged = tmp_path / f"{at}.index"
+        damaged.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        index = open_any_index(damaged)
+        if index is not None:
+            assert index.is_for(files(tmp_path), SETTINGS)  # documents are looked at when they are needed
+            with pytest.raises(DataError, match=rf"index .*/{at}\.index is damaged: delete it, and it is made anew"):
+                index.split("train").lengths(0, 30)
+
+
 def test_indices_of_read_only_data_lie_in_the_cache_folder(tmp_path: Path, cache_folder: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 2]])
     (tmp_path / "web/.index").write_text("a file where the folder would be: it cannot be written to")
@@ -201,6 +217,23 @@ def test_several_may_build_at_once(tmp_path: Path) -> None:
     assert len({tuple(lengths_of(index)) for index in built}) == 1 and len(built) == 4
     names = [path.name for path in (tmp_path / "web/.index").iterdir()]
     assert names == [f"{SETTINGS.index_digest}-{listed.digest[:16]}.index"]
+
+
+def test_the_index_of_the_job_that_is_done_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be mapped there: replaced from another machine, a file on a network file system is gone for its users."""
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+    real, places = index_build._write_index, []
+
+    def slow(*arguments: Any) -> Any:
+        with monkeypatch.context() as other_job:
+            other_job.setattr(index_build, "_write_index", real)
+            places.append(build_index(files(tmp_path), SETTINGS).path.stat().st_ino)
+        return real(*arguments)
+
+    monkeypatch.setattr(index_build, "_write_index", slow)
+    index = build_index(files(tmp_path), SETTINGS)
+    assert [index.path.stat().st_ino] == places and lengths_of(index) == [2]
+    assert len(list((tmp_path / "web/.index").iterdir())) == 1
 
 
 def test_a_running_job_keeps_its_index_when_another_finds_more_files(tmp_path: Path) -> None:

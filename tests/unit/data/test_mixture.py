@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pretraining.data import mixture
@@ -46,8 +46,32 @@ def test_every_prefix_is_within_two_samples_of_the_weights_for_many_datasets(cou
     assert drift(weights, 3000) < 2
 
 
+ASKED_WEIGHTS = st.one_of(st.sampled_from([1e-6, 1e-3, 0.1, 1.0]), st.floats(1e-6, 1.0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 1000), st.lists(ASKED_WEIGHTS, min_size=1, max_size=20), st.integers(0, 10**9))
+@example(1000, [1.0, 1e-6], 10**9)
+@example(1000, [0.1 * 0.618**number for number in range(24)], 10**6)
+def test_anywhere_in_a_run_each_dataset_is_within_two_samples_of_the_weight_that_was_asked_for(
+    count: int, few: list[float], begin: int
+) -> None:
+    asked = (few * count)[:count]
+    exact = [Fraction(str(weight)) for weight in asked]
+    total = sum(exact)
+    shares = np.array([float(weight / total) for weight in exact])
+    tree = WeightTree(list(integer_weights({str(number): weight for number, weight in enumerate(asked)}).values()))
+    before = np.array(tree.counts(begin))
+    assert np.abs(before - begin * shares).max() < 2
+    datasets, numbers = tree.assign(begin, begin + 300)
+    counts = before + np.cumsum(datasets[:, None] == np.arange(count), axis=0)
+    assert np.abs(counts - np.arange(begin + 1, begin + 301)[:, None] * shares).max() < 2
+    assert (numbers == counts[np.arange(300), datasets] - 1).all()
+
+
 @settings(max_examples=60, deadline=None)
-@given(WEIGHTS, st.integers(0, 10**15), st.integers(0, 200))
+@given(WEIGHTS, st.integers(0, 2**60), st.integers(0, 200))
+@example([1, 10**9 + 7, 3, 3 * 10**8], 2**60 + 12345, 200)
 def test_a_datasets_samples_are_numbered_without_gaps_from_anywhere(weights: list[int], begin: int, count: int) -> None:
     tree = WeightTree(weights)
     datasets, numbers = tree.assign(begin, begin + count)

@@ -5,8 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.data import stream_oracle
+from unit.data.test_streams import EqualLengths
 
-from pretraining.data.order import Purpose, derive_key, hash64, keyed_order, mix64, text_key
+from pretraining.data.order import GOLDEN, Purpose, derive_key, hash64, keyed_order, mix64, text_key
+from pretraining.data.rounds import SampleOrder
+from pretraining.data.streams import TokenStream, cut_shards, order_cache
 
 WORDS = st.integers(min_value=0, max_value=2**64 - 1)
 
@@ -52,9 +55,53 @@ def test_several_keys_hash_as_each_would() -> None:
     assert (table[0] == hash64(3, np.arange(6))).all() and (table[1] == hash64(2**64 - 5, np.arange(6))).all()
 
 
-@pytest.mark.parametrize("size", [*range(70), *(2**k + d for k in (8, 10, 12, 16) for d in (-1, 0, 1))])
-def test_an_order_is_a_permutation_at_every_length(size: int) -> None:
-    assert (np.sort(keyed_order(derive_key(size), np.arange(size))) == np.arange(size)).all()
+AROUND_POWERS_OF_TWO = [2**k + d for k in range(1, 23) for d in (-1, 0, 1) if k < 22 or d <= 0]
+
+
+def unmix64(values: np.ndarray) -> np.ndarray:
+    """What `mix64` was given."""
+    values = values ^ (values >> np.uint64(31)) ^ (values >> np.uint64(62))
+    values = values * np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
+    values = values ^ (values >> np.uint64(27)) ^ (values >> np.uint64(54))
+    values = values * np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
+    return values ^ (values >> np.uint64(30)) ^ (values >> np.uint64(60))
+
+
+def unhash64(key: int, hashes: np.ndarray) -> np.ndarray:
+    """The items that have these hashes."""
+    return unmix64(unmix64(hashes) ^ np.uint64(key)) - np.uint64(GOLDEN)
+
+
+@given(WORDS, st.lists(WORDS, max_size=20))
+def test_a_hash_can_be_undone_so_no_two_items_tie(key: int, items: list[int]) -> None:
+    numbers = np.array(items, dtype=np.uint64)
+    assert (unhash64(key, hash64(key, numbers)) == numbers).all()
+
+
+def test_the_first_four_million_items_have_hashes_of_their_own_under_any_key() -> None:
+    items = np.arange(2**22 + 1)
+    for key in (0, 1, 2**64 - 1, derive_key(1, 2023, 7)):
+        assert (unhash64(key, hash64(key, items)) == items.astype(np.uint64)).all()
+
+
+def test_an_order_is_a_permutation_at_every_length() -> None:
+    for size in (*range(5001), *AROUND_POWERS_OF_TWO):
+        order = keyed_order(derive_key(size), np.arange(size))
+        assert len(order) == size and (np.bincount(order, minlength=size) == 1).all()
+
+
+def test_the_documents_of_a_pass_are_a_permutation_at_every_length() -> None:
+    for size in (*range(1, 5001), *AROUND_POWERS_OF_TWO):
+        documents = EqualLengths(size, 1)
+        stream = TokenStream(documents, cut_shards(documents, 1), size, (3, 4), order_cache())
+        spans = stream.spans(np.array([0]), np.array([size % 3]))
+        assert (np.bincount(spans.documents[:size], minlength=size) == 1).all(), size
+
+
+def test_the_shards_of_a_round_are_a_permutation_at_every_number_of_shards() -> None:
+    for shards in (*range(1, 5001), *(size for size in AROUND_POWERS_OF_TWO if size < 2**18)):
+        visited, numbers = SampleOrder(np.full(shards, 8), 8, (3, 4)).samples(2 * shards, 3 * shards)
+        assert (np.bincount(visited, minlength=shards) == 1).all() and (numbers == 2).all(), shards
 
 
 def test_orders_under_different_keys_are_uncorrelated() -> None:

@@ -216,3 +216,14 @@ def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: P
     target = bytearray(6)
     held.read_into(memoryview(target), 0)
     assert target == b"ARROW1"
+
+
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint16()])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_a_separator_may_be_wider_than_the_tokens_of_the_files(tmp_path: Path, kind: pa.DataType, dtype: type) -> None:
+    documents = [[1, 2], [3], [4] * 5]
+    write_documents(tmp_path / "web/x.arrow", documents, pa.list_(kind))
+    sep = 999 if dtype == np.uint16 else 70_000
+    made = reader(tmp_path, sep_token=sep, vocab_size=sep + 1)
+    pieces = [(number, 0, len(document) + 1) for number, document in enumerate(documents)]
+    assert read(made, pieces, dtype) == [token for document in documents for token in [*document, sep]]

@@ -65,12 +65,23 @@ def test_a_round_visits_every_shard_once_in_an_order_of_its_own() -> None:
     assert len(set(turns)) == 10
 
 
-def test_large_tables_of_rounds_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_is_the_same_however_many_samples_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.array([300, 500, 40, 0, 900])
     whole = pairs(SampleOrder(tokens, 7, KEY), 0, 700)
-    for cells in (1, 4, 9):
-        monkeypatch.setattr(rounds, "_ROUND_CELLS", cells)
+    for samples in (1, 9, 100, 1000):
+        monkeypatch.setattr(rounds, "_SHORTEST_STRETCH", samples)
         assert pairs(SampleOrder(tokens, 7, KEY), 0, 700) == whole
+    assert pairs(SampleOrder(tokens, 7, KEY), 350, 350) == []
+
+
+def test_a_stretch_is_found_once_for_all_the_batches_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = SampleOrder(np.full(1000, 10_000), 10, KEY)
+    found = []
+    find = order._find
+    monkeypatch.setattr(order, "_find", lambda begin, end: found.append((begin, end)) or find(begin, end))
+    for begin in range(4_000, 6_000, 8):
+        order.samples(begin, begin + 8)
+    assert found == [(4_000, 5_000), (5_000, 6_000)]
 
 
 @pytest.mark.parametrize("first", [0, 10**9, 10**12, 2**50 + 12345])

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.data.token_files import loader, make_root, plan, write_documents
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.data.token_files import loader, make_root, plan, rows, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader
@@ -140,3 +143,53 @@ def test_a_refused_state_leaves_the_loader_where_it_was(config: DataConfig, stat
     with pytest.raises(DataError):
         made.load_state_dict(state | {"seed": 1})
     assert made.next_step == 1
+
+
+# What a state that was damaged, or written by other hands, may hold where a number or a list was.
+NONSENSE: st.SearchStrategy[Any] = st.sampled_from(
+    [None, -1, 0, 1, 2**63, -(2**63), 10**30, 1.5, float("inf"), float("nan"), "5", [], {}, [1]]
+)
+
+
+@st.composite
+def damaged_states(draw: st.DrawFn, state: dict[str, Any]) -> dict[str, Any]:
+    """A state with nonsense somewhere in it."""
+    state = json.loads(json.dumps(state))
+    inner: Any = state
+    while True:
+        key = draw(st.sampled_from(list(inner) if isinstance(inner, dict) else range(len(inner))))
+        if not (isinstance(inner[key], dict | list) and inner[key] and draw(st.integers(0, 5))):
+            break
+        inner = inner[key]
+    if draw(st.booleans()):
+        inner[key] = draw(NONSENSE)
+    else:
+        del inner[key]
+    return state
+
+
+def test_whatever_a_state_holds_it_is_refused_or_gone_on_from(config: DataConfig) -> None:
+    made = loader(replace(config, skip_samples=("100-120", "200")), plan(8))
+    next(made)
+    other = replace(config, datasets=("web", "code"), weights=(3.0, 1.0))
+    changed = loader(other, plan(5))
+    changed.load_state_dict(made.state_dict())
+    next(changed)
+    good = changed.state_dict()
+    refused = 0
+
+    @settings(max_examples=300, deadline=None)
+    @given(damaged_states(good))
+    def load(state: dict[str, Any]) -> None:
+        nonlocal refused
+        changed.rewind()
+        try:
+            changed.load_state_dict(state)
+        except DataError:
+            refused += 1
+        else:
+            json.dumps(changed.state_dict())
+            assert len(rows(next(changed))) == 5
+
+    load()
+    assert refused > 100

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,11 +17,13 @@ from unit.data.token_files import make_root, random_documents, write_documents
 from pretraining.config.prepare import PrepareConfig
 from pretraining.config.verify import VerifyConfig
 from pretraining.data import verify as verify_module
-from pretraining.data.prepare import prepare
-from pretraining.data.prepare_progress import LINE_INTERVAL_SECONDS
-from pretraining.data.token_writer import TokenWriter
+from pretraining.data.prepare.progress import LINE_INTERVAL_SECONDS
+from pretraining.data.prepare.run import prepare
+from pretraining.data.prepare.writer import TokenWriter
 from pretraining.data.verify import verify
 from pretraining.errors import DataError
+
+FIRST, SECOND = "part_000000_000000.arrow", "part_000000_000001.arrow"
 
 
 def faults_of(config: VerifyConfig) -> list[str]:
@@ -66,24 +69,24 @@ def test_a_prepared_dataset_is_compared_with_what_was_written(prepared: Path) ->
 
 
 def flip_a_token(folder: Path) -> str:
-    path = folder / "part_000001.arrow"
+    path = folder / SECOND
     content = bytearray(path.read_bytes())
     middle = content.index(np.array(pa.ipc.open_file(path).read_all()["tokens"][0].as_py()[:4], "<u2").tobytes())
     content[middle] ^= 1
     path.write_bytes(content)
-    return r"part_000001\.arrow has changed since `pretrain prepare` wrote it: its bytes have the checksum \w{8}, not "
+    return rf"{SECOND} has changed since `pretrain prepare` wrote it: its bytes have the checksum \w{{8}}, not "
 
 
 def truncate(folder: Path) -> str:
-    path = folder / "part_000001.arrow"
+    path = folder / SECOND
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-100])
-    return rf"part_000001\.arrow has {size - 100:,} bytes, but `pretrain prepare` wrote {size:,}"
+    return rf"{SECOND} has {size - 100:,} bytes, but `pretrain prepare` wrote {size:,}"
 
 
 def remove(folder: Path) -> str:
-    (folder / "part_000001.arrow").unlink()
-    return r"part_000001\.arrow is gone, but prepare\.json names it"
+    (folder / SECOND).unlink()
+    return rf"{SECOND} is gone, but prepare\.json names it"
 
 
 def add(folder: Path) -> str:
@@ -92,11 +95,11 @@ def add(folder: Path) -> str:
 
 
 def swap(folder: Path) -> str:
-    one, two = folder / "part_000000.arrow", folder / "part_000001.arrow"
+    one, two = folder / FIRST, folder / SECOND
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
-    return r"part_000000\.arrow has (changed|[\d,]+ bytes)"
+    return rf"{FIRST} has (changed|[\d,]+ bytes)"
 
 
 def damage_record(folder: Path) -> str:
@@ -109,6 +112,26 @@ def test_what_changed_since_it_was_prepared_is_named(prepared: Path, damage: Cal
     message = damage(prepared)
     faults = faults_of(VerifyConfig(data_path=str(prepared.parent)))
     assert re.search(message, "\n".join(faults)), faults
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record["files"][0].update(name=None),
+        lambda record: record["files"][0].update(bytes="12"),
+        lambda record: record["files"].append({}),
+        lambda record: record.update(files=3),
+        lambda record: record["tokenizer"].update(vocab_size=float("inf")),
+        lambda record: record.update(tokenizer=[]),
+        lambda record: record.pop("tokenizer"),
+    ],
+)
+def test_a_record_that_holds_nonsense_is_a_fault(prepared: Path, damage: Callable[[dict[str, Any]], object]) -> None:
+    record = json.loads((prepared / "prepare.json").read_text())
+    damage(record)
+    (prepared / "prepare.json").write_text(json.dumps(record))
+    (fault,) = faults_of(VerifyConfig(data_path=str(prepared.parent)))
+    assert fault.startswith(f"{prepared}/prepare.json cannot be read (")
 
 
 def test_a_prepared_dataset_that_lost_all_its_files_is_named(prepared: Path) -> None:
@@ -222,7 +245,7 @@ def test_a_folder_without_data_is_one_error(tmp_path: Path) -> None:
 
 
 def test_the_checksum_is_of_the_files_bytes(tmp_path: Path) -> None:
-    with TokenWriter(tmp_path, 100, tokens_per_file=5) as writer:
-        writer.write(np.arange(7, dtype=writer.dtype))
+    with TokenWriter(tmp_path, np.dtype(np.uint16), tokens_per_file=5) as writer:
+        writer.write(np.arange(7, dtype=np.uint16))
     (file,) = writer.files
     assert file.crc32 == f"{zlib.crc32((tmp_path / file.name).read_bytes()):08x}"

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from pretraining.data.sources import TextFile
+from pretraining.data.prepare.inputs import InputFile
 from pretraining.errors import DataError
 
 SMALLEST_CORPUS_BYTES = 2_000_000
@@ -24,7 +24,7 @@ LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "ms
 LEFT_OUT_FILES = {"html/entities.py", "this.py"}
 
 
-def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALLEST_CORPUS_BYTES) -> list[TextFile]:
+def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALLEST_CORPUS_BYTES) -> list[InputFile]:
     """List the modules of the standard library worth learning from, module after module in the order of their names.
 
     Only modules that Python itself names as its own count, so that installed packages beside them are never taken.
@@ -43,7 +43,7 @@ def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALL
         for path in (root / f"{top}.py", *sorted((root / top).rglob("*.py")))
         if path.is_file()
     ]
-    files = [TextFile(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
+    files = [InputFile(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
     modules = [file for file in files if _is_kept(file)]
     size = sum(file.size for file in modules)
     if size < smallest_bytes:
@@ -56,7 +56,7 @@ def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALL
     return modules
 
 
-def _is_kept(file: TextFile) -> bool:
+def _is_kept(file: InputFile) -> bool:
     folders = file.name.split("/")[:-1]
     return (
         file.size >= SMALLEST_MODULE_BYTES

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from unit.data.prepare.prepare_files import documents_of
 
-from pretraining.data.corpus import standard_library_files
-from pretraining.data.sources import read_pieces
+from pretraining.data.prepare.corpus import standard_library_files
+from pretraining.data.prepare.text import read_text
 from pretraining.errors import DataError
 
 
@@ -28,7 +29,7 @@ def test_no_tests_no_tables_and_no_installed_packages() -> None:
 
 def test_documents_are_python() -> None:
     for file in standard_library_files()[:20]:
-        ast.parse("".join(piece.text for piece in read_pieces(file)))
+        ast.parse("".join(documents_of(read_text(file))))
 
 
 def test_only_modules_that_python_names_its_own_and_that_say_something(tmp_path: Path) -> None:

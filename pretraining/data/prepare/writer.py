@@ -7,13 +7,18 @@ into memory and read any document in place. A file is written aside and renamed 
 from __future__ import annotations
 
 import os
+import platform
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
+
+from pretraining.errors import DataError
 
 COLUMN = "tokens"
 BATCH_TOKENS = 1 << 21
@@ -43,38 +48,51 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes documents to `part_000000.arrow`, `part_000001.arrow`, … in a folder; a context, to close the last one.
+    """Writes documents to `<prefix>000000.arrow`, `<prefix>000001.arrow`, … in a folder; a context, to close the last.
 
     Attributes:
         files: those finished so far.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, tokens_per_file: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: np.dtype,
+        tokens_per_file: int,
+        prefix: str = "part_",
+        files: Sequence[TokenFile] = (),
+    ) -> None:
         """Write nothing yet.
 
         Args:
             folder: where to write.
-            vocab_size: decides the type of a token: uint16 where it is at most 65536, else uint32.
+            dtype: of a token, uint16 or uint32.
             tokens_per_file: a file that holds so many tokens is finished.
+            prefix: that the files' names begin with.
+            files: finished earlier, with the same prefix: what is written follows them.
         """
-        self.files: list[TokenFile] = []
-        self.dtype = token_dtype(vocab_size)
+        self.files: list[TokenFile] = list(files)
         self._folder = folder
+        self._dtype = dtype
         self._tokens_per_file = tokens_per_file
-        self._schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(self.dtype)))])
+        self._prefix = prefix
+        self._schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(dtype)))])
         self._sink: pa.OSFile | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
         self._file_documents = self._file_tokens = 0
         self._pending: list[np.ndarray] = []
         self._pending_tokens = 0
 
-    def write(self, tokens: np.ndarray) -> None:
+    def write(self, tokens: np.ndarray) -> bool:
         """Add a document.
 
         Args:
-            tokens: ids, [T] of `dtype`; at most `LARGEST_DOCUMENT_TOKENS`.
+            tokens: ids, [T] of the writer's type; at most `LARGEST_DOCUMENT_TOKENS`.
+
+        Returns:
+            whether a file was finished with it.
         """
-        assert len(tokens) <= LARGEST_DOCUMENT_TOKENS
+        assert len(tokens) <= LARGEST_DOCUMENT_TOKENS and tokens.dtype == self._dtype
         if self._writer is None:
             self._sink = pa.OSFile(str(self._aside), "wb")
             self._writer = pa.ipc.new_file(self._sink, self._schema)
@@ -85,8 +103,10 @@ class TokenWriter:
         # Empty documents take room too, if only their offset.
         if self._pending_tokens + len(self._pending) >= BATCH_TOKENS:
             self._flush()
-        if self._file_tokens >= self._tokens_per_file:
-            self._finish_file()
+        if self._file_tokens < self._tokens_per_file:
+            return False
+        self._finish_file()
+        return True
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -97,11 +117,16 @@ class TokenWriter:
         if kind is None:
             self._finish_file()
         elif self._sink is not None:
-            self._sink.close()  # what is half written keeps its temporary name
+            self._sink.close()
+            self._aside.unlink(missing_ok=True)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._prefix}{len(self.files):06d}.arrow"
 
     @property
     def _aside(self) -> Path:
-        return self._folder / f".part_{len(self.files):06d}.arrow.tmp"
+        return _aside(self._folder / self._name)
 
     def _flush(self) -> None:
         """Write the pending documents as one record batch."""
@@ -120,8 +145,7 @@ class TokenWriter:
         self._flush()
         self._writer.close()
         self._sink.close()
-        name = f"part_{len(self.files):06d}.arrow"
-        aside = self._aside
+        aside, name = self._aside, self._name
         with aside.open("rb+") as written:
             os.fsync(written.fileno())
         checksum, size = file_checksum(aside)
@@ -147,3 +171,32 @@ def file_checksum(path: Path) -> tuple[str, int]:
 def token_dtype(vocab_size: int) -> np.dtype:
     """The narrowest type that holds every id: uint16 up to 65536 entries, else uint32, as the library's own ids."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write a file aside, onto the disk, and rename it."""
+    aside = _aside(path)
+    with aside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.replace(path)
+
+
+@contextmanager
+def output_errors(root: Path) -> Iterator[None]:
+    """Turn what the file system says about the output into an error for users; the input's errors say their own."""
+    try:
+        yield
+    except BrokenPipeError:  # of a reader of what is shown, not of a file
+        raise
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or root} cannot be written: {error.strerror or error}. Make room, give write permission "
+            "or give another --output_path"
+        ) from error
+
+
+def _aside(path: Path) -> Path:
+    """Where this process alone writes what will be `path`: another may outlive its killed parent for a moment."""
+    return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")

@@ -1,0 +1,128 @@
+"""What a batch costs: the same at any step, and nothing that stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import sys
+import tracemalloc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.data.token_files import opened, plan, write_documents
+
+from pretraining.config.training import DataConfig
+from pretraining.data.dataset import OpenedDatasets, build_loader
+from pretraining.data.index import Split
+from pretraining.data.reader import open_files
+from pretraining.data.streams import order_cache
+
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """Documents of about as many tokens as a sample, all equally long, so that samples cost alike."""
+    root = tmp_path_factory.mktemp("data")
+    for name, count in (("web", 6000), ("code", 3000)):
+        for half in range(2):
+            documents = [[number % 100] * 61 for number in range(count // 2)]
+            write_documents(root / name / f"{half}.arrow", documents, batch_documents=500)
+    return DataConfig(data_path=str(root), seq_length=64, logical_shards=4, num_workers=0)
+
+
+@dataclass
+class Cost:
+    """What it took to load a state and make the next batches."""
+
+    reads: int = 0
+    bytes_read: int = 0
+    lengths: int = 0
+    peak_bytes: int = 0
+
+
+def add_cost_of_resume(config: DataConfig, step: int, cost: Cost, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = build_loader(opened(config), config, plan(BATCH), 0, 7, 1000)
+    state = loader.state_dict() | {"next_sample": step * BATCH}
+    real_read, real_lengths = os.preadv, Split.lengths
+
+    def read(descriptor: int, targets: Any, offset: int) -> int:
+        count = real_read(descriptor, targets, offset)
+        cost.reads, cost.bytes_read = cost.reads + 1, cost.bytes_read + count
+        return count
+
+    def lengths(self: Split, begin: int, end: int) -> Any:
+        cost.lengths += end - begin
+        return real_lengths(self, begin, end)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", read)
+        patched.setattr(Split, "lengths", lengths)
+        tracemalloc.start()
+        try:
+            loader.load_state_dict(state)
+            for _ in range(4):
+                next(loader)
+            cost.peak_bytes = max(cost.peak_bytes, tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert loader.state_dict()["next_sample"] == (step + 4) * BATCH
+
+
+def costs_around(config: DataConfig, step: int, monkeypatch: pytest.MonkeyPatch) -> Cost:
+    """Of resumes all over two passes, each with nothing in memory: some samples lie across the border of two blocks."""
+    cost = Cost()
+    for at in range(step, step + 2100, 100):
+        add_cost_of_resume(config, at, cost, monkeypatch)
+    return cost
+
+
+def test_a_resume_at_step_a_billion_reads_and_allocates_what_one_at_step_ten_does(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_cost_of_resume(config, 5, Cost(), monkeypatch)  # what is made once a process
+    near = costs_around(config, 10, monkeypatch)
+    assert near.bytes_read > 21 * 4 * BATCH * 64 * 2  # all of it is counted
+    for step in (10**6, 10**9, 10**12):
+        far = costs_around(config, step, monkeypatch)
+        assert far.reads <= 1.1 * near.reads and far.bytes_read <= 1.1 * near.bytes_read
+        assert far.lengths <= 1.1 * near.lengths and far.peak_bytes <= 1.1 * near.peak_bytes
+
+
+def test_a_state_is_as_small_at_any_step(config: DataConfig) -> None:
+    loader = build_loader(opened(config), config, plan(BATCH), 0, 7, 1000)
+    sizes = []
+    for step in (10, 10**12):
+        loader.load_state_dict(loader.state_dict() | {"next_sample": step * BATCH})
+        sizes.append(len(str(loader.state_dict())))
+    assert sizes[1] < sizes[0] + 60
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize(("workers", "batches"), [(0, 20_000), (2, 3_000)])
+def test_memory_is_flat_over_any_number_of_batches(tmp_path: Path, workers: int, batches: int) -> None:
+    """Hundreds of passes, all caches long full, files opened and closed again and again."""
+    for name, count in (("web", 150), ("code", 50)):
+        for number in range(3):
+            documents = [[number + 1] * 12 for _ in range(count)]
+            write_documents(tmp_path / name / f"{number}.arrow", documents)
+    config = DataConfig(data_path=str(tmp_path), seq_length=63, logical_shards=2, num_workers=workers)
+    datasets = OpenedDatasets(opened(config).datasets, open_files(2), order_cache(40_000))
+    with build_loader(datasets, config, plan(1), 0, 7, 1000) as loader:
+        for _ in range(1000):
+            next(loader)
+        gc.collect()
+        blocks, resident = sys.getallocatedblocks(), resident_bytes()
+        for _ in range(batches):
+            next(loader)
+        gc.collect()
+        # One small object a batch that stayed would be as many blocks as there were batches.
+        assert sys.getallocatedblocks() - blocks < batches / 10
+        assert resident_bytes() - resident < 2 * 2**20
+    assert datasets.orders.total_cost <= 40_000

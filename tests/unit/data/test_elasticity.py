@@ -1,0 +1,148 @@
+"""The same global batches whatever reads them: any ranks, threads and micro-batches, and any stops on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT, run_command
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unit.data import killed_reader
+from unit.data.token_files import make_root, opened, plan, rows
+
+from pretraining.config.training import DataConfig
+from pretraining.data.batch import IGNORED_LABEL
+from pretraining.data.dataset import OpenedDatasets, build_loader
+
+STEPS, BATCH = 24, 11
+RANKS, WORKERS = (1, 2, 3, 4, 6, 7, 8), (0, 1, 2, 5)
+STAGES = st.lists(
+    st.tuples(st.sampled_from(RANKS), st.sampled_from(WORKERS), st.integers(1, 4), st.integers(0, 4)), max_size=6
+)
+Stage = tuple[int, int, int, int]  # ranks, workers, accumulation, steps
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    root = make_root(tmp_path_factory.mktemp("data"), web=300, code=120, books=40)
+    return DataConfig(
+        data_path=str(root), seq_length=24, sep_token=999, logical_shards=8, num_workers=0, held_out_fraction=0.2
+    )
+
+
+@pytest.fixture(scope="module")
+def datasets(config: DataConfig) -> OpenedDatasets:
+    return opened(config)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    config: DataConfig, datasets: OpenedDatasets
+) -> tuple[list[list[list[int]]], list[dict[str, Any]], list[list[list[int]]]]:
+    """The global batches, the states before them, and the batches of made-up data."""
+    alone = build_loader(datasets, config, plan(BATCH), 0, 7, 1000)
+    batches, states = [], []
+    for _ in range(STEPS + 1):
+        states.append(alone.state_dict())
+        batches.append(rows(next(alone)))
+    made_up = build_loader(None, replace(config, use_dummy_dataset=True), plan(BATCH), 0, 7, 1000)
+    return batches, states, [rows(next(made_up)) for _ in range(STEPS + 1)]
+
+
+def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list[Stage]) -> tuple[list, list]:
+    """The global batches of a run that is stopped after each stage and goes on otherwise; the states at the stops."""
+    batches: list[list[list[int]]] = []
+    states: list[dict[str, Any]] = []
+    for ranks, workers, accumulation, steps in stages:
+        asked = replace(config, num_workers=workers)
+        batch = plan(BATCH, ranks, accumulation)
+        with ExitStack() as stack:
+            parts = [stack.enter_context(build_loader(datasets, asked, batch, rank, 7, 1000)) for rank in range(ranks)]
+            for part in parts if states else ():
+                part.load_state_dict(json.loads(json.dumps(states[-1])))
+            batches += [[row for part in parts for row in rows(next(part))] for _ in range(steps)]
+            after = [part.state_dict() for part in parts]
+        assert all(other == after[0] for other in after)  # one state for the whole job
+        states.append(after[0])
+    return batches, states
+
+
+@settings(max_examples=25, deadline=None)
+@given(STAGES)
+@example([(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)])
+@example([(ranks, workers, 1, 1) for ranks in (2, 7) for workers in (5, 0)])
+def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
+    config: DataConfig, datasets: OpenedDatasets, uninterrupted: tuple[list, list, list], stages: list[Stage]
+) -> None:
+    batches, states = go_through(datasets, config, stages)
+    assert batches == uninterrupted[0][: len(batches)]
+    done = 0
+    for (*_, steps), state in zip(stages, states, strict=True):
+        done += steps
+        assert state == uninterrupted[1][done]  # it counts what was taken, whatever was read ahead
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_every_number_of_ranks_with_every_number_of_threads(
+    config: DataConfig, datasets: OpenedDatasets, uninterrupted: tuple[list, list, list], ranks: int, workers: int
+) -> None:
+    batches, _ = go_through(datasets, config, [(ranks, workers, 2, 4)])
+    assert batches == uninterrupted[0][:4]
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+def test_what_pads_short_shares_is_zeros_without_labels(
+    config: DataConfig, datasets: OpenedDatasets, dummy: bool
+) -> None:
+    asked = replace(config, use_dummy_dataset=dummy)
+    padding = 0
+    for rank in range(4):
+        batch = plan(BATCH, 4, 2)
+        with build_loader(None if dummy else datasets, asked, batch, rank, 7, 1000) as made:
+            for micro_batch in [each for _ in range(3) for each in next(made).micro_batches]:
+                lengths = micro_batch.lengths_B
+                empty = [lengths is not None and int(lengths[row]) == 0 for row in range(batch.micro_batch_size)]
+                padding += sum(empty)
+                ignored = (micro_batch.model_inputs().labels_BS == IGNORED_LABEL).tolist()
+                tokens = micro_batch.tokens_BT.tolist()
+                assert ignored == [[is_empty] * 24 for is_empty in empty]
+                assert all(row == [0] * 25 for row, is_empty in zip(tokens, empty, strict=True) if is_empty)
+    assert padding == 3 * plan(BATCH, 4, 2).padding_sequences
+
+
+def test_made_up_data_is_as_elastic(config: DataConfig, uninterrupted: tuple[list, list, list]) -> None:
+    dummy = replace(config, use_dummy_dataset=True)
+    batches, _ = go_through(None, dummy, [(8, 2, 1, 4), (3, 0, 3, 4), (5, 5, 2, 4), (8, 1, 1, 4)])
+    assert batches == uninterrupted[2][:16]
+
+
+def test_a_process_that_is_killed_at_any_moment_while_it_reads_ahead_goes_on_as_if_it_had_not_been(
+    tmp_path: Path,
+) -> None:
+    root, steps = make_root(tmp_path / "data", web=200, code=80), 100
+    chance = random.Random(0)
+    lives = [[chance.choice((1, 2, 5)), chance.randint(1, 6)] for _ in range(12)]
+    assert sum(count + killed_reader.STEPS_BEYOND for _, count in lives) < steps
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    arguments = [str(root), str(tmp_path), str(steps), json.dumps([*lives, [3, steps + 1]])]
+    done = run_command([sys.executable, killed_reader.__file__, *arguments], environment)
+    assert done.stdout.split("\n")[:-1] == ["killed"] * 12 + ["ended with 0"]
+
+    config = replace(killed_reader.CONFIG, data_path=str(root), num_workers=0)
+    alone = build_loader(opened(config), config, plan(killed_reader.BATCH), 0, killed_reader.SEED, 1000)
+    expected = [killed_reader.digest(rows(next(alone))) for _ in range(steps)]
+    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert all(digest == expected[int(step)] for step, digest in lines)
+    trained = [int(step) for step, _ in lines]
+    # A kill between a batch and its state repeats that batch; nothing else is trained on twice, and nothing left out.
+    assert sorted(set(trained)) == list(range(steps)) and trained == sorted(trained) and len(trained) <= steps + 12
+    assert json.loads((tmp_path / "state.json").read_text()) == alone.state_dict()

@@ -1,0 +1,159 @@
+"""Orders have nothing to do with each other: those of passes, shards, datasets, splits and seeds.
+
+Orders are deterministic, so no test here can fail by chance. Bounds are five standard deviations of what independent
+orders would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from unit.data.test_streams import EqualLengths
+from unit.data.token_files import opened, plan, write_documents
+
+from pretraining.config.training import DataConfig
+from pretraining.data.dataset import build_loader
+from pretraining.data.order import text_key
+from pretraining.data.rounds import SampleOrder
+from pretraining.data.streams import TokenStream, cut_shards, order_cache
+
+BLOCK = EqualLengths(1, 1).block_documents
+KEY = (2023, text_key("web", "train"))
+
+
+def document_orders(
+    documents: int, passes: Sequence[int], shards: int = 1, key: tuple[int, int] = KEY
+) -> dict[tuple[int, int], np.ndarray]:
+    """By shard and pass, the place of every document in the shard's order: [documents of a shard]."""
+    lengths = EqualLengths(documents, 1)
+    size = documents // shards
+    stream = TokenStream(lengths, cut_shards(lengths, shards), size, key, order_cache())
+    orders = {}
+    for shard in range(shards):
+        for number in passes:
+            spans = stream.spans(np.array([shard]), np.array([number]))
+            orders[shard, number] = np.argsort(spans.documents[:size] - shard * size)
+    return orders
+
+
+def round_orders(shards: int, rounds: int, number: int = 0, key: tuple[int, int] = KEY) -> np.ndarray:
+    """The place of every shard in the rounds of a pass, [rounds, shards]."""
+    order = SampleOrder(np.full(shards, rounds), 1, key)
+    first = order.samples_before_pass(number)
+    visited, _ = order.samples(first, first + shards * rounds)
+    return np.argsort(visited.reshape(rounds, shards), axis=1)
+
+
+def correlation(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def assert_uncorrelated(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Rank correlations are those of independent orders: each of deviation 1 / sqrt(size - 1), and their mean 0."""
+    found = np.array([correlation(*pair) for pair in pairs])
+    deviation = 1 / np.sqrt(len(pairs[0][0]) - 1)
+    assert np.abs(found).max() < 5 * deviation
+    assert abs(found.mean()) < 5 * deviation / np.sqrt(len(found))
+    assert 0.7 * deviation < found.std() < 1.3 * deviation  # nor are they closer to 0 than chance is
+
+
+def assert_no_common_neighbours(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """What follows on an item in one order follows on it in another one as often as chance has it: once an order."""
+    common = 0
+    for one, other in pairs:
+        after = np.argsort(one)
+        common += int(np.count_nonzero(other[after[1:]] - other[after[:-1]] == 1))
+    assert abs(common - len(pairs)) < 5 * np.sqrt(len(pairs))
+
+
+def assert_independent(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    assert_uncorrelated(pairs)
+    assert_no_common_neighbours(pairs)
+
+
+PASSES = (*range(150), *range(10**6, 10**6 + 150))
+
+
+def test_orders_of_successive_passes() -> None:
+    orders = list(document_orders(BLOCK // 2, PASSES).values())
+    assert_independent(list(pairwise(orders)))
+    assert_independent(list(zip(orders, orders[2:], strict=False)))
+
+
+def test_orders_of_blocks_in_successive_passes() -> None:
+    orders = document_orders(200 * BLOCK, range(60))
+    # Of each block, the place of its first document: blocks are visited whole.
+    blocks = [order.reshape(200, BLOCK).min(axis=1) // BLOCK for order in orders.values()]
+    assert all(sorted(order) == list(range(200)) for order in blocks)
+    assert_independent(list(pairwise(blocks)))
+
+
+def test_orders_of_the_blocks_of_a_pass_and_of_their_documents() -> None:
+    (order,) = document_orders(100 * BLOCK, [3]).values()
+    within = [np.argsort(np.argsort(places)) for places in order.reshape(100, BLOCK)]
+    assert_independent(list(pairwise(within)))
+
+
+def test_orders_of_neighbouring_shards() -> None:
+    orders = document_orders(120 * BLOCK, [0, 1], shards=120)
+    for number in (0, 1):
+        assert_independent(list(pairwise(orders[shard, number] for shard in range(120))))
+    assert_independent([(orders[shard, 0], orders[shard + 1, 1]) for shard in range(119)])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [(2023, text_key(f"shard_{number}", "train")) for number in range(100)],
+        [(seed, text_key("web", "train")) for seed in range(100)],
+        [(seed // 2, text_key("web", ("train", "held_out")[seed % 2])) for seed in range(100)],
+    ],
+    ids=["names", "seeds", "splits"],
+)
+def test_orders_of_the_same_content_under_other_names_seeds_and_splits(keys: list[tuple[int, int]]) -> None:
+    documents = [document_orders(BLOCK // 2, [0], key=key)[0, 0] for key in keys]
+    assert_independent(list(pairwise(documents)))
+    assert_independent(list(pairwise(round_orders(300, 1, key=key)[0] for key in keys)))
+
+
+def test_orders_of_successive_rounds_and_of_the_same_round_of_successive_passes() -> None:
+    passes = [round_orders(250, 200, number) for number in (0, 1, 10**6)]
+    for rounds in passes:
+        assert_independent(list(pairwise(rounds)))
+    assert_independent(list(zip(passes[0], passes[1], strict=True)))
+    assert_independent(list(zip(passes[0], passes[2], strict=True)))
+
+
+def test_within_an_order_a_document_says_nothing_of_the_next() -> None:
+    orders = [np.argsort(order) for order in document_orders(BLOCK // 2, PASSES).values()]
+    assert_uncorrelated([(order[:-1], order[1:]) for order in orders])
+
+
+def test_every_document_comes_everywhere_in_a_pass() -> None:
+    size, passes, parts = 64, 6400, 16
+    places = np.array(list(document_orders(size, range(passes)).values()))
+    counts = np.array([np.bincount(column * parts // size, minlength=parts) for column in places.T])
+    expected = passes / parts
+    chi_squares = ((counts - expected) ** 2 / expected).sum(axis=1)  # of parts - 1 degrees of freedom each
+    assert chi_squares.mean() == pytest.approx(parts - 1, abs=5 * np.sqrt(2 * (parts - 1) / size))
+    assert chi_squares.max() < 50
+
+
+def test_datasets_of_the_same_files_are_trained_on_in_orders_of_their_own(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_documents(tmp_path / name / "x.arrow", [[number] for number in range(800)])
+    config = DataConfig(data_path=str(tmp_path), seq_length=1, logical_shards=4, num_workers=0)
+    made = build_loader(opened(config), config, plan(1600), 0, 7, 1000)
+    slots = made.reader.slots(0)
+    orders = []
+    for dataset, source in enumerate(made.reader.sources):
+        its = np.flatnonzero(slots.datasets == dataset)
+        its = its[np.argsort(slots.samples[its])]
+        orders.append(source.spans(slots.shards[its], slots.numbers[its]).documents[::2])
+    assert [sorted(order) for order in orders] == [list(range(800))] * 2
+    assert abs(correlation(*orders)) < 5 / np.sqrt(800)
+    assert np.count_nonzero(orders[0] == orders[1]) < 10

@@ -1,0 +1,216 @@
+"""Files with random damage: an error that names the file, or tokens, but no crash, no hang and no other exception."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
+
+from pretraining.config.training import DataConfig
+from pretraining.config.verify import VerifyConfig
+from pretraining.data.dataset import build_loader
+from pretraining.data.prepare.manifest import MANIFEST_FILE
+from pretraining.data.prepare.writer import file_checksum
+from pretraining.data.verify import verify
+from pretraining.errors import DataError
+
+NUMBERS = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(8), b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\1", b"\x7f", b"\x80"]
+
+
+@st.composite
+def attacks(draw: st.DrawFn) -> Callable[[bytes], bytes]:
+    """Some edits of a file: bits flipped, numbers overwritten, bytes lost, doubled, moved, and the end cut off."""
+    edits = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["flip", "write", "write", "lose", "double", "copy", "cut"]),
+                st.one_of(st.floats(0, 1), st.integers(1, 900)),  # a share of the file, or bytes before its end
+                st.integers(0, 255),
+                st.sampled_from(NUMBERS),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+
+    def attack(content: bytes) -> bytes:
+        damaged = bytearray(content)
+        for kind, where, value, number in edits:
+            if not damaged:
+                break
+            at = int(where * (len(damaged) - 1)) if isinstance(where, float) else max(len(damaged) - where, 0)
+            if kind == "flip":
+                damaged[at] ^= 1 << value % 8
+            elif kind == "write":
+                damaged[at : at + len(number)] = number[: len(damaged) - at]
+            elif kind == "lose":
+                del damaged[at : at + value]
+            elif kind == "double":
+                damaged[at:at] = damaged[at : at + value]
+            elif kind == "copy":
+                damaged[at : at + 16] = damaged[value : value + 16]
+            else:
+                del damaged[at:]
+        return bytes(damaged)
+
+    return attack
+
+
+def write_other_columns(path: Path) -> None:
+    """Lists after columns of other kinds, in batches of 4 rows, some of them null."""
+    documents = [None if row % 7 == 3 else [row, row + 1, 5][: row % 4] for row in range(30)]
+    batch = pa.record_batch(
+        {
+            "text": pa.array(["x" * (row % 5) for row in range(30)]),
+            "meta": pa.array([{"a": row, "b": ["x"] * (row % 3)} for row in range(30)]),
+            "kind": pa.array(["u", "v", "w"] * 10).dictionary_encode(),
+            "tokens": pa.array(documents, pa.large_list(pa.int32())),
+            "after": pa.array([1.5] * 30),
+        }
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.ipc.new_file(str(path), batch.schema) as writer:
+        for begin in range(0, 30, 4):
+            writer.write_batch(batch.slice(begin, 4))
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "one batch": lambda path: write_documents(path, random_documents(40)),
+    "a batch a document": lambda path: write_documents(path, random_documents(40, largest=9), batch_documents=1),
+    "other columns": write_other_columns,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(tmp_path: Path, writer: str) -> None:
+    path = tmp_path / "data/web/x.arrow"
+    WRITERS[writer](path)
+    content = path.read_bytes()
+    checksum, size = file_checksum(path)
+    record = f'{{"files": [{{"name": "x.arrow", "documents": 1, "tokens": 1, "bytes": {size}, "crc32": "{checksum}"}}]'
+    (path.parent / MANIFEST_FILE).write_text(record + ', "tokenizer": {"vocab_size": 1000}}')
+    config = DataConfig(data_path=str(tmp_path / "data"), seq_length=8, sep_token=999, num_workers=0)
+
+    @settings(max_examples=150, deadline=None)
+    @given(attacks())
+    def survive(attack: Callable[[bytes], bytes]) -> None:
+        damaged = attack(content)
+        shutil.rmtree(path.parent / ".index", ignore_errors=True)
+        path.write_bytes(damaged)
+        try:
+            batch = rows(next(loader(config, plan(60))))
+            assert len(batch) == 60 and all(0 <= token < 1000 for row in batch for token in row)
+        except DataError as error:
+            assert "web" in str(error)
+        lines: list[str] = []
+        if damaged == content:
+            verify(VerifyConfig(data_path=str(tmp_path / "data")), lines.append)
+        else:
+            with pytest.raises(DataError, match=r"\d+ faults? in 1 files"):
+                verify(VerifyConfig(data_path=str(tmp_path / "data")), lines.append)
+            assert all("web/x.arrow" in line for line in lines) and lines
+
+    survive()
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_path: Path, packing: str) -> None:
+    """Nor do damaged counts of bins change any."""
+    root = make_root(tmp_path / "data", web=60, code=40)
+    config = DataConfig(
+        data_path=str(root), seq_length=16, sep_token=999, held_out_fraction=0.1, packing=packing, num_workers=0
+    )
+    whole = loader(config, plan(30))
+    expected = [rows(next(whole)) for _ in range(3)]
+    kept = {path: path.read_bytes() for path in (root / "web/.index").iterdir()}
+    outcomes = set()
+
+    @settings(max_examples=100, deadline=None)
+    @given(attacks(), st.sampled_from(sorted(kept)))
+    def survive(attack: Callable[[bytes], bytes], damaged: Path) -> None:
+        for path, content in kept.items():
+            path.unlink(missing_ok=True)  # it may be mapped
+            path.write_bytes(attack(content) if path == damaged else content)
+        try:
+            made = loader(config, plan(30))
+            assert [rows(next(made)) for _ in range(3)] == expected
+            outcomes.add("read")
+        except DataError as error:
+            assert f"index {damaged} is damaged: delete it, and it is made anew at the next start" in str(error)
+            outcomes.add("refused")
+
+    survive()
+    assert "read" in outcomes
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_in_quarantine_damage_under_a_run_changes_only_tokens_that_are_read_from_damaged_bytes(
+    tmp_path: Path, ranks: int
+) -> None:
+    root = make_root(tmp_path, web=60, code=40)
+    config = DataConfig(
+        data_path=str(root), seq_length=16, sep_token=999, logical_shards=3, num_workers=2, bad_documents="quarantine"
+    )
+    path = root / "web/two.arrow"
+    content, steps = path.read_bytes(), 12
+    datasets = opened(config)
+    with build_loader(datasets, config, plan(12), 0, 7, 1000) as whole:
+        expected = [rows(next(whole)) for _ in range(steps)]
+        spans = []
+        for step in range(steps):
+            slots = whole.reader.slots(step)
+            for slot in range(12):
+                source = whole.reader.sources[int(slots.datasets[slot])]
+                spans.append((source.name, source.spans(slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1])))
+    index = datasets.datasets[1].index
+
+    def damaged_places(name: str, number: int, damaged: bytes) -> set[int]:
+        """The places of a row that are filled from bytes that are not as they were."""
+        places = set()
+        its = spans[number][1]
+        columns = (its.documents.tolist(), its.starts.tolist(), its.lengths.tolist(), its.places(np.zeros(1, int)))
+        for document, start, length, place in zip(*columns, strict=True):
+            if name != "web" or index.place(document)[0] != 1:
+                continue
+            offset, tokens = int(index.documents["offset"][document]), int(index.documents["tokens"][document])
+            for at in range(start, min(start + length, tokens)):
+                byte = offset + 2 * at
+                if damaged[byte : byte + 2] != content[byte : byte + 2]:
+                    places.add(int(place) + at - start)
+        return places
+
+    @settings(max_examples=30, deadline=None)
+    @given(attacks(), st.booleans())
+    def survive(attack: Callable[[bytes], bytes], same_size: bool) -> None:
+        damaged = attack(content)
+        if same_size:
+            damaged = damaged.ljust(len(content), b"\0")[: len(content)]
+        path.write_bytes(damaged)
+        listed = replace(datasets, open_files=type(datasets.open_files)(16, cost=lambda _: 1))
+        parts = [build_loader(listed, config, plan(12, ranks), rank, 7, 1000) for rank in range(ranks)]
+        try:
+            for step in range(steps):
+                taken = [next(part).micro_batches[0] for part in parts]
+                read = [row for batch in taken for row in batch.tokens_BT.tolist()]
+                for slot, (row, wanted) in enumerate(zip(read, expected[step], strict=True)):
+                    number = step * 12 + slot
+                    name, its = spans[number]
+                    needs_it = name == "web" and any(index.place(document)[0] == 1 for document in its.documents)
+                    different = {place for place in range(17) if row[place] != wanted[place]}
+                    if row != [0] * 17:
+                        assert different <= damaged_places(name, number, damaged)
+                    else:
+                        assert needs_it
+        finally:
+            for part in parts:
+                part.close()
+
+    survive()
