@@ -1,4 +1,4 @@
-"""The command line: `pretrain train`, `prepare`, `inspect` and `verify`.
+"""The command line: `pretrain train`, `prepare`, `inspect`, `list`, `export`, `import` and `verify`.
 
 fire splits the words; the text of each value goes to the settings' own parser, because fire would turn `false` into a
 true string and let unknown flags through. Errors for users are printed once and end the process with status 1; other
@@ -11,18 +11,21 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import fire
 from fire.decorators import SetParseFn
 
+from pretraining.config.checkpoints import ExportConfig, ImportConfig, ListConfig
 from pretraining.config.flags import load_run_config, load_train_config, parse_config, value_on_command_line
 from pretraining.config.help import help_text
 from pretraining.config.inspect import InspectConfig, check_inspect_config
 from pretraining.config.prepare import PrepareConfig
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
-from pretraining.config.verify import VerifyConfig
+from pretraining.config.verify import VerifyConfig, check_verify_config
 from pretraining.errors import LaunchError, LostPeerError, Preempted, PretrainError
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
@@ -58,43 +61,93 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     if named is None:
         config = load_run_config(InspectConfig, overrides, flags)
         check_inspect_config(config)
-    from pretraining.checkpoint.manager import find_checkpoint
+    from pretraining.checkpoint.origin import adopt_model
+    from pretraining.checkpoint.restore import find_checkpoint
+    from pretraining.checkpoint.run_path import newest_run_path
 
+    path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
+    where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
+    # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
+    restorable = find_checkpoint(replace(where, ckpt_save_path=path), check_contents=False)
     if named is None:
-        restorable = find_checkpoint(config.checkpoint)
+        config = adopt_model(config)
     else:
-        restorable = find_checkpoint(CheckpointConfig(ckpt_save_path=named, ckpt_load_path=named))
         assert restorable is not None  # a load path without a checkpoint is an error
         settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
         config = load_run_config(InspectConfig, overrides, flags, beneath=settings)
     from pretraining.data.inspect import inspect
 
     manifest = restorable.manifest if restorable else None
+    if manifest is not None and not manifest.data:  # weights alone: the data begins with them
+        manifest = None
     inspect(config, manifest.data if manifest else None, manifest.global_batch_size if manifest else None)
 
 
+def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Show the checkpoints of a run."""
+    config = parse_config(ListConfig, _first_word_names("run_path", overrides), flags)
+    from pretraining.checkpoint.table import list_checkpoints
+
+    list_checkpoints(config)
+
+
+def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Write a checkpoint in a form that other programs read."""
+    config = parse_config(ExportConfig, _first_word_names("ckpt_load_path", overrides), flags)
+    from pretraining.checkpoint.export import export
+
+    export(config)
+
+
+def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Make a run of a Hugging Face Llama."""
+    config = parse_config(ImportConfig, _first_word_names("input_path", overrides), flags)
+    from pretraining.checkpoint.import_weights import import_weights
+
+    import_weights(config)
+
+
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Check token files."""
-    config = parse_config(VerifyConfig, overrides, flags)
+    """Check checkpoints or token files."""
+    config = parse_config(VerifyConfig, _first_word_names("ckpt_path", overrides), flags)
+    check_verify_config(config)
+    if config.ckpt_path is not None:
+        from pretraining.checkpoint.verify import verify_checkpoints
+
+        verify_checkpoints(config)
+        return
     from pretraining.data.verify import verify
 
     verify(config)
+
+
+def _first_word_names(setting: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides, the first of which may be a path alone."""
+    first, *others = overrides or [""]
+    is_path = bool(first) and ("=" not in first or Path(first).exists())
+    return [f"{setting}={first}", *others] if is_path else list(overrides)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type, str]] = {
     "train": (train_command, TrainConfig, "train a model"),
     "prepare": (prepare_command, PrepareConfig, "turn text into token files; trains a tokenizer where none is given"),
     "inspect": (inspect_command, InspectConfig, "show what steps train on, from the settings of a run or a checkpoint"),
-    "verify": (verify_command, VerifyConfig, "read token files wholly and name every fault"),
+    "list": (list_command, ListConfig, "show the checkpoints of a run"),
+    "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
+    "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
+    "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
 }
 
-LISTING_COMMANDS = ("inspect", "verify", "prepare")
+LISTING_COMMANDS = ("inspect", "list", "verify", "prepare")
 """What they print may be piped to a program that stops reading, such as head."""
 
 AFTER_INTERRUPTION = {
     "train": "the same command goes on from the newest checkpoint",
     "prepare": "the same command goes on from the token files that are complete",
     "inspect": "nothing was changed",
+    "list": "nothing was changed",
+    "export": "nothing was written; the same command starts again",
+    "import": "nothing was written; the same command starts again",
     "verify": "nothing was changed",
 }
 

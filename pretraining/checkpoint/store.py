@@ -1,174 +1,190 @@
-"""How checkpoints lie on disk, and how one becomes visible.
+"""How a checkpoint is written, becomes visible, and is read back.
 
-    <run>/checkpoints/step_1000_ckp.tmp/     being written: never read, removed by the next save
-    <run>/checkpoints/step_1000_ckp/         committed: appears by one rename, when every file is complete and flushed
+    <run>/checkpoints/step_1000_ckp.1f9c.tmp/     being written: never read, removed by the next save
+    <run>/checkpoints/step_1000_ckp/              committed: appears by one rename, when every file is there and flushed
 
-A save writes into the `.tmp` folder (each rank its shards, as safetensors through torch.distributed.checkpoint), then
-rank 0 writes `manifest.json` with the size of every file and renames the folder. So a process that dies at any moment
-leaves the older checkpoints as they were. Reading takes safetensors and JSON only: nothing in a checkpoint is ever
-executed.
+A save writes into the `.tmp` folder, each rank its share of the tensors, then rank 0 writes `manifest.json` with the
+size and checksum of every file and renames the folder. So a process that dies at any moment leaves the older
+checkpoints as they were. Reading takes safetensors and JSON only: nothing in a checkpoint is ever executed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import re
+import secrets
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from pretraining.checkpoint.state import Manifest, file_of_tensor
+from pretraining.checkpoint.layout import Box, Share, local_box, local_tensor, own_share
+from pretraining.checkpoint.listing import MANIFEST, UNFINISHED_SUFFIX, unfinished_saves
+from pretraining.checkpoint.retries import with_retries
+from pretraining.checkpoint.state import FileEntry, Manifest
+from pretraining.checkpoint.tensor_files import SUFFIX, StoredPiece, read_header, read_piece, write_tensors
 from pretraining.errors import CheckpointError
-from pretraining.parallel.processes import on_every_rank, on_rank_zero
+from pretraining.parallel.processes import gather_from_every_rank, on_every_rank, on_rank_zero
 
-CHECKPOINTS = "checkpoints"
-MANIFEST = "manifest.json"
-PREEMPT_SUFFIX = ".preempt"
-_NAME = re.compile(r"step_(\d+)_ckp(\.preempt)?")
+WRITING_THREADS = 2
+READING_THREADS = 4
+NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "a size limit"}
+
+ManifestFor = Callable[[Mapping[str, FileEntry]], Manifest]
 
 
-def save_checkpoint(
-    folder: Path, tensors: dict[str, torch.Tensor], manifest_for: Callable[[dict[str, int]], Manifest]
-) -> None:
+def complain(line: str) -> None:
+    """Show a line of this rank, whatever the display of rank 0 shows."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    print(f"rank {rank}: {line}", file=sys.stderr, flush=True)
+
+
+def save_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], manifest_for: ManifestFor) -> None:
     """Write a checkpoint so that it is either complete or not there; a collective call.
 
     Args:
         folder: the committed name; its parent holds the run's checkpoints.
         tensors: sharded or not, the same names on every rank.
-        manifest_for: makes the manifest from the size of every file.
+        manifest_for: makes the manifest from size and checksum of every file.
 
     Raises:
         CheckpointError: a file cannot be written; older checkpoints are untouched.
     """
-    temporary = folder.with_name(folder.name + ".tmp")
-    on_rank_zero(lambda: _start_fresh(temporary))
-    writer = dcp.HuggingFaceStorageWriter(
-        str(temporary), fqn_to_index_mapping=file_of_tensor(sorted(tensors)), save_distributed=True
-    )
+    save_share(folder, own_share(tensors), manifest_for)
+
+
+def save_share(
+    folder: Path,
+    share: Share,
+    manifest_for: ManifestFor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    before_commit: Callable[[], None] = lambda: None,
+    write: Callable[[Path], dict[str, FileEntry]] | None = None,
+) -> None:
+    """The same for what each rank writes, worked out before; it may run in a thread beside the training.
+
+    Args:
+        folder: the committed name.
+        share: what this rank writes.
+        manifest_for: makes the manifest.
+        group: of all ranks, to talk over.
+        before_commit: called on rank 0 when everything is written; an error from it leaves the checkpoint out.
+        write: writes the files into a folder in another form than shards, and returns those of this rank.
+    """
+    temporary = on_rank_zero(lambda: _start_fresh(folder, share), group)
     try:
-        dcp.save(tensors, storage_writer=writer)
-    except CheckpointException as error:  # no subclass of Exception
-        raise _write_error(temporary, error) from None
-    sizes = _written_files(temporary)
-    on_rank_zero(lambda: _commit(temporary, folder, manifest_for(sizes)))
+        written = gather_from_every_rank(lambda: _write_files(temporary, share, write), group)
+        files = {name: entry for entries in written for name, entry in sorted(entries.items())}
+        on_rank_zero(lambda: _commit(temporary, folder, share, manifest_for(files), before_commit), group)
+    except CheckpointError:  # every rank has it
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        raise
 
 
-def load_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def load_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read a checkpoint into `tensors`, in place, whatever the layout that wrote it; a collective call.
 
-    Raises:
-        CheckpointError: a file or tensor is missing or damaged.
-    """
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    try:
-        dcp.load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=False))
-    except CheckpointException as error:
-        rank, (cause, _) = sorted(error.failures.items())[0]
-        raise CheckpointError(
-            f"{folder} cannot be loaded (rank {rank}: {type(cause).__name__}: {cause}). Remove or repair it to start "
-            "from an older checkpoint."
-        ) from None
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a committed checkpoint, its files checked against the sizes it names.
+    Tensors of the checkpoint that are not asked for stay unread.
 
     Raises:
-        CheckpointError: the manifest is unreadable, or a file is missing or has another size.
+        CheckpointError: a file or tensor is missing or damaged, or of another shape or type.
     """
-    path = folder / MANIFEST
-    try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Remove {folder} to use an older checkpoint.") from None
-    manifest = Manifest.parse(document, str(path))
-    # A tensor's missing piece would leave what was in memory: the reader takes whatever files there are.
-    strangers = sorted({path.name for path in folder.glob("*.safetensors")} - manifest.files.keys())
-    if strangers:
-        raise CheckpointError(f"{folder / strangers[0]} is no part of this checkpoint: its manifest does not name it.")
-    for name, size in manifest.files.items():
-        file = folder / name
-        if Path(name).name != name or not file.is_file():
-            raise CheckpointError(f"{file} is missing. Remove {folder} to use an older checkpoint.")
-        if file.stat().st_size != size:
-            raise CheckpointError(
-                f"{file} has {file.stat().st_size} bytes in place of {size}. "
-                f"Remove {folder} to use an older checkpoint."
-            )
-    return manifest
+    with _reading(folder):
+        names = on_rank_zero(lambda: sorted(path.name for path in folder.glob(f"*{SUFFIX}")))
+        stored = _read_headers(folder, names)
+        on_every_rank(lambda: _fill(folder, stored, tensors))
 
 
-def committed_checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, the highest step last; what is incomplete does not count."""
-    folder = run / CHECKPOINTS
-    found = [(step_of(path), path) for path in folder.iterdir()] if folder.is_dir() else []
-    return [path for step, path in sorted(found) if step >= 0 and (path / MANIFEST).is_file()]
+def world_description(strategy: str) -> dict[str, Any]:
+    """The layout that writes a checkpoint, for people who look at it later."""
+    return {"processes": dist.get_world_size(), "sharding_strategy": strategy}
 
 
-def incomplete_checkpoints(run: Path) -> list[Path]:
-    """What interrupted saves have left in a run."""
-    folder = run / CHECKPOINTS
-    complete = set(committed_checkpoints(run))
-    return sorted(path for path in folder.glob("step_*_ckp*") if path not in complete) if folder.is_dir() else []
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint so that one half removed never looks like one.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    aside = _temporary_name(folder)
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
-def checkpoint_path(run: Path, step: int, preempt: bool = False) -> Path:
-    """Where the checkpoint of a step is committed."""
-    return run / CHECKPOINTS / f"step_{step}_ckp{PREEMPT_SUFFIX if preempt else ''}"
+def _temporary_name(folder: Path) -> Path:
+    """A name of its own: a process that was stopped in a save and wakes up later must not write into another's."""
+    return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
 
 
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name; -1 where it is not the name of a committed checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    return int(match.group(1)) if match else -1
-
-
-def _start_fresh(temporary: Path) -> None:
+def _start_fresh(folder: Path, share: Share) -> Path:
     """Make an empty folder for a save, and room: what interrupted saves have left is of no use to anyone."""
-    try:
-        for abandoned in temporary.parent.glob("step_*_ckp*.tmp"):
+    temporary = _temporary_name(folder)
+    with _writing(folder, share):
+        for abandoned in unfinished_saves(folder.parent.parent):
             shutil.rmtree(abandoned)
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise _write_error(temporary, error) from None
+    return temporary
 
 
-def _written_files(temporary: Path) -> dict[str, int]:
-    """Name and size of every file of a save, as the rank that wrote it sees them; a collective call.
-
-    Rank 0 cannot just list the folder: on a shared file system its view of what other nodes wrote may be old.
-    """
-    own = f"shard-{dist.get_rank() + 1:05d}-*"
-    sizes = on_every_rank(lambda: {path.name: path.stat().st_size for path in temporary.glob(own)})
-    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, sizes)
-    return {name: size for sizes in everyone for name, size in sorted(sizes.items())}
+def _write_files(
+    temporary: Path, share: Share, write: Callable[[Path], dict[str, FileEntry]] | None
+) -> dict[str, FileEntry]:
+    if write is None:
+        return _write_share(temporary, share)
+    with _writing(temporary, share):
+        return write(temporary)
 
 
-def _commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
-    try:
-        with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump(manifest.document(), file, indent=1, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
+def _write_share(temporary: Path, share: Share) -> dict[str, FileEntry]:
+    """Write this rank's files; returns them by name."""
+    names = {
+        number: f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{share.number_of_files:05d}{SUFFIX}"
+        for number in share.files
+    }
+
+    def write(number: int) -> FileEntry:
+        path = temporary / names[number]
+        with _writing(path, share):
+            return with_retries(lambda: write_tensors(path, share.files[number]), f"writing {path}", complain)
+
+    with ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="checkpoint") as pool:
+        return dict(zip(names.values(), pool.map(write, names), strict=True))
+
+
+def _commit(temporary: Path, folder: Path, share: Share, manifest: Manifest, before_commit: Callable[[], None]) -> None:
+    content = json.dumps(manifest.document(), indent=1, allow_nan=False).encode()
+    with _writing(temporary / MANIFEST, share):
+        with_retries(lambda: _write_flushed(temporary / MANIFEST, content), f"writing {temporary / MANIFEST}", complain)
         _flush_folder(temporary)
+    before_commit()
+    with _writing(folder, share):
+        aside = None
         if folder.exists():  # a checkpoint that a restore passed over: make room, but only now
-            shutil.rmtree(folder)
+            aside = _temporary_name(folder)
+            folder.rename(aside)
         temporary.rename(folder)
         _flush_folder(folder.parent)
-        for superseded in folder.parent.glob(f"*{PREEMPT_SUFFIX}"):
-            if superseded != folder:
-                shutil.rmtree(superseded)
-    except OSError as error:
-        raise _write_error(temporary, error) from None
+        if aside is not None:
+            shutil.rmtree(aside)
+
+
+def _write_flushed(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:
@@ -180,18 +196,83 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write_error(path: Path, error: BaseException) -> CheckpointError:
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = sorted(error.failures.items())[0]
-        reason = f"rank {rank}: {type(cause).__name__}: {cause}"
+def _read_headers(folder: Path, names: list[str]) -> dict[str, list[StoredPiece]]:
+    """Where which part of every tensor lies; each rank opens its share of the files and tells the others."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def read() -> list[StoredPiece]:
+        with _reading(folder):
+            return [piece for name in names[rank::world_size] for piece in read_header(folder / name)]
+
+    stored: dict[str, list[StoredPiece]] = {}
+    for pieces in gather_from_every_rank(read):
+        for piece in pieces:
+            stored.setdefault(piece.name, []).append(piece)
+    return stored
+
+
+def _fill(folder: Path, stored: dict[str, list[StoredPiece]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read this rank's part of every tensor."""
+    reads: dict[str, list[tuple[StoredPiece, Box, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        pieces = stored.get(name, [])
+        held, needed = _extent(pieces), {tensor.dtype: tensor.numel()}
+        if held != needed:
+            raise CheckpointError(f"{folder} cannot be loaded: of {name} it holds {held}, and {needed} are needed")
+        here, values = local_box(tensor), local_tensor(tensor)
+        for piece in pieces:
+            part = here.overlap(piece.box)
+            if part is not None:
+                begins = [begin - offset for begin, offset in zip(part.offsets, here.offsets, strict=True)]
+                target = values
+                for dim, begin in enumerate(begins):
+                    target = target.narrow(dim, begin, part.sizes[dim])
+                reads.setdefault(piece.file, []).append((piece, part, target))
+
+    def read(file: str) -> None:
+        with _reading(folder), (folder / file).open("rb", buffering=0) as opened:
+            for piece, part, target in sorted(reads[file], key=lambda each: each[0].begin):
+                read_piece(opened.fileno(), piece, part, target)
+
+    with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="restore") as pool:
+        list(pool.map(read, reads))
+
+
+def _extent(pieces: Iterable[StoredPiece]) -> dict[torch.dtype, int]:
+    """Elements of a tensor that are stored, by type."""
+    counts: dict[torch.dtype, int] = {}
+    for piece in pieces:
+        counts[piece.dtype] = counts.get(piece.dtype, 0) + piece.box.count
+    return counts
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """An error of the file system as one for users."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
+
+
+@contextmanager
+def _writing(path: Path, share: Share) -> Iterator[None]:
+    """The same for writing."""
+    try:
+        yield
+    except OSError as error:
+        raise _write_error(path, share, error) from None
+
+
+def _write_error(path: Path, share: Share, error: OSError) -> CheckpointError:
+    if error.errno in NO_SPACE:
+        free = next(shutil.disk_usage(each).free for each in path.parents if each.exists())
+        reason = (
+            f"{NO_SPACE[error.errno]}. The checkpoint takes {share.total_bytes:,} bytes, and {free:,} are free there. "
+            "Make room"
+        )
     else:
-        reason = str(error)
+        reason = f"{error}. Check the permissions there"
     return CheckpointError(
-        f"the checkpoint {path} cannot be written ({reason}). Older checkpoints are untouched. "
-        "Check space and permissions there, or give another --ckpt_save_path."
+        f"{path} cannot be written: {reason}, or give another --ckpt_save_path. Older checkpoints are untouched."
     )
-
-
-def world_description(strategy: str) -> dict[str, Any]:
-    """The layout that writes a checkpoint, for people who look at it later."""
-    return {"processes": dist.get_world_size(), "sharding_strategy": strategy}

@@ -57,6 +57,7 @@ def _path(text: str) -> str:
 ALIASES: dict[str, Alias] = {
     "max_tokens": Alias("num_steps", _tokens, "num_steps in tokens: --max_tokens=5B is --num_steps=5Btok"),
     "report_to": Alias("tracker", str, "the same as tracker"),
+    "save_total_limit": Alias("keep_last", str, "the same as keep_last"),
     "resume_from_checkpoint": Alias("ckpt_load_path", _path, "the same as ckpt_load_path"),
 }
 

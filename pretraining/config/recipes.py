@@ -86,6 +86,25 @@ def load_config(path: str | Path) -> TrainConfig:
     return config
 
 
+def settings_in(content: str, name: str) -> TrainConfig:
+    """Read the resolved configuration that a checkpoint carries.
+
+    Settings that this version does not know or would refuse, because another version wrote them, keep their defaults.
+
+    Args:
+        content: as `dump_config` wrote it.
+        name: how messages call it.
+
+    Raises:
+        ConfigError: it is no YAML of settings.
+    """
+    reader = Reader(TrainConfig)
+    reader.read(parse_recipe(content, name))
+    config = reader.build()
+    assert config is not None  # no setting of training must be given
+    return config
+
+
 def dump_config(config: Any) -> str:
     """Write a configuration, resolved in full, as YAML by sections that `load_config` reads back equal.
 

@@ -84,15 +84,18 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
 
 
 _DURATIONS = (
-    *("num_steps", "warmup_steps", "checkpoint_interval", "preempt_interval", "eval_interval", "report_interval"),
+    *("num_steps", "warmup_steps"),
+    *("checkpoint_interval", "preempt_interval", "eval_interval", "report_interval"),
     "replica_check_interval",
 )
 
 
 def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
     """The settings that may be in epochs, by name."""
-    checkpoint = config.checkpoint
-    sections = (config.run, config.schedule, checkpoint, checkpoint, config.evaluation, config.report, config.guard)
+    sections = (
+        *(config.run, config.schedule),
+        *(config.checkpoint, config.checkpoint, config.evaluation, config.report, config.guard),
+    )
     return [(name, getattr(section, name)) for name, section in zip(_DURATIONS, sections, strict=True)]
 
 
@@ -151,7 +154,10 @@ def _weights_belong_to_datasets(config: TrainConfig) -> Problems:
 @_rule("bos_token", "sep_token", "vocab_size", "model_variant")
 def _virtual_tokens_are_in_the_vocabulary(config: TrainConfig) -> Problems:
     model = config.model
-    if model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
+    if model.model_variant is None:
+        if model.vocab_size is None:  # may be a checkpoint's: looked at again once that is known
+            return
+    elif model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
         return
     vocab_size = resolve_shape(ModelConfig(model_variant=model.model_variant, vocab_size=model.vocab_size)).vocab_size
     for name, token in (("bos_token", config.data.bos_token), ("sep_token", config.data.sep_token)):
@@ -213,6 +219,24 @@ def _names_are_not_empty(config: TrainConfig) -> Problems:
         yield "--ckpt_save_path is empty: name the run's folder"
     if not config.data.col_name:
         yield "--col_name is empty: name the column that holds the token ids"
+
+
+@_rule("weights_only", "ckpt_load_path")
+def _weights_alone_come_from_somewhere(config: TrainConfig) -> Problems:
+    if config.checkpoint.weights_only and config.checkpoint.ckpt_load_path is None:
+        yield (
+            "--weights_only=true begins with the weights of another run, and --ckpt_load_path names none: give it, or "
+            "leave --weights_only out"
+        )
+
+
+@_rule("ckpt_format", "async_save")
+def _unsharded_checkpoints_are_waited_for(config: TrainConfig) -> Problems:
+    if config.checkpoint.ckpt_format == "full" and config.checkpoint.async_save:
+        yield (
+            "--ckpt_format=full is written while training waits, and --async_save=true asks for the opposite: leave "
+            "one of them out"
+        )
 
 
 @_rule("skip_samples")

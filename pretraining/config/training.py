@@ -19,7 +19,11 @@ from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
 class ModelConfig:
     """Which Llama: a named variant, any dimension of it changed under its Hugging Face name."""
 
-    model_variant: str = setting("7b", "named dimensions to start from; docs/configurations.md lists them")
+    model_variant: str | None = setting(
+        None,
+        "named dimensions to start from, docs/configurations.md lists them; none = those of the checkpoint or Hugging "
+        "Face folder that the run starts from, 7b without one",
+    )
     hidden_size: int | None = setting(None, "width of the residual stream; none = the variant's", minimum=1)
     intermediate_size: int | None = setting(None, "width of the feed-forward layer; none = the variant's", minimum=1)
     num_hidden_layers: int | None = setting(None, "number of blocks; none = the variant's", minimum=1)
@@ -30,7 +34,19 @@ class ModelConfig:
         minimum=1,
     )
     vocab_size: int | None = setting(None, "rows of the embedding; none = the variant's", minimum=2)
+    max_position_embeddings: int | None = setting(
+        None,
+        "context that exports say the model was made for (at least seq_length); none = the variant's. Nothing that is "
+        "computed depends on it",
+        minimum=1,
+    )
     rope_theta: float | None = setting(None, "base of the rotary frequencies; none = the variant's", minimum=1)
+    rope_scaling: tuple[float, ...] = setting(
+        (),
+        "llama3 rule for longer contexts: factor, low_freq_factor, high_freq_factor, "
+        "original_max_position_embeddings, comma list, factor 1 = no scaling; empty = the variant's",
+        minimum=0,
+    )
     rms_norm_eps: float | None = setting(None, "epsilon of RMSNorm; none = the variant's", minimum=0)
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
 
@@ -206,13 +222,31 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where runs are kept."""
+    """Where runs are kept, and what of them."""
 
     ckpt_save_path: str = setting(
-        "runs/default", "the run's folder: checkpoints, logs, resolved config. A run found there is continued"
+        "runs/default",
+        "the run's folder: checkpoints, logs, resolved config. A run found there is continued. {timestamp} in it "
+        "stands for the time of the first start: the same settings continue the newest unfinished run, others begin a "
+        "new one",
     )
     ckpt_load_path: str | None = setting(
-        None, "run folder or checkpoint to start from when ckpt_save_path holds none yet"
+        None,
+        "run folder, checkpoint, or folder of a Hugging Face Llama to start from when ckpt_save_path holds no "
+        "checkpoint yet",
+    )
+    weights_only: bool = setting(
+        False,
+        "take only the weights from ckpt_load_path and begin a new run with them: step 0, and optimizer, learning rate "
+        "and data from their beginning. From a Hugging Face folder it is always so",
+    )
+    ckpt_format: str = setting(
+        "sharded",
+        "sharded: each process writes its part, as safetensors; full: four unsharded .pt files, written by one process",
+        choices=("sharded", "full"),
+    )
+    load_optimizer: bool = setting(
+        True, "take the optimizer's state from ckpt_load_path, too; false = its moments start from zero"
     )
     checkpoint_interval: Duration = setting(
         Duration(1000, "steps"),
@@ -221,9 +255,25 @@ class CheckpointConfig:
     )
     preempt_interval: Duration = setting(
         Duration(0, "steps"),
-        "how often to save a checkpoint that only the newest one replaces, between those of checkpoint_interval; "
-        "0 = never; one that a signal or a time limit asks for is always saved",
+        "how often to save besides, in case the run is killed: the next checkpoint of any kind takes its place; 0 = "
+        "never; one that a signal or a time limit asks for is always saved",
         units=INTERVAL,
+    )
+    keep_last: int | None = setting(
+        None, "newest checkpoints to keep, besides the best and final ones; none = all", minimum=1
+    )
+    save_best: bool = setting(
+        True, "save whenever an evaluation has the lowest loss so far; between intervals, the next best takes its place"
+    )
+    ckpt_name: str = setting(
+        "step",
+        "step: step_1000_ckp; tokens: a name with tokens and losses, tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt",
+        choices=("step", "tokens"),
+    )
+    async_save: bool | None = setting(
+        None,
+        "write checkpoints beside the training, from a copy in the host's memory; none = on CUDA, where the copy takes "
+        "milliseconds",
     )
 
 

@@ -6,7 +6,7 @@ can be built. The model, the planner and the export all read the same `LlamaShap
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TypeVar
 
 from pretraining.config.names import nearest
@@ -129,24 +129,28 @@ VARIANTS: dict[str, LlamaShape] = {
 }
 
 
+DEFAULT_VARIANT = "7b"
+
+
 def resolve_shape(model: ModelConfig) -> LlamaShape:
     """Lay the dimensions that were given over those of the named variant.
 
     Raises:
         ConfigError: the variant is unknown, or the dimensions do not fit each other; carries every problem.
     """
-    variant = VARIANTS.get(model.model_variant.lower())
+    name = DEFAULT_VARIANT if model.model_variant is None else model.model_variant
+    variant = VARIANTS.get(name.lower())
     if variant is None:
-        close = nearest(model.model_variant, VARIANTS)
+        close = nearest(name, VARIANTS)
         hint = f"did you mean {close}? " if close else ""
-        raise ConfigError(f"--model_variant={model.model_variant} is not known: {hint}Known are {', '.join(VARIANTS)}")
+        raise ConfigError(f"--model_variant={name} is not known: {hint}Known are {', '.join(VARIANTS)}")
 
     hidden = _given(model.hidden_size, variant.hidden_size)
     heads = _given(model.num_attention_heads, variant.num_attention_heads)
     # A variant without grouped queries stays without them when only the number of heads is changed.
     grouped = variant.num_key_value_heads != variant.num_attention_heads
     kv_heads = _given(model.num_key_value_heads, variant.num_key_value_heads if grouped else heads)
-    problems = _head_problems(hidden, heads, kv_heads)
+    problems = [*_head_problems(hidden, heads, kv_heads), *_scaling_problems(model.rope_scaling)]
     if problems:
         raise ConfigError(problems)
     return replace(
@@ -158,9 +162,30 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
         num_key_value_heads=kv_heads,
         head_dim=hidden // heads,
         vocab_size=_given(model.vocab_size, variant.vocab_size),
+        max_position_embeddings=_given(model.max_position_embeddings, variant.max_position_embeddings),
         rope_theta=_given(model.rope_theta, variant.rope_theta),
         rms_norm_eps=_given(model.rms_norm_eps, variant.rms_norm_eps),
         tie_word_embeddings=_given(model.tie_word_embeddings, variant.tie_word_embeddings),
+        rope_scaling=_scaling(model.rope_scaling) if model.rope_scaling else variant.rope_scaling,
+    )
+
+
+def model_settings(shape: LlamaShape) -> ModelConfig:
+    """The settings that `resolve_shape` makes this shape of, every dimension given.
+
+    The variant is named where the shape is one, perhaps with another vocabulary or context; otherwise it is None.
+    """
+    alike = {"vocab_size", "max_position_embeddings", "tie_word_embeddings"}
+    names = [
+        name
+        for name, variant in VARIANTS.items()
+        if replace(variant, **{field: getattr(shape, field) for field in alike}) == shape
+    ]
+    scaling = shape.rope_scaling
+    return ModelConfig(
+        model_variant=names[0] if names else None,
+        rope_scaling=() if scaling is None else tuple(float(value) for value in astuple(scaling)),
+        **{field: value for field, value in vars(shape).items() if field not in ("head_dim", "rope_scaling")},
     )
 
 
@@ -181,6 +206,33 @@ def parameter_count(shape: LlamaShape) -> int:
 def _given(value: T | None, default: T) -> T:
     """Return a setting, or the variant's value where it is left open."""
     return default if value is None else value
+
+
+def _scaling(values: tuple[float, ...]) -> RopeScaling | None:
+    """The rule with these numbers; a factor of 1 stretches nothing."""
+    factor, low, high, context = values
+    return None if factor == 1 else RopeScaling(factor, low, high, int(context))
+
+
+def _scaling_problems(values: tuple[float, ...]) -> list[str]:
+    """Say what is wrong with the numbers of a llama3 rule."""
+    if not values:
+        return []
+    given = f"--rope_scaling={','.join(f'{value:g}' for value in values)}"
+    if len(values) != 4:
+        return [
+            f"{given} has {len(values)} numbers, not 4: factor, low_freq_factor, high_freq_factor, "
+            "original_max_position_embeddings, as in --rope_scaling=32,1,4,8192"
+        ]
+    factor, low, high, context = values
+    problems = []
+    if factor < 1:
+        problems.append(f"{given}: the factor {factor:g} would shorten the context; give 1 (no scaling) or more")
+    if not 0 < low < high:
+        problems.append(f"{given}: low_freq_factor {low:g} must be above 0 and below high_freq_factor {high:g}")
+    if context < 1 or context != int(context):
+        problems.append(f"{given}: original_max_position_embeddings {context:g} is no number of tokens")
+    return problems
 
 
 def _head_problems(hidden: int, heads: int, kv_heads: int) -> list[str]:

@@ -82,6 +82,7 @@ def verify(
     Raises:
         DataError: there are faults, or there is nothing to check.
     """
+    assert config.data_path is not None
     data = DataConfig(data_path=config.data_path, datasets=config.datasets, col_name=config.col_name)
     listing = list_datasets(data)
     total_bytes = sum(sum(files.sizes) for files in listing.datasets)
@@ -246,6 +247,7 @@ def _emptied_folders(config: VerifyConfig, listed: list[str]) -> list[Path]:
     """Prepared datasets without any token file, where no datasets are named; a listing passes these over."""
     if config.datasets:
         return []
+    assert config.data_path is not None
     folders = [path.parent for path in sorted(Path(config.data_path).expanduser().glob(f"*/{MANIFEST_FILE}"))]
     return [folder for folder in folders if folder.name not in listed and not folder.name.startswith(".")]
 

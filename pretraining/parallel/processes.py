@@ -130,11 +130,18 @@ def _store_of_this_start(rank: int, world_size: int) -> dist.Store:
     return meet(store, rank, world_size, COLLECTIVE_TIMEOUT) if is_torchruns else store
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
+def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `function` on rank 0 and give its result, or its error, to every rank.
 
-    The result travels between processes, so it must be picklable. Call it on all ranks.
+    The result travels between processes, so it must be picklable. Call it on all ranks; a process that has joined no
+    others is rank 0.
+
+    Args:
+        function: what to run.
+        group: of all processes, to talk over; by default the job's own, which the training thread uses.
     """
+    if not dist.is_initialized():
+        return function()
     outcome: list[Any] = [None, None]
     failure: BaseException | None = None
     if dist.get_rank() == 0:
@@ -143,7 +150,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
         except BaseException as error:
             failure = error
             outcome = [None, _portable(error)]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if failure is not None:
         raise failure
     if outcome[1] is not None:
@@ -152,25 +159,41 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     return result
 
 
-def on_every_rank(function: Callable[[], T]) -> T:
+def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
 
     `function` must not contain collectives that a failing rank would leave others waiting in.
     """
-    result: T | None = None
+    result, _ = _run_everywhere(function, group, share=False)
+    return result
+
+
+def gather_from_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """The same as `on_every_rank`, with the results of all ranks, by rank; they must be picklable."""
+    _, results = _run_everywhere(function, group, share=True)
+    return results
+
+
+def _run_everywhere(function: Callable[[], T], group: dist.ProcessGroup | None, share: bool) -> tuple[T, list[T]]:
+    """This rank's result and, if they are to be shared, those of all."""
+    if not dist.is_initialized():
+        only = function()
+        return only, [only]
+    result: Any = None
     failure: BaseException | None = None
     try:
         result = function()
     except BaseException as error:
         failure = error
-    outcomes: list[PretrainError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, None if failure is None else _portable(failure))
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    error_to_share = None if failure is None else _portable(failure)
+    dist.all_gather_object(outcomes, (error_to_share, result if share and failure is None else None), group=group)
     if failure is not None and not isinstance(failure, PretrainError):
         raise failure  # a bug, not a user's mistake: keep its traceback
-    first = next((error for error in outcomes if error is not None), None)
+    first = next((error for error, _ in outcomes if error is not None), None)
     if first is not None:
         raise first
-    return result  # type: ignore[return-value]
+    return result, [shared for _, shared in outcomes]
 
 
 def _portable(error: BaseException) -> PretrainError:

@@ -13,15 +13,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint import store
-from pretraining.checkpoint.manager import CheckpointManager, find_checkpoint
-from pretraining.checkpoint.state import FORMAT_VERSION, Manifest, check_same_model, tensor_state
+from pretraining.checkpoint.lease import Lease
+from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
+from pretraining.checkpoint.origin import find_origin, load
+from pretraining.checkpoint.staging import Staging
+from pretraining.checkpoint.state import FORMAT_VERSION, Manifest, Stateful, check_same_model, tensor_state
 from pretraining.config.batch import plan_batch
 from pretraining.config.durations import Progress, resolve_warmup_steps
 from pretraining.config.intervals import Interval
@@ -59,8 +61,10 @@ from pretraining.train.step import StepContext
 def build_run(
     config: TrainConfig,
     processes: Processes,
-    stop_requests: StopRequests,
-    status: StatusKeeper,
+    *,
+    stop_requests: StopRequests | None = None,
+    status: StatusKeeper | None = None,
+    lease: Lease | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Run:
     """Put a run together and restore what it starts from; a collective call.
@@ -68,8 +72,9 @@ def build_run(
     Args:
         config: the settings.
         processes: this process among the others.
-        stop_requests: what tells this rank to end early; the loop looks at them.
+        stop_requests: what tells this rank to end early; the loop looks at them. None = nothing.
         status: told where the start begins.
+        lease: on the run's folder, looked at before each commit; None = nobody else writes there.
         mesh: of an earlier run with the same settings; None = make one.
 
     Raises:
@@ -79,11 +84,15 @@ def build_run(
     if config.run.deterministic:
         _use_deterministic_kernels()
     shape = resolve_shape(config.model)
-    restorable = on_rank_zero(lambda: find_checkpoint(config.checkpoint))
-    if restorable is not None:
-        check_same_model(restorable.manifest, shape, str(restorable.path))
+    origin = find_origin(config.checkpoint)
+    restorable = origin.checkpoint if origin is not None and not origin.weights_only else None
+    weights = origin.checkpoint if origin is not None and origin.weights_only else None
+    if origin is not None:
+        check_same_model(origin.checkpoint.manifest, shape, str(origin.checkpoint.path))
     abandoned = on_rank_zero(lambda: make_run_folder(Path(config.checkpoint.ckpt_save_path)))
-    on_rank_zero(lambda: status.begin(restorable.manifest.step if restorable else 0))
+    if status is not None:
+        restored_step = restorable.manifest.step if restorable else 0
+        on_rank_zero(lambda: status.begin(Path(config.checkpoint.ckpt_save_path), restored_step))
     data = open_data(config, processes, say=print)
     restored_batch = restorable.manifest.global_batch_size if restorable else None
     plan = plan_batch(config.batch, processes.world_size, restored_batch)
@@ -92,10 +101,10 @@ def build_run(
         on_every_rank(lambda: loader.load_state_dict(restorable.manifest.data))
     pace = pace_of(loader, config.data.seq_length)
     total_steps = config.run.num_steps.to_steps(pace, data.training_tokens if data is not None else None)
-    parts = Parts(config, processes, shape, restorable, abandoned, data, plan, pace, total_steps)
+    parts = Parts(config, processes, shape, restorable, weights, abandoned, data, plan, pace, total_steps)
 
     mesh = mesh if mesh is not None else _build_mesh(config, processes)
-    model = build_model(shape, config, mesh, processes.device, initialize=restorable is None)
+    model = build_model(shape, config, mesh, processes.device, initialize=origin is None)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer = build_adamw(model, config.optimizer)
@@ -103,8 +112,11 @@ def build_run(
     processes.pulse.step = state.step
     if restorable is not None:
         materialise_state(optimizer)
-        store.load_tensors(restorable.path, tensor_state(parameters, optimizer))
-    return _assemble(parts, mesh, model, parameters, optimizer, state, loader, stop_requests)
+        wanted = optimizer if config.checkpoint.load_optimizer or restorable.is_own else None
+        load(restorable, tensor_state(parameters, wanted))
+    elif weights is not None:
+        load(weights, tensor_state(parameters, None))
+    return _assemble(parts, mesh, model, parameters, optimizer, state, loader, stop_requests or StopRequests(), lease)
 
 
 def _build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
@@ -144,6 +156,7 @@ def _assemble(
     state: TrainState,
     loader: Loader,
     stop_requests: StopRequests,
+    lease: Lease | None,
 ) -> Run:
     config, processes = parts.config, parts.processes
     warmup_steps = resolve_warmup_steps(
@@ -182,10 +195,10 @@ def _assemble(
         told_to_end=told_to_end,
     )
     guards = build_guards(parts, mesh, context, loader, observer)
-    states: dict[str, Any] = {"guards": guards, "evaluation": evaluator}
+    states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator}
     if spikes is not None:
         states["spikes"] = spikes
-    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states)
+    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states, lease)
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(
@@ -211,42 +224,55 @@ def _build_checkpoints(
     loader: Loader,
     observer: Observer,
     stopwatch: Stopwatch,
-    states: dict[str, Any],
+    states: dict[str, Stateful],
+    lease: Lease | None,
 ) -> CheckpointManager:
-    config = parts.config
-    if parts.restorable is not None:
-        for name, state in parts.restorable.manifest.state.items():
-            if name in states:
-                states[name].load_state_dict(state)
+    config, device = parts.config, parts.processes.device
 
-    def manifest_for(progress: Progress, evaluation_loss: float | None, files: dict[str, int]) -> Manifest:
+    def describe(progress: Progress) -> Manifest:
         return Manifest(
             format_version=FORMAT_VERSION,
             step=progress.steps,
             tokens_seen=progress.tokens,
             seconds=progress.seconds,
+            kind="interval",
             loss=observer.last_loss,
-            evaluation_loss=evaluation_loss,
+            evaluation_loss=None,
+            best_evaluation_loss=None,
             data=loader.state_dict(),
+            state={},
             global_batch_size=parts.plan.global_batch_size,
             model=asdict(parts.shape),
             world=store.world_description(config.parallel.sharding_strategy),
             torch_version=torch.__version__,
-            files=files,
+            files={},
             config=dump_config(config),
-            state={name: stateful.state_dict() for name, stateful in states.items()},
         )
 
-    return CheckpointManager(
-        run=Path(config.checkpoint.ckpt_save_path),
+    policy = SavePolicy(
         interval=Interval(config.checkpoint.checkpoint_interval, parts.training_tokens),
-        tensors=lambda: tensor_state(parameters, optimizer),
-        manifest_for=manifest_for,
         preempt_interval=Interval(config.checkpoint.preempt_interval, parts.training_tokens),
+        keep_last=config.checkpoint.keep_last,
+        save_best=config.checkpoint.save_best,
+        name_style=config.checkpoint.ckpt_name,
+        is_full=config.checkpoint.ckpt_format == "full",
+    )
+    wanted = config.checkpoint.async_save
+    beside_training = device.type == "cuda" and not policy.is_full if wanted is None else wanted
+    manager = CheckpointManager(
+        run=Path(config.checkpoint.ckpt_save_path),
+        policy=policy,
+        tensors=lambda: tensor_state(parameters, optimizer),
+        describe=describe,
+        states=states,
         activity=stopwatch.activity,
         note=observer.note,
-        evaluation_loss=parts.restorable.manifest.evaluation_loss if parts.restorable else None,
+        restored=parts.restorable.manifest if parts.restorable else None,
+        staging=Staging(device) if beside_training else None,
+        check_lease=lease.check if lease is not None else lambda: None,
     )
+    optimizer.register_step_pre_hook(lambda *_: manager.before_update())
+    return manager
 
 
 def _initial_state(parts: Parts) -> TrainState:

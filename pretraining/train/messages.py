@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pretraining.checkpoint import store
 from pretraining.checkpoint.state import Manifest
-from pretraining.config.recipes import parse_recipe
+from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import format_value
+from pretraining.config.values import Raw
 from pretraining.model.flops import parameter_count
 from pretraining.observability.progress import format_seconds
 from pretraining.observability.trackers import METRICS_FILE
@@ -30,8 +29,9 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
     """
     config, processes, plan, restorable = parts.config, parts.processes, parts.plan, parts.restorable
     precision = str(compute_dtype(config.parallel.mixed_precision, processes.device)).removeprefix("torch.")
+    name = config.model.model_variant or "llama"
     note(
-        f"model       {config.model.model_variant}, {parameter_count(parts.shape):,} parameters, {precision}, "
+        f"model       {name}, {parameter_count(parts.shape):,} parameters, {precision}, "
         f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}"
     )
     if parts.data is None:
@@ -44,28 +44,40 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
         )
     note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
     note(f"length      {state.total_steps} steps, {parts.pace.tokens_at(state.total_steps):,} tokens")
-    if restorable is None:
+    if parts.weights is not None:
+        note(f"start       at step 0 with the weights of {parts.weights.path}")
+        for line in parts.weights.passed_over:
+            note(f"            {line}: passed over")
+    elif restorable is None:
         note(f"start       from initial weights, seed {config.run.seed}")
     else:
         note(f"start       from {restorable.path}, step {restorable.manifest.step}")
         for change in changes:
             note(f"            {change}")
-        before, now = _had_document_mask(restorable.manifest), config.data.document_mask
-        if before != now:
-            note(f"            document_mask was {format_value(before)} and is {format_value(now)} from here on")
+        for change in changed_settings(restorable.manifest, config):
+            note(f"            {change}")
         if state.stop_step < state.total_steps:
             note(f"            this invocation ends at step {state.stop_step}")
+        for line in restorable.passed_over:
+            note(f"            {line}: passed over")
     for path in parts.abandoned:
         note(f"            {path} is incomplete: ignored")
     note(f"run folder  {config.checkpoint.ckpt_save_path}")
 
 
 def conclude(
-    config: TrainConfig, state: TrainState, restored: Path | None, elapsed_seconds: float, trained: bool
+    config: TrainConfig, state: TrainState, checkpoint: Path | None, elapsed_seconds: float, trained: bool
 ) -> str:
-    """Where everything is, and what to run next."""
+    """Where everything is, and what to run next.
+
+    Args:
+        config: the settings.
+        state: where the run stands.
+        checkpoint: the newest one, saved now or before.
+        elapsed_seconds: of this invocation.
+        trained: whether there was anything left to do.
+    """
     run = Path(config.checkpoint.ckpt_save_path)
-    checkpoint = store.checkpoint_path(run, state.step) if trained else restored
     if not trained:
         head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
     elif state.finished:
@@ -82,7 +94,8 @@ def conclude(
     if "tensorboard" in config.report.tracker:
         lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or run / 'logs'}")
     if state.finished:
-        lines.append(f"  go on        the same command with --num_steps={2 * max(state.step, state.total_steps)}")
+        longer = f"--num_steps={2 * max(state.step, state.total_steps)}"
+        lines.append(f"  go on        the same command with {longer} --ckpt_save_path={run}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     return "\n".join(lines)
 
@@ -95,7 +108,32 @@ def conclude_preempted(state: TrainState) -> str:
     )
 
 
-def _had_document_mask(manifest: Manifest) -> bool:
-    """Whether the checkpoint's last step had one; the order of the data does not depend on it, so no phase says it."""
-    settings = parse_recipe(manifest.config, "config of a checkpoint")
-    return any(setting.name == "data.document_mask" and setting.raw == "true" for setting in settings)
+# What may change at every start without a word: where things are, how much is shown, how the work is laid out on the
+# machines.
+_UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report")
+_UNREMARKABLE = {
+    *("run_steps", "num_workers", "data_path", "index_path", "tokenizer_path", "sample_prompt", "sample_tokens"),
+    *("sharding_strategy", "hsdp_group_size", "batch_size", "grad_accum_steps"),
+    *("datasets", "weights", "global_batch_size", "skip_samples"),  # the lines about phases say these
+}
+
+
+def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:
+    """How the settings differ from those that a checkpoint was made with, a line each.
+
+    What cannot change (the model, the order of the data) was refused before; the order of the data does not depend on
+    what is left.
+    """
+    before = {setting.name.rpartition(".")[2]: setting.raw for setting in parse_recipe(manifest.config, "before")}
+    lines = []
+    for setting in parse_recipe(dump_config(config), "now"):
+        section, _, name = setting.name.rpartition(".")
+        if section in _UNREMARKABLE_SECTIONS or name in _UNREMARKABLE or name not in before:
+            continue
+        if before[name] != setting.raw:
+            lines.append(f"{name} was {_shown(before[name])} and is {_shown(setting.raw)} from here on")
+    return lines
+
+
+def _shown(raw: Raw) -> str:
+    return "none" if raw is None else raw if isinstance(raw, str) else ",".join(raw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.checkpoint.manager import Restorable
+from pretraining.checkpoint.restore import Restorable
 from pretraining.config.batch import BatchPlan
 from pretraining.config.durations import Pace
 from pretraining.config.training import TrainConfig
@@ -25,6 +25,7 @@ class Parts:
         processes: this process among the others.
         shape: dimensions of the model.
         restorable: the checkpoint to start from; None for a new run.
+        weights: what a new run takes its weights from; None for initial ones, or those of `restorable`.
         abandoned: what interrupted saves have left in the run's folder.
         data: the datasets; None for made-up data.
         plan: how a global batch is cut.
@@ -36,6 +37,7 @@ class Parts:
     processes: Processes
     shape: LlamaShape
     restorable: Restorable | None
+    weights: Restorable | None
     abandoned: list[Path]
     data: OpenedDatasets | None
     plan: BatchPlan

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.checkpoint import store
+from pretraining.checkpoint.listing import UNFINISHED_SUFFIX, committed_checkpoints, step_of
+from pretraining.checkpoint.retention import best_of, list_records, point_to_best
 from pretraining.config.training import TrainConfig
 from pretraining.errors import DivergenceError
 from pretraining.parallel.processes import Processes, on_rank_zero
@@ -99,9 +100,10 @@ def _drop_checkpoints(run: Path, step: int) -> list[Path]:
     They hold the weights from before the updates that were left out, and a place in the data behind them: the next
     start would go on from there. Renamed, they are as a save that was interrupted, and go with the next save.
     """
-    dropped = [path for path in store.committed_checkpoints(run) if store.step_of(path) >= step]
+    dropped = [path for path in committed_checkpoints(run) if step_of(path) >= step]
     for path in dropped:
-        path.rename(path.with_name(path.name + ".tmp"))
+        path.rename(path.with_name(path.name + UNFINISHED_SUFFIX))
+    point_to_best(run, best_of(list_records(run)))
     return dropped
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretraining.checkpoint.lease import hold_lease
+from pretraining.checkpoint.origin import adopt_model
+from pretraining.checkpoint.run_path import settle_run_path
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
@@ -35,11 +39,10 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
         PretrainError: any mistake of the user; the message says what to change.
     """
     requests = StopRequests() if stop_requests is None else stop_requests
-    run_folder, limit = Path(config.checkpoint.ckpt_save_path), config.run.max_starts_without_progress
     has_work = False
     # The status is written last, when an error has been put into words.
     with (
-        StatusKeeper(run_folder, limit, is_writer=layout.rank == 0) as status,
+        StatusKeeper(config.run.max_starts_without_progress, is_writer=layout.rank == 0) as status,
         join_processes(
             *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
             layout.as_environment(),
@@ -47,18 +50,21 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
         ) as processes,
         Watchdog(config.guard, processes),
     ):
-
-        def build(config: TrainConfig, mesh: DeviceMesh | None) -> Run:
-            nonlocal has_work
-            run = build_run(config, processes, requests, status, mesh)
-            on_every_rank(lambda: _end_before_training(requests))
-            has_work = has_work or not run.state.stopping or run.evaluator.owed
-            status.training(run.state)
-            return run
-
+        config = adopt_model(config)
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
         on_every_rank(lambda: _end_before_training(requests))
-        run = train_to_the_end(config, processes, build)
+        config = with_run_path(config, on_rank_zero(lambda: settle_run_path(config)))
+        with hold_lease(Path(config.checkpoint.ckpt_save_path), processes) as lease:
+
+            def build(config: TrainConfig, mesh: DeviceMesh | None) -> Run:
+                nonlocal has_work
+                run = build_run(config, processes, stop_requests=requests, status=status, lease=lease, mesh=mesh)
+                on_every_rank(lambda: _end_before_training(requests))
+                has_work = has_work or not run.state.stopping or run.evaluator.owed
+                status.training(run.state)
+                return run
+
+            run = train_to_the_end(config, processes, build)
         if run.state.preempted and not (run.state.finished and not run.evaluator.owed):
             raise Preempted(conclude_preempted(run.state))
         _finish(config, processes, run, prompt, has_work)
@@ -68,6 +74,11 @@ def _end_before_training(requests: StopRequests) -> None:
     """Leave where a signal came while the run was put together: nothing is lost, and the time is better used anew."""
     if requests.pending():
         raise Preempted(f"Preempted before training began ({reason_of(requests.pending())}): nothing has changed.")
+
+
+def with_run_path(config: TrainConfig, path: str) -> TrainConfig:
+    """The settings with the run's folder as it really is."""
+    return replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
 
 
 def _encode_prompt(config: TrainConfig) -> list[int] | None:
@@ -92,7 +103,8 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[in
         sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
     if not processes.is_main:
         return
-    print(conclude(config, run.state, run.restored_from, run.stopwatch.elapsed, trained))
+    checkpoint = run.checkpoints.newest or run.restored_from
+    print(conclude(config, run.state, checkpoint, run.stopwatch.elapsed, trained))
     if prompt is not None:
         assert config.data.tokenizer_path is not None
         tokenizer: Tokenizer = load_tokenizer(config.data.tokenizer_path)

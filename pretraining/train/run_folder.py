@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint import store
+from pretraining.checkpoint.listing import CHECKPOINTS, incomplete_checkpoints
+from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.intervals import Interval
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
@@ -23,7 +24,6 @@ from pretraining.parallel.waiting import is_waiting
 from pretraining.train.parts import Parts
 from pretraining.train.state import TrainState
 
-CONFIG_FILE = "config.yaml"
 LOGS = "logs"
 
 
@@ -34,10 +34,10 @@ def make_run_folder(run: Path) -> list[Path]:
         CheckpointError: the folder cannot be written.
     """
     try:
-        (run / store.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _not_writable(run, error) from None
-    return store.incomplete_checkpoints(run)
+    return incomplete_checkpoints(run)
 
 
 def write_config(config: TrainConfig) -> None:

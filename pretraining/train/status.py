@@ -51,13 +51,12 @@ class StatusKeeper:
     """Writes the status of one start, as a context around it.
 
     Args:
-        run: the run's folder.
         max_starts_without_progress: how many crashes in a row to put up with; 0 = any number.
         is_writer: whether this process writes; the others only go along.
     """
 
-    def __init__(self, run: Path, max_starts_without_progress: int, is_writer: bool) -> None:
-        self._path = run / STATUS_FILE
+    def __init__(self, max_starts_without_progress: int, is_writer: bool) -> None:
+        self._path = Path(STATUS_FILE)
         self._limit = max_starts_without_progress
         self._is_writer = is_writer
         self._begun: RunStatus | None = None
@@ -66,14 +65,19 @@ class StatusKeeper:
     def __enter__(self) -> StatusKeeper:
         return self
 
-    def begin(self, restored_step: int) -> None:
+    def begin(self, run: Path, restored_step: int) -> None:
         """Count a start; call it where the run's folder is there and this job is the one that may write to it.
+
+        Args:
+            run: the folder.
+            restored_step: of the checkpoint that the start goes on from.
 
         Raises:
             CheckpointError: too many starts in a row have crashed at this step, or the file cannot be written.
         """
         if not self._is_writer or self._begun is not None:  # a run that goes back begins no new start
             return
+        self._path = run / STATUS_FILE
         previous = read_status(self._path)
         starts = previous.starts if previous else 0
         crashes = previous.starts_without_progress if previous and restored_step <= previous.started_at_step else 0
@@ -97,6 +101,9 @@ class StatusKeeper:
     ) -> None:
         if self._begun is None:
             return
+        found = read_status(self._path)
+        if found is not None and found.starts != self._begun.starts:
+            return  # a later start has taken the folder over, and speaks for it
         status = "finished" if error is None else "preempted" if isinstance(error, Preempted) else "failed"
         step = self._state.step if self._state is not None else self._begun.step
         crashes = self._begun.starts_without_progress - (not self._is_crash(error))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, plain_environment
 from training_runs import TINY, VOCABULARY, write_two_datasets
+from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_sharded
 from unit.data.token_files import loader, plan, rows
 
-from pretraining.checkpoint.state import Manifest
+from pretraining.checkpoint.state import FORMAT_VERSION, Manifest
 from pretraining.cli import main
 from pretraining.config.flags import load_train_config
 from pretraining.config.recipes import dump_config
@@ -28,7 +29,11 @@ def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str
     inspect = capsys.readouterr().out
     assert "--sample_id" in inspect and "--seq_length" in inspect and "--recipe" in inspect
     main(["verify", "--help"])
-    assert "--data_path" in capsys.readouterr().out
+    verify = capsys.readouterr().out
+    assert "--data_path" in verify and "--ckpt_path" in verify
+    for command, flag in (("list", "--run_path"), ("export", "--max_shard_size"), ("import", "--input_path")):
+        main([command, "--help"])
+        assert flag in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,9 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     with loader(config.data, plan(6), seed=config.run.seed, vocab_size=VOCABULARY) as training:
         batches = [rows(next(training)) for _ in range(4)]
         state = training.state_dict()
-    manifest = Manifest(1, 4, 0, 0.0, None, None, state, 6, {}, {}, "", {}, dump_config(config))
+    manifest = Manifest(
+        *(FORMAT_VERSION, 4, 0, 0.0, "interval", None, None, None, state, {}, 6, {}, {}, "", {}, dump_config(config))
+    )
     checkpoint = tmp_path / "run/checkpoints/step_4_ckp"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest.document()))
@@ -161,6 +168,57 @@ def test_verify_ends_with_a_status_and_names_faults(tmp_path: Path, capsys: pyte
     assert ending.value.code == 1
     assert "second/part-0.arrow is damaged" in said.out and "first/part-0.arrow, row 0, byte" in said.out
     assert said.err.startswith("error: ") and "faults in 2 files" in said.err
+
+
+def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shape = SHAPES["tied"]
+    write_sharded(tmp_path / "runs/lr=1/checkpoints/step_3_ckp", tensors_of(shape), manifest_of(shape))
+    main(["list", "runs/lr=1"])
+    assert "step_3_ckp" in capsys.readouterr().out
+    main(["list", "--run_path=runs/lr=1", "--json"])
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    main(["verify", "runs/lr=1"])
+    assert capsys.readouterr().out.endswith("no faults\n")
+    main(["export", "runs/lr=1", "--output_path=out", "--dtype=float32"])
+    assert "from_pretrained('out')" in capsys.readouterr().out
+    main(["import", "out", "ckpt_save_path=runs/again"])
+    capsys.readouterr()
+    main(["verify", "runs/again/checkpoints/step_0_ckp", "num_workers=1"])
+    assert "step 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list"], "--run_path is missing"),
+        (["list", "nowhere"], "nowhere is no run"),
+        (["export", "nowhere", "--output_path=out"], "holds no complete checkpoint"),
+        (["export", "--output_path=out", "--format=onnx"], "--ckpt_load_path is missing"),
+        (["export", "nowhere", "--output_path=out", "--format=onnx"], "onnx"),
+        (["export", "nowhere", "--output_path=out", "--max_shard_size=big"], "--max_shard_size=big is no size"),
+        (["import", "nowhere", "--ckpt_save_path=runs/a"], "config.json cannot be read"),
+        (["verify"], "nothing to check"),
+        (["verify", "nowhere"], "is neither a checkpoint"),
+        (["verify", "nowhere", "--data_path=data"], "are two things to check"),
+        (["verify", "nowhere", "elsewhere"], "'elsewhere' sets nothing"),
+    ],
+)
+def test_what_cannot_be_done_is_one_message(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert ending.value.code == 1 and message in error and error.count("error:") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_names_that_are_not_utf_8_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

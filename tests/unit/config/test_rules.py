@@ -65,11 +65,11 @@ def config_of(**values: Any) -> TrainConfig:
             "--replica_check_interval=0, or --sharding_strategy=ddp or hsdp",
         ),
         (
-            {"sep_token": 32000},
+            {"sep_token": 32000, "model_variant": "7b"},
             "--sep_token=32000 is outside a vocabulary of 32000 (0 to 31999): change --sep_token or --vocab_size",
         ),
         (
-            {"bos_token": 32000},
+            {"bos_token": 32000, "model_variant": "7B"},
             "--bos_token=32000 is outside a vocabulary of 32000 (0 to 31999): change --bos_token or --vocab_size",
         ),
         (
@@ -108,6 +108,11 @@ def config_of(**values: Any) -> TrainConfig:
             "--hsdp_group_size=4 needs --sharding_strategy=hsdp or hsdp_zero2, which shard inside groups; fsdp has no "
             "groups. Change one or leave --hsdp_group_size out",
         ),
+        (
+            {"weights_only": True},
+            "--weights_only=true begins with the weights of another run, and --ckpt_load_path names none: give it, or "
+            "leave --weights_only out",
+        ),
         ({"ckpt_save_path": ""}, "--ckpt_save_path is empty: name the run's folder"),
         ({"col_name": ""}, "--col_name is empty: name the column that holds the token ids"),
     ],
@@ -144,8 +149,13 @@ def test_all_problems_of_the_model_are_told() -> None:
     assert len(find_problems(config_of(num_attention_heads=30, num_key_value_heads=7))) == 2
 
 
+def test_a_separator_is_not_checked_against_a_model_that_a_checkpoint_may_name() -> None:
+    assert find_problems(config_of(sep_token=100_000)) == []
+    assert find_problems(config_of(weights_only=True, ckpt_load_path="runs/a")) == []
+
+
 def test_a_separator_is_checked_even_where_the_heads_are_wrong() -> None:
-    assert len(find_problems(config_of(num_attention_heads=30, sep_token=32000))) == 2
+    assert len(find_problems(config_of(model_variant="7b", num_attention_heads=30, sep_token=32000))) == 2
 
 
 def test_an_unknown_variant_has_no_vocabulary_to_check() -> None:

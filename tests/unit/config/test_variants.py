@@ -74,6 +74,36 @@ def test_the_small_llamas_of_3_2_are_tied_and_stretched(name: str) -> None:
     assert VARIANTS[name].rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
+def test_without_a_name_it_is_7b() -> None:
+    assert resolve_shape(ModelConfig()) == VARIANTS["7b"]
+
+
+def test_rotary_scaling_is_given_changed_and_taken_away() -> None:
+    scaling = (8.0, 1.0, 4.0, 8192.0)
+    assert resolve_shape(ModelConfig(model_variant="tiny", rope_scaling=scaling)).rope_scaling == RopeScaling(
+        8, 1, 4, 8192
+    )
+    assert resolve_shape(ModelConfig(model_variant="llama3.2_1b")).rope_scaling is not None
+    assert (
+        resolve_shape(ModelConfig(model_variant="llama3.2_1b", rope_scaling=(1.0, *scaling[1:]))).rope_scaling is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "problem"),
+    [
+        ((8.0,), "--rope_scaling=8 has 1 numbers, not 4"),
+        ((0.5, 1.0, 4.0, 8192.0), "the factor 0.5 would shorten the context"),
+        ((8.0, 4.0, 4.0, 8192.0), "low_freq_factor 4 must be above 0 and below high_freq_factor 4"),
+        ((8.0, 0.0, 4.0, 8192.0), "low_freq_factor 0 must be above 0"),
+        ((8.0, 1.0, 4.0, 0.5), "original_max_position_embeddings 0.5 is no number of tokens"),
+    ],
+)
+def test_rotary_scaling_that_makes_no_sense_is_refused(scaling: tuple[float, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        resolve_shape(ModelConfig(rope_scaling=scaling))
+
+
 def test_a_variant_is_found_in_any_case() -> None:
     assert resolve_shape(ModelConfig(model_variant="Llama3_8B")) == VARIANTS["llama3_8b"]
 

@@ -23,8 +23,8 @@ def start(
 ) -> None:
     """A start that trains up to a step (None: not at all) and ends with an error or well."""
     expected = nullcontext() if error is None else pytest.raises(type(error))
-    with expected, StatusKeeper(run, limit, is_writer=True) as status:
-        status.begin(restored_step)
+    with expected, StatusKeeper(limit, is_writer=True) as status:
+        status.begin(run, restored_step)
         if reached is not None:
             state = TrainState(10, 8, 1, Progress(restored_step, restored_step))
             status.training(state)
@@ -70,7 +70,7 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
 
 
 def test_what_is_killed_stays_running_and_counts(tmp_path: Path) -> None:
-    StatusKeeper(tmp_path, 2, is_writer=True).begin(5)
+    StatusKeeper(2, is_writer=True).begin(tmp_path, 5)
     assert status_of(tmp_path)["status"] == "running" and status_of(tmp_path)["starts_without_progress"] == 1
 
 
@@ -91,9 +91,9 @@ def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_a_crash_without_words_is_named_as_such(tmp_path: Path) -> None:
-    StatusKeeper(tmp_path, 1, is_writer=True).begin(0)
+    StatusKeeper(1, is_writer=True).begin(tmp_path, 0)
     with pytest.raises(CheckpointError, match="it ended without a word"):
-        StatusKeeper(tmp_path, 1, is_writer=True).begin(0)
+        StatusKeeper(1, is_writer=True).begin(tmp_path, 0)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"status": "running"}'])
@@ -106,9 +106,9 @@ def test_a_file_that_says_nothing_keeps_no_run_from_starting(tmp_path: Path, tex
 
 
 def test_other_ranks_write_nothing_and_neither_does_a_start_that_never_began(tmp_path: Path) -> None:
-    with StatusKeeper(tmp_path, 2, is_writer=False) as status:
-        status.begin(0)
-    with StatusKeeper(tmp_path, 2, is_writer=True):
+    with StatusKeeper(2, is_writer=False) as status:
+        status.begin(tmp_path, 0)
+    with StatusKeeper(2, is_writer=True):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -117,12 +117,20 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CheckpointError, match="cannot be written"):
-        StatusKeeper(tmp_path / "missing", 2, is_writer=True).begin(0)
+        StatusKeeper(2, is_writer=True).begin(tmp_path / "missing", 0)
     run = tmp_path / "run"
     run.mkdir()
-    with pytest.raises(ValueError, match="what matters"), StatusKeeper(run, 2, is_writer=True) as status:
-        status.begin(0)
+    with pytest.raises(ValueError, match="what matters"), StatusKeeper(2, is_writer=True) as status:
+        status.begin(run, 0)
         (run / STATUS_FILE).unlink()
         run.rmdir()
         raise ValueError("what matters")
     assert "run_status.json cannot be written" in capsys.readouterr().err
+
+
+def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="taken over"), StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 0)
+        StatusKeeper(2, is_writer=True).begin(tmp_path, 3)
+        raise CheckpointError("taken over")
+    assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("running", 2)

@@ -1,0 +1,253 @@
+"""One run writes into a folder at a time: a file says who, and a heartbeat that it is still there.
+
+    <run>/lease.json     host, process, when it began; the file's time is renewed every ten seconds
+
+A second start on the same folder is refused while the first one lives. A lease whose process is gone is taken over: at
+once where its process was on this machine, otherwise when it was not renewed for a minute. Before each commit the
+writer looks whether the lease is still its own; a process that was stopped for long and wakes up commits nothing.
+
+Ages are compared on the file system's clock, never on those of two machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pretraining.checkpoint.store import complain
+from pretraining.errors import CheckpointError
+from pretraining.parallel.processes import Processes, on_rank_zero
+
+LEASE = "lease.json"
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that writes into a run's folder.
+
+    Attributes:
+        host: its name.
+        machine: tells apart what may share that name: another boot, another container.
+        pid: of the process.
+        process_start: what tells it from a later process with the same pid.
+        started: when it took the lease, for people.
+        token: of this one lease.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    process_start: str
+    started: str
+    token: str
+
+    @staticmethod
+    def this_process() -> Holder:
+        """The process that asks, with a new token."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return Holder(socket.gethostname(), _machine(), os.getpid(), _start_of(os.getpid()), now, secrets.token_hex(8))
+
+    def is_gone(self) -> bool:
+        """Whether it surely lives no more, which only its own machine knows."""
+        return self.machine == _machine() and _start_of(self.pid) != self.process_start
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"process {self.pid} on {self.host}, since {self.started}"
+
+
+class Lease:
+    """The right to write into a run's folder.
+
+    Args:
+        run: the folder.
+        pause: waits so many seconds.
+    """
+
+    def __init__(self, run: Path, pause: Callable[[float], object] = time.sleep) -> None:
+        self._run = run
+        self._path = run / LEASE
+        self._pause = pause
+        self._own = Holder.this_process()
+        self._ending = threading.Event()
+        self._heartbeat = threading.Thread(target=self._beat, name="lease", daemon=True)
+
+    def acquire(self, say: Callable[[str], None]) -> None:
+        """Take the lease, and keep it alive until `release`.
+
+        Args:
+            say: told when the start has to wait.
+
+        Raises:
+            CheckpointError: another process holds it, or the folder cannot be written.
+        """
+        try:
+            self._run.mkdir(parents=True, exist_ok=True)
+            while not self._create():
+                self._await_end_of_holder(say)
+        except OSError as error:
+            raise CheckpointError(
+                f"--ckpt_save_path={self._run} cannot be written: {error}. Give a folder that this user may write."
+            ) from None
+        self._heartbeat.start()
+
+    def check(self) -> None:
+        """Make sure that the lease is still this process's.
+
+        Raises:
+            CheckpointError: another run has taken it over.
+        """
+        holder = _read(self._path)
+        if holder != self._own:
+            now = f"now {holder} writes there" if holder else f"{self._path} is gone"
+            raise CheckpointError(
+                f"{self._run} does not belong to this run any more: {now}. This process was not heard of for "
+                f"{STALE_SECONDS:.0f} s. Nothing was changed; end this run."
+            )
+
+    def release(self) -> None:
+        """Let others write, and leave no empty folder behind."""
+        self._ending.set()
+        if self._heartbeat.is_alive():
+            self._heartbeat.join()
+        with suppress(OSError):  # what is left of it is stale at once: this process ends
+            if _read(self._path) == self._own:
+                self._path.unlink()
+                self._run.rmdir()  # only where a start was refused before it wrote anything
+
+    def _create(self) -> bool:
+        """Make the file; False where there is one."""
+        try:
+            with self._path.open("x", encoding="utf-8") as file:
+                json.dump(asdict(self._own), file)
+        except FileExistsError:
+            return False
+        return True
+
+    def _await_end_of_holder(self, say: Callable[[str], None]) -> None:
+        """Wait until the lease that is there is free.
+
+        Raises:
+            CheckpointError: its holder lives.
+        """
+        holder, renewed = _read(self._path), self._renewed()
+        if holder is not None and holder.is_gone():
+            return self._remove_stale(holder)
+        refusal = CheckpointError(
+            f"another run is writing into {self._run}: {holder or 'an unknown process'}. Stop it, or give another "
+            f"--ckpt_save_path. (If you are sure that it is gone, remove {self._path}.)"
+        )
+        if holder is not None and holder.machine == _machine():
+            raise refusal
+        if self._age(renewed) < STALE_SECONDS:
+            say(
+                f"{self._run} was written to by {holder or 'an unknown process'} less than {STALE_SECONDS:.0f} s ago: "
+                "waiting whether it is still there"
+            )
+        while renewed is not None and self._age(renewed) < STALE_SECONDS:
+            self._pause(1.0)
+            if self._renewed() not in (renewed, None):
+                raise refusal
+            if self._renewed() is None:
+                return None
+        return self._remove_stale(holder)
+
+    def _remove_stale(self, holder: Holder | None) -> None:
+        """Remove a lease, unless another start was faster: then it is that one's, and stays."""
+        aside = self._path.with_name(f"{LEASE}.{self._own.token}.stale")
+        with suppress(FileNotFoundError):
+            self._path.rename(aside)
+            if _read(aside) == holder or self._path.exists():
+                aside.unlink()
+            else:
+                aside.rename(self._path)
+
+    def _renewed(self) -> int | None:
+        """When the lease was renewed, on the file system's clock in nanoseconds; None where there is none."""
+        try:
+            with self._path.open("rb") as file:  # opened: a network file system asks its server then
+                return os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _age(self, renewed: int | None) -> float:
+        """Seconds since then, on the same clock."""
+        if renewed is None:
+            return STALE_SECONDS
+        probe = self._path.with_name(f"{LEASE}.{self._own.token}.now")
+        probe.touch()
+        now = probe.stat().st_mtime_ns
+        probe.unlink()
+        return (now - renewed) / 1e9
+
+    def _beat(self) -> None:
+        while not self._ending.wait(HEARTBEAT_SECONDS):
+            try:
+                if _read(self._path) != self._own:
+                    return  # taken over: the next commit says so
+                os.utime(self._path)  # takes no space, so a full disk does not end it
+            except OSError as error:
+                complain(f"{self._path} cannot be renewed: {error}")
+
+
+@contextmanager
+def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
+    """Hold a run's lease, on rank 0 for all; a collective call.
+
+    Raises:
+        CheckpointError: another run holds it.
+    """
+    lease = Lease(run)
+    on_rank_zero(lambda: lease.acquire(complain))
+    try:
+        yield lease
+    finally:
+        if processes.is_main:
+            lease.release()
+
+
+def _read(path: Path) -> Holder | None:
+    """Who holds a lease; None where there is none, or nobody can tell."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _machine() -> str:
+    """This boot of this machine, and in it the space in which process ids are counted."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # no Linux
+        return socket.gethostname()
+
+
+def _start_of(pid: int) -> str:
+    """When a process of this machine began, in whatever unit; empty where there is none (any more)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "" if Path("/proc/self/stat").exists() or not _is_alive(pid) else "alive"
+    return "" if fields[0] in "ZX" else fields[19]  # ended, but not yet collected by its parent
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,125 @@
+"""Which checkpoints stay, and which one is the best.
+
+    kept always    the newest, the best, and every final one
+    kept           the newest `keep_last` of those saved on an interval, all of them by default
+    superseded     a preemption checkpoint by any newer one, a checkpoint that was the best by the next best
+
+Only what is committed counts, and only up to the step that was saved last: newer ones are those that the start passed
+over because they are damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pretraining.checkpoint.listing import (
+    BEST,
+    CHECKPOINTS,
+    MANIFEST,
+    UNFINISHED_SUFFIX,
+    committed_checkpoints,
+    read_document,
+)
+from pretraining.checkpoint.store import remove_checkpoint
+from pretraining.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Record:
+    """What retention needs to know of a checkpoint; fields as in its manifest.
+
+    Attributes:
+        path: its folder.
+        step, kind, evaluation_loss: as in its manifest.
+    """
+
+    path: Path
+    step: int
+    kind: str
+    evaluation_loss: float | None
+
+
+def tidy_up(run: Path, newest: Path, keep_last: int | None, say: Callable[[str], None]) -> None:
+    """After a commit: point `best` to the best checkpoint and remove what is superseded.
+
+    Args:
+        run: folder of the run.
+        newest: the checkpoint that was just committed.
+        keep_last: how many to keep; None = all.
+        say: told of what cannot be replaced or removed: that is no reason to end a run.
+    """
+    records = list_records(run)
+    own = next(record for record in records if record.path == newest)
+    records = [record for record in records if record.step <= own.step]
+    best = best_of(records)
+    try:
+        point_to_best(run, best)
+    except OSError as error:
+        say(f"{run / CHECKPOINTS / BEST} cannot be replaced: {error}")
+    for record in superseded(records, own, best, keep_last):
+        try:
+            remove_checkpoint(record.path)
+        except OSError as error:
+            say(f"{record.path} cannot be removed: {error}")
+
+
+def superseded(records: Sequence[Record], newest: Record, best: Record | None, keep_last: int | None) -> list[Record]:
+    """What has to go.
+
+    Args:
+        records: all checkpoints up to the newest, in the order of their steps.
+        newest: one of them.
+        best: one of them, if there is one.
+        keep_last: how many of those saved on an interval, or at a run's end, stay.
+    """
+    removable = [record for record in records if record not in (newest, best)]
+    passing = [record for record in removable if record.kind in ("preempt", "best")]
+    regular = [record for record in records if record.kind not in ("preempt", "best")]
+    too_old = regular[:-keep_last] if keep_last is not None else []
+    return passing + [record for record in too_old if record in removable and record.kind != "final"]
+
+
+def best_of(records: Sequence[Record]) -> Record | None:
+    """The one with the lowest evaluation loss; of equals the first, which was saved when that loss was found."""
+    evaluated = [record for record in records if record.evaluation_loss is not None]
+    return min(evaluated, key=lambda record: (record.evaluation_loss, record.step), default=None)
+
+
+def list_records(run: Path) -> list[Record]:
+    """Every committed checkpoint of a run whose manifest can be read, in the order of their steps."""
+    records = []
+    for path in committed_checkpoints(run):
+        try:
+            records.append(_record(path, (path / MANIFEST).stat().st_mtime_ns))
+        except (OSError, CheckpointError):
+            continue  # a start names what is damaged; it is nobody's to remove
+    return sorted(records, key=lambda record: record.step)
+
+
+@lru_cache(maxsize=4096)
+def _record(path: Path, modified_ns: int) -> Record:
+    """Read once: a run that keeps everything would otherwise read a thousand manifests at each save."""
+    manifest = read_document(path)
+    return Record(path, manifest.step, manifest.kind, manifest.evaluation_loss)
+
+
+def point_to_best(run: Path, best: Record | None) -> None:
+    """Make the relative link `best` of a run lead there, replacing it at once; without a best one there is none.
+
+    Raises:
+        OSError: it cannot be replaced.
+    """
+    link = run / CHECKPOINTS / BEST
+    if best is None:
+        link.unlink(missing_ok=True)
+        return
+    target = best.path
+    if link.is_symlink() and link.readlink() == Path(target.name):
+        return
+    temporary = link.with_name(link.name + UNFINISHED_SUFFIX)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    temporary.replace(link)

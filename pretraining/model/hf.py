@@ -1,0 +1,181 @@
+"""Llama as Hugging Face describes it: config.json and generation_config.json, written and read.
+
+    LlamaShape  <->  config.json of a `LlamaForCausalLM`
+
+A config.json may ask for more than this Llama computes (biases, another activation, sliding windows, …). Weights of
+such a model would load and give wrong results, so what is not computed here is refused by the name of its entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from pretraining.config.training import ModelConfig
+from pretraining.config.variants import LlamaShape, resolve_shape
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.model.llama import Llama
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+# What `LlamaConfig` assumes where an entry is missing, and what it may be here besides null.
+_SUPPORTED: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "the activation is SwiGLU's silu"),
+    "attention_bias": (False, "attention has no biases"),
+    "mlp_bias": (False, "the feed-forward layer has no biases"),
+    "attention_dropout": (0, "nothing is dropped in training; set it to 0 to train without"),
+    "sliding_window": (None, "attention reaches all earlier tokens"),
+    "partial_rotary_factor": (1, "all of a head turns with the position"),
+    "quantization_config": (None, "weights are plain floating-point numbers"),
+}
+
+
+def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
+    """Name and shape of every parameter, in the model's order; a tied head is the embedding and has no entry."""
+    with torch.device("meta"):
+        model = Llama(shape)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def config_document(
+    shape: LlamaShape, dtype: str, context: int, bos_token: int | None, eos_token: int | None
+) -> dict[str, Any]:
+    """The config.json of a Llama.
+
+    Rotary embedding and dtype are spelled twice: as transformers 5 does (`rope_parameters`, `dtype`), and as earlier
+    versions and other programs do (`rope_theta`, `rope_scaling`, `torch_dtype`).
+
+    Args:
+        shape: dimensions.
+        dtype: of the weights: "float32" or "bfloat16".
+        context: tokens that the model was trained on at once.
+        bos_token: id that begins a document; None = nothing does.
+        eos_token: id that ends one.
+    """
+    scaling = None if shape.rope_scaling is None else {"rope_type": "llama3", **asdict(shape.rope_scaling)}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": max(context, shape.max_position_embeddings),
+        "rope_parameters": {"rope_theta": shape.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": scaling,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": bos_token,  # written even where there is none: LlamaConfig would assume 1 and 2
+        "eos_token_id": eos_token,
+        "pad_token_id": None,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def generation_document(bos_token: int | None, eos_token: int | None) -> dict[str, Any]:
+    """The generation_config.json: which token begins and which one ends a text."""
+    return {"bos_token_id": bos_token, "eos_token_id": eos_token}
+
+
+def shape_of_document(document: Any, path: str) -> LlamaShape:
+    """The dimensions in a config.json.
+
+    Args:
+        document: its content.
+        path: how messages call it.
+
+    Raises:
+        CheckpointError: it is not one of a Llama that can be trained here; names every entry that stands against it.
+    """
+    if not isinstance(document, Mapping):
+        raise CheckpointError(f"{path} is not the config.json of a model: it holds no object")
+    problems = list(_problems(document))
+    try:
+        if not problems:
+            return _read_shape(document)
+    except ConfigError as error:
+        problems = list(error.problems)
+    except (TypeError, ValueError) as error:
+        problems = [f"an entry is no number: {error}"]
+    listed = "".join(f"\n  - {problem}" for problem in problems)
+    raise CheckpointError(f"{path} is not that of a Llama that can be trained here:{listed}")
+
+
+def _problems(document: Mapping[str, Any]) -> Iterator[str]:
+    """What stands against a model, an entry at a time."""
+    kind, architectures = document.get("model_type"), document.get("architectures") or ["LlamaForCausalLM"]
+    if kind != "llama" or architectures != ["LlamaForCausalLM"]:
+        yield f"model_type {kind!r}, architectures {architectures}: only llama, LlamaForCausalLM is"
+        return
+    missing = [name for name in _REQUIRED if document.get(name) is None]
+    if missing:
+        yield f"it lacks {', '.join(missing)}"
+    for name in (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        number = document.get(name)
+        if number is not None and not (type(number) is int and number >= 1):
+            yield f"{name} is {number!r}, not a whole number from 1"
+            return
+    rope = _rope(document)
+    for name, (supported, reason) in _SUPPORTED.items():
+        value = document.get(name, rope.get(name))
+        if value is not None and value != supported:
+            yield f"{name} is {value!r}, but here {reason}"
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        yield f"rope_type is {kind!r}, but only default and llama3 are computed here"
+    elif kind == "llama3":
+        missing = [name for name in _SCALING if rope.get(name) is None]
+        if missing:
+            yield f"rope_type is llama3, and {', '.join(missing)} is missing"
+    hidden, heads, head_dim = (document.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if head_dim is not None and hidden is not None and heads is not None and head_dim * heads != hidden:
+        yield f"head_dim is {head_dim}, but here it is hidden_size / num_attention_heads = {hidden} / {heads}"
+
+
+def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
+    """The shape of a document without problems; defaults are those of `LlamaConfig`."""
+    rope = _rope(document)
+
+    def value(name: str, default: Any) -> Any:
+        return default if document.get(name) is None else document[name]
+
+    scaling: tuple[float, ...] = (1, 1, 2, 1)  # a factor of 1: no scaling
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        scaling = tuple(float(rope[name]) for name in _SCALING)
+    theta = rope.get("rope_theta")
+    return resolve_shape(
+        ModelConfig(
+            **{name: document[name] for name in _REQUIRED},
+            num_key_value_heads=value("num_key_value_heads", document["num_attention_heads"]),
+            max_position_embeddings=value("max_position_embeddings", 2048),
+            rope_theta=float(value("rope_theta", 1e4) if theta is None else theta),
+            rms_norm_eps=float(value("rms_norm_eps", 1e-6)),
+            tie_word_embeddings=bool(value("tie_word_embeddings", False)),
+            rope_scaling=scaling,
+        )
+    )
+
+
+def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries about the rotary embedding, in the spelling of transformers 5 or of earlier ones."""
+    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    return rope if isinstance(rope, Mapping) else {"rope_type": rope}

@@ -1,0 +1,145 @@
+"""What goes wrong in the tests of storage, inside the process that it happens to.
+
+Each function prepares a fault; `forked_job` calls it in every process of a job before the training.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pretraining.checkpoint import manager, retries, store, tensor_files
+from pretraining.checkpoint.manager import CheckpointManager
+from pretraining.train import loop
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_save(rank: int, place: str, number: int) -> None:
+    """SIGKILL this rank in its save with this number, counted from 1.
+
+    Places: `shard`, when half a file is written; `manifest`, before it; `commit`, before the checkpoint gets its name;
+    `retention`, after that and before anything older is removed.
+    """
+    if _rank() != rank:
+        return
+    saves = 0
+    save_share = manager.save_share
+
+    def counted(*args: Any, **more: Any) -> None:
+        nonlocal saves
+        saves += 1
+        if saves == number:
+            if place == "shard":
+                write_all = tensor_files._write_all
+
+                def half(descriptor: int, content: memoryview) -> None:
+                    write_all(descriptor, content[: len(content) // 2])
+                    _die()
+
+                tensor_files._write_all = half
+            elif place == "manifest":
+                store._write_flushed = _die
+            elif place == "commit":
+                more["before_commit"] = _die
+            else:
+                assert place == "retention"
+                manager.tidy_up = _die
+        save_share(*args, **more)
+
+    manager.save_share = counted
+
+
+def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> None:
+    """Let this rank's writes wait for ever from one save on, and SIGKILL it at a later step."""
+    if _rank() != rank:
+        return
+    saves = 0
+    save_share = manager.save_share
+
+    def counted(*args: Any, **more: Any) -> None:
+        nonlocal saves
+        saves += 1
+        if saves == write:
+            tensor_files._write_all = lambda *_: threading.Event().wait()  # type: ignore[assignment]
+        save_share(*args, **more)
+
+    manager.save_share = counted
+    _at_step(step, _die)
+
+
+def fail_first_writes(count: int) -> None:
+    """Let the first writes of this process fail as a network file system does that has lost its server for a moment."""
+    retries.PAUSES_SECONDS = (0.01, 0.02, 0.04, 0.08)
+    write_all, failures = tensor_files._write_all, 0
+
+    def flaky(descriptor: int, content: memoryview) -> None:
+        nonlocal failures
+        failures += 1
+        if failures <= count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write_all(descriptor, content)
+
+    tensor_files._write_all = flaky
+
+
+def limit_file_size(limit_bytes: int) -> None:
+    """Let the system refuse larger files, as a quota does."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+
+def wait_at_step(step: int, gate: str) -> None:
+    """Tell that a step is reached, and wait; `gate` is a named pipe, opened for writing and then for reading."""
+
+    def wait() -> None:
+        with open(gate, "w"):  # noqa: PTH123
+            pass
+        with open(gate):  # noqa: PTH123
+            pass
+
+    if _rank() == 0:
+        _at_step(step, wait)
+
+
+def keep_rows(path: str) -> None:
+    """Note a hash of every row that this process trains on, a line a step."""
+    train_step = loop.train_step
+
+    def noting(context: Any, batch: Any, step: int) -> Any:
+        rows = []
+        for micro_batch in batch.micro_batches:
+            lengths = micro_batch.lengths_B
+            for number, row in enumerate(micro_batch.tokens_BT):
+                if lengths is None or lengths[number] > 0:
+                    rows.append(hashlib.sha256(row.numpy().tobytes()).hexdigest())
+        with Path(f"{path}.{_rank()}").open("a") as file:
+            file.write(json.dumps([step, rows]) + "\n")
+        return train_step(context, batch, step)
+
+    loop.train_step = noting
+
+
+def _at_step(step: int, action: Callable[[], object]) -> None:
+    maybe_save = CheckpointManager.maybe_save
+
+    def watching(self: CheckpointManager, state: Any, evaluation_loss: float | None) -> None:
+        maybe_save(self, state, evaluation_loss)
+        if state.progress.steps == step:
+            action()
+
+    CheckpointManager.maybe_save = watching  # type: ignore[method-assign]

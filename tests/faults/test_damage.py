@@ -1,0 +1,107 @@
+"""Damaged and hostile checkpoints when a run starts again: rows 13 to 16 of the table in docs/reliability.md."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults.forked_job import run_job
+
+FLAGS = ["num_steps=9", "batch_size=2", "checkpoint_interval=2"]
+
+
+def shard(checkpoint: Path, rank: int) -> Path:
+    return next(checkpoint.glob(f"shard-0000{rank + 1}-*"))
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+class Payload:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def as_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Payload(path.parents[3] / "executed")))
+
+
+# What happens to checkpoint 6, and what the start has to say; None = it is used all the same, and nothing is said.
+DAMAGES: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "row 13: truncated shard": (lambda folder: truncate(shard(folder, 1)), "bytes in place of"),
+    "row 14: bit-flipped shard of rank 0": (lambda folder: flip_a_bit(shard(folder, 0)), "is damaged: its checksum is"),
+    "row 14: bit-flipped shard of rank 1": (lambda folder: flip_a_bit(shard(folder, 1)), "is damaged: its checksum is"),
+    "row 15: missing shard": (lambda folder: shard(folder, 0).unlink(), "is missing: passed over"),
+    "row 15: missing manifest": (
+        lambda folder: (folder / "manifest.json").unlink(),
+        "step_6_ckp is incomplete: ignored",
+    ),
+    "row 15: damaged manifest": (lambda folder: truncate(folder / "manifest.json"), "manifest.json cannot be read"),
+    "row 15: bit-flipped manifest": (lambda folder: flip_a_bit(folder / "manifest.json"), "manifest.json"),
+    "row 16: hostile shard": (lambda folder: as_pickle(shard(folder, 1)), "bytes in place of"),
+    "row 16: hostile manifest": (lambda folder: as_pickle(folder / "manifest.json"), "manifest.json cannot be read"),
+    "row 16: hostile .metadata": (lambda folder: as_pickle(folder / ".metadata"), None),
+    "row 16: hostile full checkpoint": (lambda folder: as_pickle(folder / "model_state_dict.pt"), None),
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """What a run said that found its newest checkpoint damaged, for each damage; all in one job."""
+    root = tmp_path_factory.mktemp("damage")
+    run_job(root, [[*FLAGS, "run_steps=6", f"ckpt_save_path={root / 'run'}"]])
+    runs = []
+    for number, (inflict, _) in enumerate(DAMAGES.values()):
+        run = root / str(number)
+        shutil.copytree(root / "run", run)
+        inflict(run / "checkpoints" / "step_6_ckp")
+        runs.append([*FLAGS, "run_steps=1", f"ckpt_save_path={run}"])
+    output = run_job(root, runs)[0].output.split("--- [")[1:]
+    return {name: (root / str(number), output[number]) for number, name in enumerate(DAMAGES)}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_damaged_file_is_named_and_the_newest_good_checkpoint_is_used(
+    name: str, outputs: dict[str, tuple[Path, str]]
+) -> None:
+    run, output = outputs[name]
+    message = DAMAGES[name][1]
+    step = 6 if message is None else 4
+    assert f"start       from {run}/checkpoints/step_{step}_ckp, step {step}" in output
+    named = [
+        line for line in output.splitlines() if f"{run}/checkpoints/step_6_ckp" in line and not line.startswith("start")
+    ]
+    assert len(named) == (message is not None) and (message or "") in "".join(named)
+    assert "Stopped at step" in output and not (run.parent / "executed").exists()
+
+
+def test_a_checkpoint_that_was_named_itself_is_refused_and_a_run_without_a_good_one_too(tmp_path: Path) -> None:
+    flags = [*FLAGS, "num_steps=4"]
+    run_job(tmp_path, [[*flags, f"ckpt_save_path={tmp_path / 'run'}"]])
+    first, last = (tmp_path / "run" / "checkpoints" / f"step_{step}_ckp" for step in (2, 4))
+    flip_a_bit(shard(last, 1))
+    named = [*flags, f"ckpt_save_path={tmp_path / 'new'}", f"ckpt_load_path={last}"]
+    output = run_job(tmp_path, [named], check=False)[0].output
+    assert "error:" in output and f"{shard(last, 1)} is damaged" in output and "Name another checkpoint" in output
+    truncate(shard(first, 0))
+    ended = run_job(tmp_path, [[*flags, f"ckpt_save_path={tmp_path / 'run'}"]], check=False)
+    assert [each.status for each in ended] == [1, 1]
+    output = ended[0].output
+    assert "holds 2 checkpoints, and none is good" in output
+    assert str(shard(first, 0)) in output and str(shard(last, 1)) in output

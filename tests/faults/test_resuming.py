@@ -1,0 +1,149 @@
+"""Starting again with other processes, threads or settings, or twice: rows 27 to 30 of docs/reliability.md."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from faults.forked_job import run_job, start_job
+from safetensors.torch import load_file
+from training_runs import losses_of, write_two_datasets
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of data in two datasets."""
+    root = write_two_datasets(tmp_path_factory.mktemp("data"))
+    return [f"data_path={root}", "datasets=first,second", "weights=3,1", "sep_token=0", "logical_shards=8"]
+
+
+def rows_of(notes: Path, worlds: Sequence[int]) -> dict[int, list[str]]:
+    """What every step was trained on, over all ranks, in no order."""
+    rows: dict[int, list[str]] = {}
+    for rank in range(max(worlds)):
+        for line in Path(f"{notes}.{rank}").read_text().splitlines():
+            step, hashes = json.loads(line)
+            rows.setdefault(step, []).extend(hashes)
+    return {step: sorted(hashes) for step, hashes in rows.items()}
+
+
+def test_row_27_the_same_global_batches_with_4_then_2_then_1_then_3_processes(data: list[str], tmp_path: Path) -> None:
+    common = [*data, "num_steps=8", "batch_size=2", "document_mask=true"]
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    one = [*common, "global_batch_size=10", f"ckpt_save_path={whole}"]
+    run_job(tmp_path, [one], processes=1, fault=("keep_rows", str(tmp_path / "rows_whole")))
+    worlds = (4, 2, 1, 3)
+    for world in worlds:
+        size = ["global_batch_size=10"] if world == 4 else []  # kept from the checkpoint after that
+        flags = [*common, *size, "run_steps=2", f"ckpt_save_path={moved}"]
+        run_job(tmp_path, [flags], processes=world, fault=("keep_rows", str(tmp_path / "rows_moved")))
+    expected, found = rows_of(tmp_path / "rows_whole", [1]), rows_of(tmp_path / "rows_moved", worlds)
+    assert found == expected and len(found) == 8
+    assert all(len(hashes) == len(set(hashes)) == 10 for hashes in found.values())
+    assert losses_of(moved) == pytest.approx(losses_of(whole), rel=1e-4)
+
+
+def tensors_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    files = sorted((run / "checkpoints" / f"step_{step}_ckp").glob("*.safetensors"))
+    return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_row_28_any_number_of_workers_and_steps_in_flight_resumes_bit_for_bit(data: list[str], tmp_path: Path) -> None:
+    common = [*data, "num_steps=8", "batch_size=2", "bad_documents=quarantine"]
+    runs = [[*common, "num_workers=2", f"ckpt_save_path={tmp_path / 'whole'}"]]
+    for workers in (3, 0, 1, 4):
+        runs.append([*common, f"num_workers={workers}", "run_steps=2", f"ckpt_save_path={tmp_path / 'stopped'}"])
+    run_job(tmp_path, runs)
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
+    expected, found = tensors_of(tmp_path / "whole", 8), tensors_of(tmp_path / "stopped", 8)
+    assert expected.keys() == found.keys() and len(expected) > 20
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_row_29_what_cannot_go_on_is_refused_with_the_difference_and_what_can_is_said(
+    data: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    common = [*data, "batch_size=2", f"ckpt_save_path={run}"]
+    refused = {
+        "vocab_size=80": "vocab_size: 64 in the checkpoint, 80 in this run",
+        "hidden_size=64": "hidden_size: 32 in the checkpoint, 64 in this run",
+        "seq_length=16": "seq_length was 32 and is 16",
+        "seed=7": "seed was 2023 and is 7",
+        "sep_token=1": "sep_token was 0 and is 1",
+    }
+    allowed = ["num_steps=20", "learning_rate=0.002", "warmup_steps=3", "weight_decay=0", "batch_size=4"]
+    runs = [[*common, "num_steps=10", "run_steps=2"]]
+    runs += [[*common, "num_steps=10", change] for change in refused]
+    runs += [[*common, *allowed, "run_steps=1", "sharding_strategy=ddp"], [*common, *allowed, "run_steps=1"]]
+    output = run_job(tmp_path, runs)[0].output.split("--- [")[1:]
+    for text, message in zip(output[1:], refused.values(), strict=False):
+        assert message in text and "--- status 1" in text and text.count("error:") == 1
+    said = [line.strip() for line in output[-2].splitlines() if "from here on" in line]
+    assert said == [
+        "num_steps was 10 and is 20 from here on",
+        "learning_rate was 0.001 and is 0.002 from here on",
+        "weight_decay was 0.1 and is 0.0 from here on",
+        "warmup_steps was none and is 3 from here on",
+    ]
+    assert "step 3/20" in output[-2] and "from here on" not in output[-1]
+
+
+def test_row_30_a_second_run_on_the_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    flags = ["num_steps=6", "batch_size=2", "checkpoint_interval=1", f"ckpt_save_path={tmp_path / 'run'}"]
+    first = start_job(tmp_path, [flags], fault=("wait_at_step", 3, str(gate)), name="first")
+    try:
+        gate.read_text()  # comes when the step is reached
+        ended = run_job(tmp_path, [flags], check=False, name="second")
+        assert [each.status for each in ended] == [1, 1]
+        output = ended[0].output + ended[1].output
+        assert output.count("error:") == 1 and f"another run is writing into {tmp_path / 'run'}: process" in output
+        assert str(first.pid(0)) in output
+        gate.write_text("")
+        assert [each.status for each in first.wait()] == [0, 0]
+    finally:
+        first.kill()
+    assert (tmp_path / "run" / "checkpoints" / "step_6_ckp" / "manifest.json").is_file()
+
+
+def test_row_30_a_run_that_was_killed_is_followed_at_once_and_one_that_lost_its_folder_commits_nothing(
+    tmp_path: Path,
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    lease = tmp_path / "run" / "lease.json"
+    flags = ["num_steps=6", "batch_size=2", "checkpoint_interval=1", f"ckpt_save_path={tmp_path / 'run'}"]
+    fault = ("wait_at_step", 3, str(gate))
+    killed = start_job(tmp_path, [flags], fault=fault, name="killed")
+    gate.read_text()
+    killed.kill()
+    assert lease.exists()
+    slow = start_job(tmp_path, [flags], fault=("wait_at_step", 4, str(gate)), name="slow")
+    try:
+        gate.read_text()
+        # Another machine's run takes over, as it does when this one was not heard of for a minute.
+        lease.write_text(json.dumps({**json.loads(lease.read_text()), "host": "node7", "token": "another"}))
+        gate.write_text("")
+        ended = slow.wait()
+    finally:
+        slow.kill()
+    assert [each.status for each in ended] == [1, 1]
+    assert "from" in ended[0].output and "step_3_ckp, step 3" in ended[0].output
+    assert "does not belong to this run any more: now process" in ended[0].output and "on node7" in ended[0].output
+    committed = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert "step_4_ckp" in committed and "step_5_ckp" not in committed
+    assert lease.exists()  # it is the other one's
+
+
+def test_the_time_in_a_path_is_the_same_on_every_rank_and_the_same_again_for_a_restart(tmp_path: Path) -> None:
+    pattern = f"ckpt_save_path={tmp_path}/try.{{timestamp}}"
+    flags = ["num_steps=4", "batch_size=2", pattern]
+    run_job(tmp_path, [[*flags, "run_steps=2"], flags, flags, [*flags, "learning_rate=0.5"]])
+    folders = sorted(tmp_path.glob("try.*"))
+    assert [len(losses_of(folder)) for folder in folders] == [4, 4, 4]  # interrupted and gone on with, anew, changed

@@ -1,0 +1,59 @@
+"""A small checkpoint to test with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from pretraining.checkpoint import store
+from pretraining.checkpoint.listing import checkpoint_path
+from pretraining.checkpoint.state import FORMAT_VERSION, FileEntry, Manifest
+from pretraining.config.training import ModelConfig
+from pretraining.config.variants import resolve_shape
+
+SHAPE = resolve_shape(ModelConfig(model_variant="tiny"))
+
+
+def manifest_of(
+    step: int,
+    files: Mapping[str, FileEntry] | None = None,
+    kind: str = "interval",
+    evaluation_loss: float | None = None,
+) -> Manifest:
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        step=step,
+        tokens_seen=step * 10,
+        seconds=1.5,
+        kind=kind,
+        loss=None,
+        evaluation_loss=evaluation_loss,
+        best_evaluation_loss=None,
+        data={"next_sample": 12},
+        state={},
+        global_batch_size=4,
+        model=asdict(SHAPE),
+        world={"processes": 1, "sharding_strategy": "fsdp"},
+        torch_version=torch.__version__,
+        files=files or {},
+        config="",
+    )
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "model.layers.0.a.weight": torch.full((3, 2), value),
+        "lm_head.weight": torch.full((4,), value),
+        "optimizer.step.lm_head.weight": torch.tensor(value),
+    }
+
+
+def save(run: Path, step: int, kind: str = "interval", evaluation_loss: float | None = None) -> Path:
+    """Save a checkpoint whose tensors hold its step."""
+    folder = checkpoint_path(run, step)
+    folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
+    store.save_checkpoint(folder, tensors(float(step)), lambda files: manifest_of(step, files, kind, evaluation_loss))
+    return folder

@@ -1,0 +1,192 @@
+"""The four files are what torch.save would have written, and are read without executing anything."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_full_form
+
+from pretraining.checkpoint import full
+from pretraining.checkpoint.layout import Box
+from pretraining.checkpoint.torch_files import load_file, write_file
+from pretraining.errors import CheckpointError
+from pretraining.model.llama import Llama
+
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+@every_shape
+def test_the_files_load_safely_and_into_a_model(shape, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    tensors = write_full_form(tmp_path / "c", tensors_of(shape), manifest_of(shape))
+    model, optimizer, schedule, iteration = (
+        torch.load(tmp_path / "c" / name, weights_only=True) for name in full.FULL_FILES
+    )
+    llama = Llama(shape)
+    llama.load_state_dict(model)  # strict: every name is there, a tied head as well
+    assert all(torch.equal(tensors[name], value) for name, value in llama.named_parameters())
+    assert optimizer["state"].keys() == dict(llama.named_parameters()).keys()
+    for name, kept in optimizer["state"].items():
+        assert all(torch.equal(value, tensors[f"optimizer.{key}.{name}"]) for key, value in kept.items())
+        assert kept.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    named = [name for group in optimizer["param_groups"] for name in group["params"]]
+    assert sorted(named) == sorted(optimizer["state"])
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
+    assert schedule == {
+        "step": 3,
+        "learning_rate": 3e-4,
+        "min_lr_ratio": 0.1,
+        "warmup_steps": None,
+        "num_steps": "1000",
+    }
+    begin = {"epoch": 0, "segment": 1, "segment_start": 2, "segment_end": 3, "best_loss": 2.25}
+    assert begin.items() <= iteration.items()
+    assert (iteration["step"], iteration["tokens_seen"], iteration["data"]) == (3, 300, manifest_of(shape).data)
+
+
+def test_epochs_are_passes_over_the_dataset_that_was_passed_over_least() -> None:
+    manifest = manifest_of(SHAPES["plain"])
+    manifest.data["counts"] |= {"a": 7, "b": 40}
+    try:
+        assert full._iteration_state(manifest, full.settings_in(manifest.config, "c"))["epoch"] == 2  # of 64 tokens
+    finally:
+        manifest.data["counts"] |= {"a": 1, "b": 2}
+    made_up = replace(manifest, data={})
+    assert full._iteration_state(made_up, full.settings_in(manifest.config, "c"))["epoch"] == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), st.lists(st.integers(1, 9), max_size=3)
+        )
+    )
+)
+def test_a_file_written_tensor_by_tensor_is_a_sound_archive(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list
+) -> None:
+    path = tmp_path_factory.mktemp("t") / "t.pt"
+    tensors = {f"t{number}": torch.randn(shape).to(dtype) for number, (dtype, shape) in enumerate(kinds)}
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_file(
+        path, described, lambda blanks: {"tensors": dict(blanks), "plain": [1, "two", None]}, iter(tensors.values())
+    )
+    assert zipfile.ZipFile(path).testzip() is None
+    for mapped in (True, False):
+        content = torch.load(path, weights_only=True, mmap=mapped)
+        assert content["plain"] == [1, "two", None] and content["tensors"].keys() == tensors.keys()
+        assert all(torch.equal(content["tensors"][name], tensor) for name, tensor in tensors.items())
+
+
+def test_parts_are_read_from_the_mapped_files(tmp_path: Path) -> None:
+    tensors = write_full_form(tmp_path / "c", tensors_of(SHAPES["tied"]), manifest_of(SHAPES["tied"]))
+    source = full.FullFiles(tmp_path / "c", {})
+    assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    name = "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight"
+    assert source.dtype(name) == torch.float32
+    assert torch.equal(source.read(name, Box((3, 1), (4, 2))), tensors[name][3:7, 1:3])
+    assert torch.equal(source.read(name), tensors[name])
+
+
+class Payload:
+    """Would make a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):  # type: ignore[no-untyped-def]
+        return (Path.touch, (self.path,))
+
+
+def test_a_hostile_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
+    torch.save({"model.norm.weight": Payload(tmp_path / "executed")}, tmp_path / "new.pt")
+    with (tmp_path / "old.pt").open("wb") as file:
+        pickle.dump({"a": Payload(tmp_path / "executed")}, file)
+    for name in ("new.pt", "old.pt"):
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged, or holds more than tensors and plain values"):
+            load_file(tmp_path / name)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    write_full_form(folder, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
+    entries = _entries(folder)
+    flip_byte(folder / full.MODEL_FILE, 5000)
+    with pytest.raises(CheckpointError, match=r"model_state_dict\.pt is damaged: its bytes have the checksum"):
+        full.FullFiles(folder, entries)
+    (folder / full.MODEL_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"model_state_dict\.pt cannot be read: No such file"):
+        full.FullFiles(folder, {})
+    (folder / full.MODEL_FILE).write_bytes(b"PK\3\4 and no more")
+    with pytest.raises(CheckpointError, match=r"model_state_dict\.pt is damaged"):
+        full.FullFiles(folder, {})
+    for content, message in (
+        ([1], "holds no dictionary"),
+        ({"model.norm.weight": 1}, "model.norm.weight is no tensor"),
+    ):
+        torch.save(content, folder / full.MODEL_FILE)
+        with pytest.raises(CheckpointError, match=message):
+            full.FullFiles(folder, {})
+    torch.save({}, folder / full.MODEL_FILE)
+    torch.save({"state": [1]}, folder / full.OPTIMIZER_FILE)
+    with pytest.raises(CheckpointError, match="has no state of an optimizer"):
+        full.FullFiles(folder, {})
+
+
+def _entries(folder: Path):  # type: ignore[no-untyped-def]
+    from pretraining.checkpoint.tensor_files import checksum_file
+
+    return {name: checksum_file(folder / name) for name in full.FULL_FILES}
+
+
+def test_the_files_alone_say_where_the_run_was(tmp_path: Path) -> None:
+    manifest = manifest_of(SHAPES["scaled"])
+    write_full_form(tmp_path / "c", tensors_of(SHAPES["scaled"]), manifest)
+    assert full.manifest_of_files(tmp_path / "c") == manifest
+    torch.save({"step": 3}, tmp_path / "c" / full.ITERATION_FILE)
+    with pytest.raises(
+        CheckpointError, match=r"iter_state_dict\.pt lacks best_evaluation_loss, config.*another program"
+    ):
+        full.manifest_of_files(tmp_path / "c")
+
+
+def test_where_there_is_no_room_or_no_folder_it_is_an_error_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {"a": (torch.float32, (4,))}
+    with pytest.raises(FileNotFoundError):
+        write_file(tmp_path / "nowhere" / "a.pt", kinds, dict, iter([torch.zeros(4)]))
+    with pytest.raises(OSError, match="No space left"):
+        write_file(tmp_path / "a.pt", {"a": (torch.float32, (2**50,))}, dict, iter([]))
+    (tmp_path / "taken.pt").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        write_file(tmp_path / "taken.pt", kinds, dict, iter([torch.zeros(4)]))
+
+
+@pytest.mark.usefixtures("single_process")
+def test_where_writing_fails_every_tensor_is_gathered_all_the_same(tmp_path: Path) -> None:
+    """Other ranks are in these collectives; one that is left out would hang them."""
+    shape = SHAPES["plain"]
+    gathered = []
+
+    class Watched(dict):  # type: ignore[type-arg]
+        def __getitem__(self, name: str) -> torch.Tensor:
+            gathered.append(name)
+            value: torch.Tensor = super().__getitem__(name)
+            return value
+
+    tensors = Watched(tensors_of(shape))
+    with pytest.raises(FileNotFoundError):
+        full.save_full(tmp_path / "nowhere", tensors, manifest_of(shape))
+    assert len(gathered) == len(tensors)
+    gathered.clear()
+    full.save_full(tmp_path, tensors, manifest_of(shape))
+    assert full.FullFiles(tmp_path, {}).shapes().keys() == tensors.keys() and len(gathered) == len(tensors)

@@ -1,0 +1,197 @@
+"""A Hugging Face folder is read whole and in parts of files, and what is wrong or hostile in it is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from unit.checkpoint.checkpoint_files import SHAPES
+
+from pretraining.checkpoint.hf_folder import is_hugging_face_folder, manifest_of_folder, open_folder
+from pretraining.checkpoint.state import shape_of
+from pretraining.config.variants import LlamaShape
+from pretraining.errors import CheckpointError
+from pretraining.model.hf import config_document, parameter_shapes
+
+PLAIN, TIED = SHAPES["plain"], SHAPES["tied"]
+UP = "model.layers.1.mlp.up_proj.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def weights(shape: LlamaShape = PLAIN, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(size, generator=generator).to(dtype) for name, size in parameter_shapes(shape).items()}
+
+
+def single(folder: Path, tensors: dict[str, torch.Tensor] | None = None, shape: LlamaShape = PLAIN) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_document(shape, "float32", 32, None, None)))
+    save_file(weights(shape) if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def sharded(folder: Path, tensors: dict[str, torch.Tensor] | None = None, shape: LlamaShape = PLAIN) -> Path:
+    single(folder, {}, shape)
+    (folder / "model.safetensors").unlink()
+    tensors = weights(shape) if tensors is None else tensors
+    places = {name: f"model-{number % 3 + 1:05d}-of-00003.safetensors" for number, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
+    set_index(folder, places)
+    return folder
+
+
+def set_index(folder: Path, places: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("layout", [single, sharded])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_read_in_any_layout_and_type(tmp_path: Path, shape: LlamaShape, layout, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    expected = weights(shape, dtype)
+    folder = open_folder(layout(tmp_path / "m", expected, shape))
+    assert folder.shape == shape and folder.weights.shapes().keys() == expected.keys()
+    assert all(torch.equal(folder.weights.read(name), value) for name, value in expected.items())
+    manifest = manifest_of_folder(tmp_path / "m")
+    assert shape_of(manifest) == shape and manifest.step == 0 and not manifest.data
+
+
+def test_a_folder_is_known_by_its_config(tmp_path: Path) -> None:
+    assert not is_hugging_face_folder(tmp_path) and is_hugging_face_folder(single(tmp_path / "m"))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("../secret.safetensors", r"names '../secret.safetensors', which is no file of this folder: it is refused"),
+        ("/etc/secret.safetensors", "no file of this folder"),
+        ("sub/part.safetensors", "no file of this folder"),
+        ("..", "only safetensors files are read"),
+        ("", "no file of this folder"),
+        ("pytorch_model.bin", "names 'pytorch_model.bin': only safetensors files are read"),
+        ("gone.safetensors", r"gone\.safetensors is missing"),
+        (7, "has no weight_map"),
+    ],
+)
+def test_an_index_that_leaves_the_folder_or_names_what_is_not_there_is_refused(
+    tmp_path: Path, place: object, message: str
+) -> None:
+    folder = sharded(tmp_path / "m")
+    save_file(weights(), tmp_path / "secret.safetensors")
+    (folder / "sub").mkdir()
+    shutil.copy(tmp_path / "secret.safetensors", folder / "sub" / "part.safetensors")
+    set_index(folder, {UP: place})
+    with pytest.raises(CheckpointError, match=message):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
+def test_an_index_without_a_map_is_refused(tmp_path: Path, index: str) -> None:
+    folder = sharded(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        open_folder(folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read as JSON"):
+        open_folder(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read(tmp_path: Path) -> None:
+    folder = single(tmp_path / "m")
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    (folder / "model.safetensors").symlink_to("../elsewhere.safetensors")
+    with pytest.raises(CheckpointError, match=r"leads out of its folder, to .*elsewhere.safetensors: it is refused"):
+        open_folder(folder)
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots" / "5f3c"
+    snapshot.parent.mkdir(parents=True)
+    single(snapshot)
+    (cache / "blobs").mkdir()
+    (snapshot / "model.safetensors").rename(cache / "blobs" / "77ab")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/77ab")
+    assert open_folder(snapshot).shape == PLAIN
+    (tmp_path / "link").symlink_to(snapshot)
+    assert open_folder(tmp_path / "link").shape == PLAIN
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to("../../../elsewhere.safetensors")
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        open_folder(snapshot)
+
+
+def changed(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    merged = {**weights(), **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
+    return {name: tensor for name, tensor in merged.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (changed(model__norm__weight=None), r"1 missing: model\.norm\.weight"),
+        (
+            changed(model__layers__0__self_attn__q_proj__bias=torch.zeros(16)),
+            r"1 not of a Llama: model\.layers\.0\.self_attn\.q_proj\.bias",
+        ),
+        (changed(model__norm__weight=torch.zeros(4)), r"model\.norm\.weight has the shape \[4\], not \[16\]"),
+        (
+            changed(model__norm__weight=torch.zeros(16, dtype=torch.int8)),
+            r"1 no floating-point numbers: model\.norm\.weight \(torch\.int8\)",
+        ),
+        ({}, r"21 missing: .* and 16 more"),
+    ],
+)
+def test_tensors_that_do_not_make_this_llama_are_named(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_folder(single(tmp_path / "m", tensors))
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    second = folder / "model-00002-of-00003.safetensors"
+    first = load_file(folder / "model-00001-of-00003.safetensors")
+    name = next(iter(first))
+    save_file({**load_file(second), name: first[name]}, second)
+    with pytest.raises(CheckpointError, match=f"1 in two files: {name}"):
+        open_folder(folder)
+
+
+def test_rotary_frequencies_of_older_conversions_are_passed_over(tmp_path: Path) -> None:
+    tensors = changed(model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
+    assert open_folder(single(tmp_path / "m", tensors)).shape == PLAIN
+
+
+def test_a_tied_head_may_be_kept_if_it_is_the_embedding(tmp_path: Path) -> None:
+    tensors = weights(TIED)
+    same = {**tensors, HEAD: tensors[EMBEDDING].clone()}
+    assert open_folder(single(tmp_path / "same", same, TIED)).shape == TIED
+    for number, other in enumerate((torch.zeros_like(tensors[EMBEDDING]), torch.zeros(3))):
+        with pytest.raises(CheckpointError, match=r"is not the embedding, but config\.json says tie_word_embeddings"):
+            open_folder(single(tmp_path / f"other{number}", {**tensors, HEAD: other}, TIED))
+
+
+def test_pickles_are_refused_and_a_folder_without_weights_is_said_to_have_none(tmp_path: Path) -> None:
+    folder = single(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no weights: neither model\.safetensors nor"):
+        open_folder(folder)
+    torch.save(weights(), folder / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model-00001-of-00002\.bin, a pickle, which may run any program"
+    ):
+        open_folder(folder)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    folder = single(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no safetensors file"):
+        open_folder(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+        open_folder(folder)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pretraining.checkpoint import layout
+from pretraining.checkpoint.layout import Box, file_of_tensor, own_share
+
+SHAPES = {
+    "lm_head.weight": (7, 3),
+    "model.embed_tokens.weight": (7, 3),
+    **{
+        f"model.layers.{block}.{name}.weight": shape
+        for block in range(3)
+        for name, shape in [("up", (12, 5)), ("norm", (5,))]
+    },
+}
+
+boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=3, max_size=3).map(
+    lambda pairs: Box(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+)
+
+
+def marked(box: Box) -> np.ndarray:
+    """A grid with ones inside the box."""
+    grid = np.zeros((13, 13, 13), bool)
+    grid[tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))] = True
+    return grid
+
+
+@given(boxes, boxes)
+def test_an_overlap_is_what_both_boxes_hold(left: Box, right: Box) -> None:
+    both = marked(left) & marked(right)
+    overlap = left.overlap(right)
+    assert (marked(overlap) == both).all() if overlap else not both.any()
+
+
+def test_scalars_overlap() -> None:
+    assert Box((), ()).overlap(Box((), ())) == Box((), ())
+
+
+@contextmanager
+def process(rank: int, world_size: int) -> Iterator[None]:
+    """Be one process of many that talk to nobody."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(shape: tuple[int, ...], mesh_shape: tuple[int, int], rank: int) -> DTensor:
+    """A tensor laid out as FSDP does, its rows cut over the second axis."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    pieces = torch.arange(float(np.prod(shape))).reshape(shape).chunk(mesh_shape[1])
+    shard = rank % mesh_shape[1]
+    local = pieces[shard] if shard < len(pieces) else torch.empty(0, *shape[1:])
+    placements: tuple[Placement, ...] = (Replicate(), Shard(0))
+    stride = torch.empty(shape).stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1), (4, 1), (1, 4), (2, 3), (3, 2), (1, 9)])
+def test_every_element_is_written_by_one_process_and_replicas_share_the_work(mesh_shape: tuple[int, int]) -> None:
+    world_size = mesh_shape[0] * mesh_shape[1]
+    written = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    scalars, bytes_of_rank = [], []
+    for rank in range(world_size):
+        with process(rank, world_size):
+            tensors: dict[str, torch.Tensor] = {
+                name: sharded(shape, mesh_shape, rank) for name, shape in SHAPES.items()
+            }
+            share = own_share({**tensors, "optimizer.step": torch.tensor(3.0)})
+        pieces = [piece for file in share.files.values() for piece in file]
+        for piece in pieces:
+            if piece.name == "optimizer.step":
+                scalars.append(rank)
+                continue
+            box = piece.box
+            place = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
+            written[piece.name][place] += 1
+            whole = np.arange(np.prod(SHAPES[piece.name])).reshape(SHAPES[piece.name])
+            assert (piece.values.numpy() == whole[place]).all()
+        bytes_of_rank.append(sum(piece.values.nbytes for piece in pieces))
+        assert share.total_bytes == 4 * (sum(int(np.prod(shape)) for shape in SHAPES.values()) + 1)
+    assert all((counts == 1).all() for counts in written.values()) and len(scalars) == 1
+    largest = 4 * max(int(np.prod(shape)) for shape in SHAPES.values())
+    for shard in range(mesh_shape[1]):  # its replicas differ by less than a tensor
+        replicas = bytes_of_rank[shard :: mesh_shape[1]]
+        assert max(replicas) - min(replicas) <= largest
+
+
+def test_files_hold_neighbouring_blocks_and_about_as_many_bytes_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    assert set(file_of_tensor(tensors, 1).values()) == {1}
+    monkeypatch.setattr(layout, "FILE_BYTES", 260)
+    files = file_of_tensor(tensors, 1)
+    assert [files[f"model.layers.{block}.up.weight"] for block in range(3)] == [1, 2, 3]
+    assert files["model.embed_tokens.weight"] == files["lm_head.weight"] == 1
+    assert set(file_of_tensor(tensors, 4).values()) == {1}  # a quarter of the bytes each

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from pretraining.checkpoint import lease as lease_module
+from pretraining.checkpoint.lease import LEASE, STALE_SECONDS, Holder, Lease, hold_lease
+from pretraining.errors import CheckpointError
+from pretraining.parallel.processes import join_processes
+
+
+def never(seconds: float) -> None:
+    raise AssertionError("there is nothing to wait for")
+
+
+@contextmanager
+def held(run: Path, pause: Callable[[float], None] = never, said: list[str] | None = None) -> Iterator[Lease]:
+    lease = Lease(run, pause)
+    lease.acquire(lambda line: said.append(line) if said is not None else None)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def write(run: Path, holder: Holder, seconds_ago: float = 0.0) -> Path:
+    """A lease that another process has taken."""
+    path = run / LEASE
+    path.write_text(json.dumps(asdict(holder)))
+    os.utime(path, (time.time() - seconds_ago,) * 2)
+    return path
+
+
+def elsewhere() -> Holder:
+    return replace(Holder.this_process(), host="node7", machine="another boot")
+
+
+def test_a_lease_is_there_while_it_is_held_and_its_content_says_by_whom(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with held(run) as lease:
+        lease.check()
+        content = json.loads((run / LEASE).read_text())
+        assert content["pid"] == os.getpid() and content["host"] and content["started"] and content["process_start"]
+        assert [path.name for path in run.iterdir()] == [LEASE]
+        (run / "something").touch()
+    assert [path.name for path in run.iterdir()] == ["something"]
+
+
+def test_a_start_that_was_refused_before_it_wrote_leaves_no_folder(tmp_path: Path) -> None:
+    with held(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_heartbeat_renews_it_also_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed, tried = threading.Event(), []
+
+    def utime(path: Path) -> None:
+        tried.append(path)
+        if len(tried) == 1:
+            raise OSError(5, "Input/output error")
+        renewed.set()
+
+    monkeypatch.setattr(lease_module, "HEARTBEAT_SECONDS", 0.001)
+    monkeypatch.setattr(lease_module.os, "utime", utime)
+    with held(tmp_path):
+        assert renewed.wait(30)
+    assert all(thread.name != "lease" for thread in threading.enumerate())
+
+
+def test_a_second_start_is_refused_at_once_while_the_first_lives(tmp_path: Path) -> None:
+    with held(tmp_path), pytest.raises(CheckpointError) as raised:
+        Lease(tmp_path, never).acquire(print)
+    for part in (f"another run is writing into {tmp_path}", f"process {os.getpid()} on", "--ckpt_save_path", LEASE):
+        assert part in str(raised.value)
+
+
+def ended_process(collected: bool) -> int:
+    process = subprocess.Popen(["true"])
+    if collected:
+        process.wait()
+    else:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return process.pid
+
+
+@pytest.mark.parametrize("collected", [True, False], ids=["gone", "zombie"])
+def test_the_lease_of_a_process_that_ended_on_this_machine_is_taken_over_at_once(
+    tmp_path: Path, collected: bool
+) -> None:
+    write(tmp_path, replace(Holder.this_process(), pid=ended_process(collected), process_start="1"))
+    said: list[str] = []
+    with held(tmp_path, never, said) as lease:
+        lease.check()
+    assert said == []
+
+
+def test_a_later_process_with_the_same_number_is_not_taken_for_it(tmp_path: Path) -> None:
+    write(tmp_path, replace(Holder.this_process(), process_start="an earlier one"))
+    with held(tmp_path) as lease:
+        lease.check()
+
+
+def test_a_lease_from_elsewhere_is_waited_for_until_it_is_stale(tmp_path: Path) -> None:
+    path = write(tmp_path, elsewhere())
+    said: list[str] = []
+
+    def a_minute_passes(seconds: float) -> None:
+        assert path.exists()
+        os.utime(path, (time.time() - STALE_SECONDS - 1,) * 2)
+
+    with pytest.raises(CheckpointError):  # its time has changed: so it looks as if it were renewed
+        Lease(tmp_path, a_minute_passes).acquire(said.append)
+    assert len(said) == 1 and "process" in said[0] and "on node7" in said[0] and "waiting" in said[0]
+    with held(tmp_path) as lease:  # long stale: nothing to wait for
+        lease.check()
+
+
+def test_the_wait_ends_when_the_minute_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, elsewhere(), seconds_ago=5)
+    ages = iter([5.0, 5.0, 30.0, 59.0, 61.0])
+    monkeypatch.setattr(Lease, "_age", lambda self, renewed: next(ages))
+    pauses: list[float] = []
+    with held(tmp_path, pauses.append) as lease:
+        lease.check()
+    assert len(pauses) == 3
+
+
+def test_a_lease_from_elsewhere_that_is_renewed_refuses_the_start(tmp_path: Path) -> None:
+    path = write(tmp_path, elsewhere(), seconds_ago=5)
+    with pytest.raises(CheckpointError, match=r"another run is writing .* on node7"):
+        Lease(tmp_path, lambda seconds: os.utime(path)).acquire(print)
+
+
+def test_a_lease_that_is_given_back_meanwhile_is_free(tmp_path: Path) -> None:
+    path = write(tmp_path, elsewhere(), seconds_ago=5)
+    with held(tmp_path, lambda seconds: path.unlink()) as lease:
+        lease.check()
+
+
+def test_a_lease_that_nobody_can_read_is_waited_for_too(tmp_path: Path) -> None:
+    path = tmp_path / LEASE
+    path.touch()
+    said: list[str] = []
+    with held(tmp_path, lambda seconds: path.unlink(), said):
+        pass
+    assert "an unknown process" in said[0]
+
+
+def test_of_two_starts_that_find_it_stale_one_gets_it(tmp_path: Path) -> None:
+    stale = elsewhere()
+    write(tmp_path, stale, seconds_ago=3600)
+    with held(tmp_path) as winner:
+        Lease(tmp_path, never)._remove_stale(stale)  # the other one has looked before, and acts now
+        winner.check()
+    assert list(tmp_path.parent.glob(f"{tmp_path.name}/*")) == []
+
+
+def test_a_lease_that_was_lost_is_noticed_before_a_commit_and_left_alone(tmp_path: Path) -> None:
+    with held(tmp_path) as lease:
+        write(tmp_path, elsewhere())
+        with pytest.raises(CheckpointError, match=r"does not belong to this run any more: now process \d+ on node7"):
+            lease.check()
+        lease.release()
+        assert (tmp_path / LEASE).exists()
+        (tmp_path / LEASE).unlink()
+        with pytest.raises(CheckpointError, match=r"lease.json is gone"):
+            lease.check()
+
+
+def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"--ckpt_save_path=.*file/run cannot be written"):
+        Lease(tmp_path / "file" / "run").acquire(print)
+
+
+def test_a_job_holds_one_lease(tmp_path: Path) -> None:
+    with join_processes(0, 1, 0, 1, {}) as processes, hold_lease(tmp_path / "run", processes) as lease:
+        lease.check()
+    assert not (tmp_path / "run").exists()

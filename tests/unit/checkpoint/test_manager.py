@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from unit.checkpoint.examples import manifest_of, tensors
+
+from pretraining.checkpoint import manager as manager_module
+from pretraining.checkpoint import store
+from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints, read_document
+from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
+from pretraining.checkpoint.staging import Staging
+from pretraining.checkpoint.state import Manifest
+from pretraining.config.durations import Duration, Progress
+from pretraining.config.intervals import Interval
+from pretraining.errors import CheckpointError
+from pretraining.train.state import TrainState
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+NEVER = Interval(Duration(0, "steps"), None)
+
+
+def every(steps: int) -> Interval:
+    return Interval(Duration(steps, "steps"), None)
+
+
+class Run:
+    """A run of nothing but saves: its tensors hold the number of the step."""
+
+    def __init__(self, folder: Path, policy: SavePolicy | None = None, asynchronous: bool = False, **more: Any) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        self.tensors = tensors(0.0)
+        self.state = TrainState(total_steps=100, stop_step=100, tokens_per_step=10, progress=Progress(0, 0))
+        self.manager = CheckpointManager(
+            run=folder,
+            policy=policy or SavePolicy(every(2), NEVER),
+            tensors=lambda: self.tensors,
+            describe=lambda progress: manifest_of(progress.steps),
+            states=more.pop("states", {}),
+            activity=lambda name: nullcontext(),
+            note=self.notes.append,
+            staging=Staging(torch.device("cpu")) if asynchronous else None,
+            **more,
+        )
+
+    def step(self, loss: float | None = None) -> None:
+        self.state.advance(0.0)
+        for tensor in self.tensors.values():
+            tensor.fill_(self.state.step)
+        self.manager.maybe_save(self.state, loss)
+
+    def steps(self, count: int) -> None:
+        self.state.stop_step = self.state.step + count
+        for _ in range(count):
+            self.step()
+
+    @property
+    def names(self) -> list[str]:
+        return [path.name.removeprefix("step_").replace("_ckp", "") for path in committed_checkpoints(self.folder)]
+
+    @property
+    def best(self) -> str:
+        return str((self.folder / CHECKPOINTS / BEST).readlink())
+
+    def manifest(self, name: str) -> Manifest:
+        return read_document(self.folder / CHECKPOINTS / name)
+
+
+@pytest.fixture(params=[False, True], ids=["in place", "in the background"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Run]:
+    """Makes runs that save in one way or the other, into one folder."""
+    return lambda *args, **more: Run(tmp_path, *args, asynchronous=request.param, **more)
+
+
+def test_saves_come_on_the_interval_and_at_the_end_once(make: Callable[..., Run]) -> None:
+    run = make()
+    with run.manager:
+        run.steps(5)
+    assert run.names == ["2", "4", "5"] and run.manager.newest == run.folder / CHECKPOINTS / "step_5_ckp"
+    assert len(run.notes) == 3 and "step 5  checkpoint" in run.notes[-1]
+    with make().manager:
+        pass  # nothing was trained
+    assert len(run.names) == 3
+
+
+def test_what_is_saved_is_what_was_there_at_the_save(make: Callable[..., Run]) -> None:
+    run = make(SavePolicy(every(3), NEVER))
+    with run.manager:
+        run.steps(8)
+    for step in (3, 6, 8):
+        restored = tensors(0.0)
+        store.load_tensors(run.folder / CHECKPOINTS / f"step_{step}_ckp", restored)
+        assert all(torch.equal(restored[name], value) for name, value in tensors(float(step)).items())
+
+
+def test_after_an_error_nothing_is_saved(make: Callable[..., Run]) -> None:
+    run = make()
+    with pytest.raises(ZeroDivisionError), run.manager:
+        run.steps(3)
+        raise ZeroDivisionError
+    assert run.names == ["2", "3"]  # step 3 was where the invocation ended
+    run.state.stop_step = 100
+    with pytest.raises(ZeroDivisionError), run.manager:
+        run.step()
+        run.step()
+        raise ZeroDivisionError
+    assert run.names == ["2", "3", "4"]
+    assert "checkpoint" not in thread_names()
+
+
+def test_what_a_signal_asks_for_goes_with_the_next_one_unless_it_was_due_anyway(make: Callable[..., Run]) -> None:
+    run = make(SavePolicy(every(4), NEVER))
+    with run.manager:
+        run.steps(2)
+        run.state.heed(15)
+        run.step()
+    assert run.manifest("step_3_ckp.preempt").kind == "preempt"
+    with run.manager:
+        run.step()
+    assert run.names == ["4"] and run.manifest("step_4_ckp").kind == "interval"
+    run.state.total_steps = 5
+    with run.manager:
+        run.step()
+    assert run.manifest("step_5_ckp").kind == "final"
+
+
+def test_kinds_say_why(make: Callable[..., Run]) -> None:
+    run = make(SavePolicy(every(4), every(3)))
+    run.state.total_steps = 10
+    with run.manager:
+        for loss in (None, 3.0, None, None, 2.0, None, None, None, None, 2.5):
+            run.step(loss)
+    assert run.names == ["4", "5", "8", "10"] and run.best == "step_5_ckp"
+    kinds = {name: run.manifest(f"step_{name}_ckp").kind for name in run.names}
+    assert kinds == {"4": "interval", "5": "best", "8": "interval", "10": "final"}
+    assert run.manifest("step_10_ckp").best_evaluation_loss == 2.0
+    assert run.manifest("step_10_ckp").evaluation_loss == 2.5
+    assert [line.split()[1] for line in run.notes] == ["2", "3", "4", "5", "6", "8", "9", "10"]
+
+
+def test_a_preemption_checkpoint_takes_the_place_of_the_one_before(make: Callable[..., Run]) -> None:
+    run = make(SavePolicy(NEVER, every(2)))
+    with pytest.raises(ZeroDivisionError), run.manager:
+        for _ in range(5):
+            run.step()
+        raise ZeroDivisionError
+    assert run.names == ["4.preempt"] and run.manifest("step_4_ckp.preempt").kind == "preempt"
+
+
+def test_a_save_on_demand_is_committed_when_it_comes_back(make: Callable[..., Run]) -> None:
+    run = make(SavePolicy(NEVER, NEVER))
+    with run.manager:
+        run.step()
+        run.manager.save_now(run.state, "preempt")
+        assert run.names == ["1.preempt"]
+        run.manager.save_now(run.state, "preempt")
+    assert run.names == ["1.preempt"] and len(run.notes) == 1  # saved already, also where the invocation ends
+
+
+def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
+    first = Run(tmp_path, SavePolicy(NEVER, NEVER))
+    with first.manager:
+        first.step(2.0)
+    second = Run(tmp_path, SavePolicy(NEVER, NEVER), restored=first.manifest("step_1_ckp"))
+    second.state.progress = first.state.progress
+    with second.manager:
+        for loss in (2.5, math.nan, 1.5, 1.7):
+            second.step(loss)
+    assert second.best == "step_4_ckp" and second.names == ["4", "5"]  # step 1 was saved because it was the best
+    assert second.manifest("step_5_ckp").evaluation_loss == 1.7
+
+
+def test_saving_the_best_may_be_left_out(tmp_path: Path) -> None:
+    run = Run(tmp_path, SavePolicy(every(2), NEVER, save_best=False))
+    with run.manager:
+        for loss in (1.0, None, 3.0, None):
+            run.step(loss)
+    assert run.names == ["2", "4"] and run.best == "step_2_ckp"
+
+
+def test_names_that_tell_the_story_do_not_collide(tmp_path: Path) -> None:
+    run = Run(tmp_path, SavePolicy(every(1), NEVER, name_style="tokens"))
+    for step in (100_000, 100_001):
+        run.state.progress = Progress(step - 1, 0)
+        run.step()
+    names = [path.name for path in committed_checkpoints(tmp_path)]
+    assert names == ["tokens(1.00e6)_ckpt", "tokens(1.00e6)_ckpt.step_100001"]
+    again = Run(tmp_path, SavePolicy(every(1), NEVER, name_style="tokens"))
+    again.state.progress = Progress(99_999, 0)
+    again.step()
+    assert [path.name for path in committed_checkpoints(tmp_path)] == names
+
+
+def test_only_so_many_are_kept(make: Callable[..., Run]) -> None:
+    run = make(SavePolicy(every(1), NEVER, keep_last=2))
+    with run.manager:
+        run.step(1.0)
+        run.steps(5)
+    assert run.names == ["1", "5", "6"]
+
+
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+class Counter:
+    """A collaborator with a memory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_no_error(tmp_path: Path) -> None:
+    counter = Counter()
+    run = Run(tmp_path, states={"counter": counter})
+    with run.manager:
+        counter.count = 7
+        run.step()
+    manifest = run.manifest("step_1_ckp")
+    assert manifest.state == {"counter": {"count": 7}}
+    restored, new = Counter(), Counter()
+    more = replace(manifest, state={**manifest.state, "gone": {"a": 1}})
+    again = Run(tmp_path, states={"counter": restored, "new": new}, restored=more)
+    assert restored.count == 7 and new.count == 0
+    assert again.notes == ["the checkpoint holds a state of gone, which this run has not: ignored"]
+
+
+class Gate:
+    """Holds back saves until it is opened, and then lets them fail or go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
+        self._open, self.saves, self.failure = threading.Event(), 0, failure
+        self._save_share = manager_module.save_share
+        monkeypatch.setattr(manager_module, "save_share", self._wait)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def _wait(self, *args: Any, **more: Any) -> None:
+        self.saves += 1
+        assert self._open.wait(30)
+        if self.failure is not None:
+            raise self.failure
+        self._save_share(*args, **more)
+
+
+def step_until(run: Run, condition: Callable[[], bool]) -> None:
+    """The thread ends when it ends; steps go by meanwhile."""
+    for _ in range(10**6):
+        if condition():
+            return
+        run.step()
+    raise AssertionError("it never came")
+
+
+def test_training_goes_on_while_a_save_is_under_way_and_the_next_save_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, gate = Run(tmp_path, SavePolicy(every(10), NEVER), asynchronous=True), Gate(monkeypatch)
+    with run.manager:
+        for _ in range(19):
+            run.step()
+        assert run.names == [] and run.notes == [] and run.manager.newest is None and gate.saves == 1
+        gate.open()
+        run.step()
+        assert "10" in run.names and run.notes[0].startswith("step 10  checkpoint")
+    assert run.names == ["10", "20"] and gate.saves == 2
+
+
+def test_the_end_of_a_save_is_noted_at_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, gate = Run(tmp_path, SavePolicy(every(1), NEVER), asynchronous=True), Gate(monkeypatch)
+    run.step()
+    run.manager._policy = SavePolicy(NEVER, NEVER)
+    run.state.total_steps = run.state.stop_step = 10**9
+    gate.open()
+    step_until(run, lambda: bool(run.notes))
+    assert run.names == ["1"] and "checkpoint" not in thread_names()
+    with run.manager:
+        pass
+
+
+def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, SavePolicy(every(1), NEVER, keep_last=1), asynchronous=True)
+    run.step()
+    run.manager._await_background()
+    gate = Gate(monkeypatch, CheckpointError("the disk is full"))
+    run.step()
+    run.manager._policy = SavePolicy(NEVER, NEVER)
+    run.state.total_steps = run.state.stop_step = 10**9
+    gate.open()
+    with pytest.raises(CheckpointError, match="the disk is full"), run.manager:
+        step_until(run, lambda: False)
+    assert run.names == ["1"] and "checkpoint" not in thread_names()
+
+
+@pytest.mark.parametrize("failure", [None, CheckpointError("the disk is full")])
+def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception | None
+) -> None:
+    run, gate = Run(tmp_path, asynchronous=True), Gate(monkeypatch, failure)
+    with pytest.raises(ZeroDivisionError), run.manager:
+        run.step()
+        run.step()
+        gate.open()
+        raise ZeroDivisionError
+    assert run.names == ([] if failure else ["2"]) and "checkpoint" not in thread_names()
+    assert ("the save that was under way has failed, too: the disk is full" in capsys.readouterr().err) == bool(failure)
+
+
+def test_a_bug_in_the_background_keeps_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, gate = Run(tmp_path, asynchronous=True), Gate(monkeypatch, ZeroDivisionError())
+    gate.open()
+    with pytest.raises(ZeroDivisionError), run.manager:
+        run.steps(4)
+
+
+def test_one_copy_serves_all_saves(tmp_path: Path) -> None:
+    run = Run(tmp_path, SavePolicy(every(1), NEVER), asynchronous=True)
+    with run.manager:
+        run.step()
+        staging = run.manager._staging
+        assert staging is not None
+        first = {name: buffer.data_ptr() for name, buffer in staging._buffers.items()}
+        for _ in range(3):
+            run.step()
+        assert first == {name: buffer.data_ptr() for name, buffer in staging._buffers.items()}
+    assert run.names == ["1", "2", "3", "4"]

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.checkpoint.examples import save, tensors
+
+from pretraining.checkpoint import restore, retries, store
+from pretraining.checkpoint.listing import CHECKPOINTS, MANIFEST
+from pretraining.checkpoint.restore import find_checkpoint, share_of_files
+from pretraining.checkpoint.state import FileEntry, Manifest, _checksum
+from pretraining.checkpoint.tensor_files import read_header
+from pretraining.config.training import CheckpointConfig
+from pretraining.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def own(run: Path) -> CheckpointConfig:
+    return CheckpointConfig(ckpt_save_path=str(run))
+
+
+def shard_of(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+def flip_a_bit(folder: Path) -> None:
+    content = bytearray(shard_of(folder).read_bytes())
+    content[-1] ^= 1
+    shard_of(folder).write_bytes(content)
+
+
+def forge(folder: Path, name: str, size: int) -> None:
+    """Have the manifest name another file, with a checksum that fits the manifest."""
+    document = json.loads((folder / MANIFEST).read_text())
+    del document["checksum"]
+    document["files"][name] = {"bytes": size, "crc32": "00000000"}
+    (folder / MANIFEST).write_text(json.dumps({**document, "checksum": _checksum(document)}))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (lambda folder: shard_of(folder).unlink(), r"safetensors is missing"),
+    "truncated shard": (lambda folder: os.truncate(shard_of(folder), 9), "has 9 bytes in place of"),
+    "flipped bit": (flip_a_bit, r"safetensors is damaged: its checksum is \w{8} in place of \w{8}"),
+    "stranger": (lambda folder: (folder / "extra.safetensors").touch(), "extra.safetensors is no part of"),
+    "damaged manifest": (lambda folder: (folder / MANIFEST).write_text("{"), "manifest.json cannot be read"),
+    "deep manifest": (lambda folder: (folder / MANIFEST).write_text("[" * 10**5), "manifest.json cannot be read"),
+    "other manifest": (lambda folder: (folder / MANIFEST).write_text("{}"), "is not the manifest of a checkpoint"),
+    "escaping manifest": (lambda folder: forge(folder, "../../x.safetensors", 1), "no tensor file of this folder"),
+    "pickle in the manifest": (lambda folder: forge(folder, "x.pt", 1), "no tensor file of this folder"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    inflict, message = DAMAGES[damage]
+    good, bad = save(tmp_path, 5), save(tmp_path, 6)
+    inflict(bad)
+    found = find_checkpoint(own(tmp_path))
+    assert found is not None and found.path == good and found.is_own
+    (line,) = found.passed_over
+    with pytest.raises(CheckpointError, match=message):
+        raise CheckpointError(line)
+    assert str(bad) in line
+    exact = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(bad))
+    with pytest.raises(CheckpointError, match=f"(?s){message}.*Name another checkpoint with --ckpt_load_path"):
+        find_checkpoint(exact)
+    inflict(good)
+    with pytest.raises(
+        CheckpointError, match=r"--ckpt_save_path=.* holds 2 checkpoints, and none is good:\n"
+    ) as raised:
+        find_checkpoint(own(tmp_path))
+    assert str(good) in str(raised.value) and str(bad) in str(raised.value)
+
+
+def test_every_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 6)
+    (folder / "second.safetensors").write_bytes(b"x")
+    forge(folder, "second.safetensors", 1)
+    flip_a_bit(folder)
+    with pytest.raises(CheckpointError) as raised:
+        find_checkpoint(own(tmp_path))
+    assert "second.safetensors is damaged" in str(raised.value)
+    assert str(raised.value).count("is damaged: its checksum") == 2
+
+
+def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path, 6)
+    tries: list[Path] = []
+
+    def broken(path: Path) -> FileEntry:
+        tries.append(path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(retries.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(restore, "checksum_file", broken)
+    with pytest.raises(CheckpointError, match=f"{shard_of(folder)} cannot be read: Input/output error"):
+        find_checkpoint(own(tmp_path))
+    assert len(tries) == 5
+
+
+def test_looking_at_the_manifest_alone_reads_no_tensors(tmp_path: Path) -> None:
+    flip_a_bit(save(tmp_path, 6))
+    found = find_checkpoint(own(tmp_path), check_contents=False)
+    assert found is not None and found.manifest.step == 6
+
+
+def test_a_process_alone_finds_a_checkpoint_too(tmp_path: Path) -> None:
+    save(tmp_path, 6)
+    dist.destroy_process_group()
+    found = find_checkpoint(own(tmp_path))
+    assert found is not None and found.manifest.step == 6
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+class Payload:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "model_state_dict.pt", "__0_0.distcp", MANIFEST, "a.safetensors"])
+def test_a_pickle_in_a_checkpoint_is_never_executed(tmp_path: Path, name: str) -> None:
+    good, hostile = save(tmp_path, 5), save(tmp_path, 6)
+    payload = pickle.dumps(Payload(tmp_path / "executed"))
+    (hostile / name).write_bytes(payload)
+    if name.endswith("safetensors"):
+        forge(hostile, name, len(payload))
+    found = find_checkpoint(own(tmp_path))
+    assert found is not None and found.path == (good if name in (MANIFEST, "a.safetensors") else hostile)
+    store.load_tensors(found.path, tensors(0.0))
+    with pytest.raises(CheckpointError, match=r"is no safetensors file|cannot be read"):
+        read_header(hostile / name)
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(payload)
+    assert (tmp_path / "executed").exists()  # it is dangerous
+
+
+def test_the_save_path_wins_over_the_load_path(tmp_path: Path) -> None:
+    other = save(tmp_path / "other", 50)
+    config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "other"))
+    found = find_checkpoint(config)
+    assert found is not None and found.path == other and not found.is_own
+    mine = save(tmp_path / "own", 3)
+    found = find_checkpoint(config)
+    assert found is not None and found.path == mine and found.is_own
+
+
+def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "other"
+    first, second = save(run, 1), save(run, 2)
+    best = run / CHECKPOINTS / "best"
+    best.symlink_to(first.name)
+    for source, expected in [(run, second), (run / CHECKPOINTS, second), (first, first), (best, best)]:
+        found = find_checkpoint(CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(source)))
+        assert found is not None and found.path == expected
+
+
+def test_a_run_named_as_load_path_falls_back_too(tmp_path: Path) -> None:
+    good, bad = save(tmp_path / "other", 1), save(tmp_path / "other", 2)
+    flip_a_bit(bad)
+    config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "other"))
+    found = find_checkpoint(config)
+    assert found is not None and found.path == good and len(found.passed_over) == 1
+
+
+def test_without_a_checkpoint_a_run_starts_anew_unless_one_was_named(tmp_path: Path) -> None:
+    assert find_checkpoint(own(tmp_path)) is None
+    config = CheckpointConfig(ckpt_save_path=str(tmp_path), ckpt_load_path=str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"--ckpt_load_path=.*nowhere holds no complete checkpoint"):
+        find_checkpoint(config)
+
+
+sizes = st.dictionaries(st.text("abcdef", min_size=1), st.integers(0, 1000), max_size=30)
+
+
+@given(sizes, st.integers(1, 9))
+def test_every_file_is_checked_by_one_rank_and_none_checks_much_more(sizes: Mapping[str, int], world_size: int) -> None:
+    files = {name: FileEntry(size, "") for name, size in sizes.items()}
+    shares = [share_of_files(files, rank, world_size) for rank in range(world_size)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    largest = max(sizes.values(), default=0)
+    assert all(sum(sizes[name] for name in share) <= sum(sizes.values()) / world_size + largest for share in shares)
+
+
+def test_with_as_many_processes_as_wrote_it_each_checks_what_it_will_load() -> None:
+    files = {f"shard-{rank:05d}-{number}": FileEntry(100 + number, "") for rank in range(4) for number in range(3)}
+    for rank in range(4):
+        assert all(name.startswith(f"shard-{rank:05d}") for name in share_of_files(files, rank, 4))
+
+
+def test_a_manifest_says_what_the_checkpoint_is_not_its_name(tmp_path: Path) -> None:
+    save(tmp_path, 6).rename(tmp_path / CHECKPOINTS / "step_9_ckp")
+    found = find_checkpoint(own(tmp_path))
+    assert found is not None and isinstance(found.manifest, Manifest) and found.manifest.step == 6

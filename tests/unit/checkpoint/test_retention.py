@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.checkpoint.examples import save
+
+from pretraining.checkpoint import retention
+from pretraining.checkpoint.listing import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints
+from pretraining.checkpoint.retention import Record, best_of, superseded, tidy_up
+
+
+def record(step: int, kind: str = "interval", loss: float | None = None) -> Record:
+    return Record(Path(f"{step}{kind}"), step, kind, loss)
+
+
+records = st.lists(
+    st.builds(
+        record,
+        st.integers(0, 50),
+        st.sampled_from(["interval", "final", "preempt", "best"]),
+        st.none() | st.floats(0, 10).map(lambda loss: round(loss, 1)),
+    ),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda record: record.path,
+).map(lambda records: sorted(records, key=lambda record: record.step))
+
+
+@given(records, st.none() | st.integers(1, 5))
+def test_what_must_stay_stays_and_what_is_passing_goes(records: list[Record], keep_last: int | None) -> None:
+    newest, best = records[-1], best_of(records)
+    gone = superseded(records, newest, best, keep_last)
+    kept = [record for record in records if record not in gone]
+    assert newest in kept and (best is None or best in kept)
+    assert all(record in kept for record in records if record.kind == "final")
+    assert all(record in (newest, best) for record in kept if record.kind in ("preempt", "best"))
+    regular = [record for record in records if record.kind in ("interval", "final")]
+    newest_regular = regular if keep_last is None else regular[-keep_last:]
+    assert all(record in kept for record in newest_regular)
+    assert all(
+        record in newest_regular for record in kept if record.kind == "interval" and record not in (newest, best)
+    )
+
+
+def test_the_best_is_the_first_with_the_lowest_loss() -> None:
+    assert best_of([record(1), record(2)]) is None
+    assert best_of([record(1, loss=2.0), record(2, loss=1.5), record(3, loss=1.5)]) == record(2, loss=1.5)
+
+
+def led_to(link: Path) -> str:
+    return str(link.readlink())
+
+
+def names_in(run: Path) -> list[str]:
+    return [path.name for path in committed_checkpoints(run)]
+
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path) -> None:
+    said: list[str] = []
+    link = tmp_path / CHECKPOINTS / BEST
+    for step, kind, loss in [
+        *((1, "interval", None), (2, "final", None), (3, "best", 2.0), (4, "preempt", 2.0)),
+        *((5, "interval", 2.5), (6, "interval", 2.5), (7, "interval", 1.0)),
+    ]:
+        tidy_up(tmp_path, save(tmp_path, step, kind, loss), 1, said.append)
+        if step == 2:
+            assert not link.exists() and names_in(tmp_path) == ["step_2_ckp"]
+        if step == 4:
+            assert names_in(tmp_path) == ["step_2_ckp", "step_3_ckp", "step_4_ckp.preempt"]
+        if step == 6:
+            assert led_to(link) == "step_3_ckp" and names_in(tmp_path) == [
+                "step_2_ckp",
+                "step_3_ckp",
+                "step_6_ckp",
+            ]
+    assert names_in(tmp_path) == ["step_2_ckp", "step_7_ckp"] and led_to(link) == "step_7_ckp"
+    assert {path.name for path in link.parent.iterdir()} == {"step_2_ckp", "step_7_ckp", "best"} and said == []
+
+
+def test_a_preemption_checkpoint_goes_with_the_checkpoint_of_its_own_step(tmp_path: Path) -> None:
+    save(tmp_path, 4, "preempt")
+    tidy_up(tmp_path, save(tmp_path, 4), None, print)
+    assert names_in(tmp_path) == ["step_4_ckp"]
+
+
+def test_newer_ones_that_a_start_passed_over_neither_count_nor_go(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    save(tmp_path, 9, "interval", 0.5)
+    (save(tmp_path, 2) / MANIFEST).write_text("{")
+    tidy_up(tmp_path, save(tmp_path, 4, "interval", 1.0), 1, print)
+    assert names_in(tmp_path) == ["step_2_ckp", "step_4_ckp", "step_9_ckp"]
+    assert led_to(tmp_path / CHECKPOINTS / BEST) == "step_4_ckp"
+
+
+def failing(number: int) -> Callable[..., None]:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_what_cannot_be_removed_or_linked_is_said_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    (tmp_path / CHECKPOINTS / BEST).mkdir(parents=True)
+    save(tmp_path, 1)
+    monkeypatch.setattr(retention, "remove_checkpoint", failing(13))
+    tidy_up(tmp_path, save(tmp_path, 2, "interval", 1.0), 1, said.append)
+    assert names_in(tmp_path) == ["step_1_ckp", "step_2_ckp"]
+    assert "best cannot be replaced" in said[0] and "step_1_ckp cannot be removed" in said[1]

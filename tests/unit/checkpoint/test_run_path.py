@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from unit.checkpoint.examples import save
+
+from pretraining.checkpoint.listing import MANIFEST
+from pretraining.checkpoint.run_path import folders_of, newest_run_path, settle_run_path
+from pretraining.config.flags import load_train_config
+from pretraining.config.recipes import dump_config
+from pretraining.config.training import TrainConfig
+from pretraining.errors import CheckpointError
+
+NOW = datetime(2026, 11, 21, 14, 30, 5, tzinfo=UTC)
+
+
+def config_of(path: Path, *flags: str) -> TrainConfig:
+    return load_train_config([f"ckpt_save_path={path}", "use_dummy_dataset=true", *flags])
+
+
+def start(path: Path, *flags: str, now: datetime = NOW) -> Path:
+    """What a start does: settle its folder and keep its settings there."""
+    config = config_of(path, *flags)
+    run = Path(settle_run_path(config, now))
+    run.mkdir(parents=True, exist_ok=True)
+    written = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(run)))
+    (run / "config.yaml").write_text(dump_config(written))
+    return run
+
+
+def later(minutes: int) -> datetime:
+    return NOW.replace(minute=30 + minutes)
+
+
+def test_without_a_timestamp_the_path_is_what_was_given(tmp_path: Path) -> None:
+    assert settle_run_path(config_of(tmp_path / "run")) == str(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert newest_run_path("runs/a") == "runs/a"
+
+
+def test_the_first_start_makes_a_folder_with_the_time(tmp_path: Path) -> None:
+    assert start(tmp_path / "try.{timestamp}") == tmp_path / "try.20261121-143005"
+
+
+def test_a_restart_with_the_same_settings_finds_its_folder_with_or_without_a_checkpoint(tmp_path: Path) -> None:
+    pattern = tmp_path / "[try].{timestamp}"
+    first = start(pattern, "seed=1")
+    assert start(pattern, "seed=1", now=later(1)) == first
+    assert start(pattern, "seed=1", "run_steps=5", now=later(2)) == first
+    (first / "checkpoints" / "step_5_ckp").mkdir(parents=True)
+    assert start(pattern, "seed=1", now=later(3)) == first
+
+
+@pytest.mark.usefixtures("single_process")
+def test_runs_with_other_settings_do_not_meet_and_each_finds_its_own(tmp_path: Path) -> None:
+    pattern = tmp_path / "{timestamp}" / "run"
+    first, second = start(pattern, "seed=1"), start(pattern, "seed=2")
+    assert second.parent.name == "20261121-143006"  # not in the same second
+    save(first, 5)
+    save(second, 7)
+    assert start(pattern, "seed=1", now=later(1)) == first
+    assert start(pattern, "seed=2", now=later(1)) == second
+    assert start(pattern, "seed=3", now=later(1)).parent.name == "20261121-143105"
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    pattern = tmp_path / "try.{timestamp}"
+    first = start(pattern)
+    save(first, 5)
+    save(first, 9, kind="final")
+    second = start(pattern, now=later(1))
+    assert second != first
+    assert newest_run_path(str(pattern)) == str(second)
+    (save(first, 9) / MANIFEST).write_text("{")  # the damaged one is passed over, so there is work left
+    (second / "config.yaml").unlink()
+    assert start(pattern, now=later(2)) == first
+
+
+def test_what_the_pattern_did_not_make_is_left_alone(tmp_path: Path) -> None:
+    for name in ("try.20261121-14300", "try.20261121-143005.old", "try.latest", "a.20261121-143005-20261121-143006"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "try.20261121-143006").touch()
+    assert folders_of(str(tmp_path / "try.{timestamp}")) == []
+    assert folders_of(str(tmp_path / "a.{timestamp}-{timestamp}")) == []
+    assert newest_run_path(str(tmp_path / "try.{timestamp}")) == str(tmp_path / "try.{timestamp}")
+
+
+def test_a_relative_path_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = start(Path("./runs/../runs/try.{timestamp}"))
+    assert start(Path("./runs/../runs/try.{timestamp}"), now=later(1)) == first
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"--ckpt_save_path=.*file/20261121-143005 cannot be written"):
+        settle_run_path(config_of(tmp_path / "file" / "{timestamp}"), NOW)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pretraining.checkpoint import staging as staging_module
+from pretraining.checkpoint.layout import Box, Piece, Share
+from pretraining.checkpoint.staging import Staging
+
+
+def share_of(*tensors: torch.Tensor) -> Share:
+    pieces = [
+        Piece(str(number), Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+        for number, tensor in enumerate(tensors)
+    ]
+    return Share({1: pieces[::2], 2: pieces[1::2]}, 2, 0)
+
+
+def test_a_copy_stays_what_it_was_and_the_next_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "SLAB_BYTES", 256)
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(1000),  # larger than a slab
+        torch.tensor(3.0),
+        torch.randn(4, 6).T,
+        torch.arange(9, dtype=torch.uint8),
+        torch.randn(2, 7).bfloat16(),
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    staging = Staging(torch.device("cpu"))
+    copied = staging.copy(share_of(*tensors))
+    for tensor in tensors:
+        tensor.zero_()
+    staging.hold_update()
+    staging.wait()
+    pieces = {int(piece.name): piece.values for file in copied.files.values() for piece in file}
+    assert copied.files.keys() == {1, 2}
+    for number, tensor in enumerate(before):
+        assert torch.equal(pieces[number], tensor) and pieces[number].data_ptr() % pieces[number].element_size() == 0
+    staging.copy(share_of(*tensors))
+    assert not any(values.any() for values in pieces.values())
+
+
+def test_the_copies_take_little_more_memory_than_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "SLAB_BYTES", 2**16)
+    tensors = [torch.empty(size) for size in (1, 12_000, 10_000, 37, *[1000] * 40)]
+    buffers = Staging(torch.device("cpu")).copy(share_of(*tensors)).files
+    slabs = {
+        piece.values.untyped_storage().data_ptr(): piece.values.untyped_storage().nbytes()
+        for file in buffers.values()
+        for piece in file
+    }
+    assert sum(slabs.values()) < 1.03 * sum(tensor.nbytes for tensor in tensors)

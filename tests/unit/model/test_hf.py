@@ -1,0 +1,115 @@
+"""A Llama's config.json: what is written reads back equal, in transformers too; what is no Llama is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_shape import TINY_SHAPE
+from unit.checkpoint.checkpoint_files import SCALED
+
+from pretraining.config.variants import VARIANTS, LlamaShape, model_settings, resolve_shape
+from pretraining.errors import CheckpointError
+from pretraining.model.hf import config_document, generation_document, parameter_shapes, shape_of_document
+from pretraining.model.llama import Llama
+
+every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def document(shape: LlamaShape = TINY_SHAPE, **changes: Any) -> dict[str, Any]:
+    return {**config_document(shape, "bfloat16", 16, None, 5), **changes}
+
+
+@every_variant
+def test_the_shape_reads_back_equal(shape: LlamaShape) -> None:
+    assert shape_of_document(json.loads(json.dumps(document(shape))), "c") == shape
+
+
+@every_variant
+def test_settings_of_a_shape_make_it_again(shape: LlamaShape) -> None:
+    assert resolve_shape(model_settings(shape)) == shape
+    other = replace(shape, intermediate_size=7, rope_scaling=SCALED)
+    assert model_settings(other).model_variant is None and resolve_shape(model_settings(other)) == other
+    assert model_settings(replace(shape, vocab_size=11)).model_variant is not None
+
+
+def test_transformers_read_the_same_from_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for shape in (TINY_SHAPE, replace(TINY_SHAPE, rope_scaling=SCALED, tie_word_embeddings=True, rope_theta=5e5)):
+        (tmp_path / "config.json").write_text(json.dumps(document(shape)))
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation_document(None, 5)))
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert config.rope_parameters["rope_theta"] == shape.rope_theta
+        expected = {"rope_type": "llama3", **vars(SCALED)} if shape.rope_scaling else {"rope_type": "default"}
+        assert {**expected, "rope_theta": shape.rope_theta} == dict(config.rope_parameters)
+        assert config.tie_word_embeddings == shape.tie_word_embeddings
+        assert str(config.dtype) in ("torch.bfloat16", "bfloat16")
+        assert (config.bos_token_id, config.eos_token_id) == (None, 5)
+        assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == 5
+        # And what they write is read here.
+        config.save_pretrained(tmp_path)
+        assert shape_of_document(json.loads((tmp_path / "config.json").read_text()), "c") == shape
+
+
+def test_the_context_is_what_it_was_trained_on_where_that_is_longer() -> None:
+    assert config_document(TINY_SHAPE, "float32", 4096, None, None)["max_position_embeddings"] == 4096
+
+
+def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transformers() -> None:
+    old = document(rms_norm_eps=None, num_key_value_heads=None, head_dim=None, tie_word_embeddings=None)
+    del old["rope_parameters"], old["hidden_act"]
+    old |= {"rope_theta": None, "max_position_embeddings": None}
+    shape = shape_of_document(old, "c")
+    assert (shape.rms_norm_eps, shape.num_key_value_heads, shape.rope_theta) == (1e-6, 2, 1e4)
+    assert shape.max_position_embeddings == 2048 and not shape.tie_word_embeddings
+    scaling = {"type": "llama3", **vars(SCALED)}
+    scaled = shape_of_document({**old, "rope_theta": 5e5, "rope_scaling": scaling}, "c")
+    assert (scaled.rope_theta, scaled.rope_scaling) == (5e5, SCALED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_size": None}, "it lacks hidden_size"),
+        ({"hidden_size": "16"}, "hidden_size is '16', not a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but here the activation is SwiGLU"),
+        ({"attention_bias": True}, "attention_bias is True, but here attention has no biases"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1.*set it to 0"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": "linear"}, "rope_type is 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "llama3, and low_freq_factor.* is missing"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"rope_theta": "much"}}, "an entry is no number"),
+        ({"head_dim": 4}, "head_dim is 4, but here it is hidden_size / num_attention_heads = 16 / 2"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=2 does not divide among num_key_value_heads=3"),
+    ],
+)
+def test_what_is_not_computed_here_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        shape_of_document(document(**changes), "m/config.json")
+
+
+def test_every_problem_is_named_at_once_and_no_object_is_none() -> None:
+    with pytest.raises(CheckpointError) as raised:
+        shape_of_document(document(hidden_act="gelu", mlp_bias=True, sliding_window=8), "m/config.json")
+    assert all(name in str(raised.value) for name in ("m/config.json", "hidden_act", "mlp_bias", "sliding_window"))
+    with pytest.raises(CheckpointError, match="holds no object"):
+        shape_of_document([], "m/config.json")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_and_shapes_are_those_of_the_model(tied: bool) -> None:
+    shape = replace(TINY_SHAPE, tie_word_embeddings=tied)
+    state = Llama(shape).state_dict()
+    if tied:
+        del state["lm_head.weight"]
+    assert parameter_shapes(shape) == {name: tensor.shape for name, tensor in state.items()}
