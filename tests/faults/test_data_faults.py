@@ -1,0 +1,130 @@
+"""Token files that are damaged, or change between two starts: rows 25 and 26 of the table in docs/reliability.md."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from faults.forked_job import run_job
+from training_runs import VOCABULARY, losses_of, write_dataset
+
+FLAGS = ["datasets=first", "sep_token=0", "logical_shards=2", "batch_size=2", "checkpoint_interval=2"]
+WHOLE_PASS = "num_steps=40"  # 4 samples a step: more than there are
+
+
+def part(root: Path, number: int) -> Path:
+    return root / "first" / f"part-{number}.arrow"
+
+
+def write_part(root: Path, number: int, rows: list[np.ndarray]) -> None:
+    table = pa.table({"tokens": pa.array(rows, pa.list_(pa.uint16()))})
+    with pa.ipc.new_file(part(root, number), table.schema) as writer:
+        writer.write_table(table)
+
+
+def read_part(root: Path, number: int) -> list[np.ndarray]:
+    with pa.memory_map(str(part(root, number))) as source:
+        return [np.array(row, np.uint16) for row in pa.ipc.open_file(source).read_all()["tokens"].to_pylist()]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A dataset of two files of 20 documents."""
+    root = tmp_path / "data"
+    write_dataset(root / "first", documents=20)
+    write_part(root, 1, [np.roll(row, 1) for row in read_part(root, 0)])
+    return root
+
+
+def beyond_vocabulary(root: Path) -> None:
+    rows = read_part(root, 1)
+    rows[7][3] = VOCABULARY
+    write_part(root, 1, rows)
+
+
+def foreign(root: Path) -> None:
+    part(root, 1).write_text("tokens\n1 2 3\n")
+
+
+def short(root: Path) -> None:
+    os.truncate(part(root, 1), part(root, 1).stat().st_size // 2)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "a token beyond the vocabulary": (
+        beyond_vocabulary,
+        ["part-1.arrow, row 7: token 3 of the document is 64", "sample ", "--vocab_size"],
+    ),
+    "a file of another kind": (foreign, ["part-1.arrow"]),
+    "a short file": (short, ["part-1.arrow is truncated or damaged"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_row_25_the_file_is_named_with_row_and_sample_where_there_is_one(
+    damage: str, data: Path, tmp_path: Path
+) -> None:
+    inflict, said = DAMAGES[damage]
+    inflict(data)
+    ended = run_job(
+        tmp_path, [[*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"]], check=False
+    )
+    assert [process.status for process in ended] == [1, 1]
+    assert any(all(text in process.output for text in said) for process in ended), ended
+
+
+def test_row_25_a_file_that_is_cut_while_a_run_reads_it_is_named_too(data: Path, tmp_path: Path) -> None:
+    ended = run_job(
+        tmp_path,
+        [[*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"]],
+        fault=("cut_after_step", 2, str(part(data, 1))),
+        check=False,
+    )
+    assert [process.status for process in ended] == [1, 1]
+    assert any("part-1.arrow" in process.output and "sample " in process.output for process in ended)
+
+
+def test_row_25_with_quarantine_the_run_goes_on_without_the_labels(data: Path, tmp_path: Path) -> None:
+    beyond_vocabulary(data)
+    run = tmp_path / "run"
+    flags = [*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={run}", "bad_documents=quarantine"]
+    ended = run_job(tmp_path, [flags])
+    assert any("part-1.arrow, row 7" in process.output for process in ended)
+    assert len(losses_of(run)) == 40
+
+
+def rewritten(root: Path) -> None:
+    write_part(root, 1, read_part(root, 1)[::-1][:19])
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a new file": (lambda root: shutil.copy(part(root, 0), part(root, 2)), "2 with 2,528 tokens then, 3 with"),
+    "a file less": (lambda root: part(root, 1).unlink(), "2 with 2,528 tokens then, 1 with"),
+    "a rewritten file": (rewritten, "part-1.arrow"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_row_26_a_dataset_that_changed_is_refused_with_the_difference_and_goes_on_when_restored(
+    change: str, data: Path, tmp_path: Path
+) -> None:
+    inflict, said = CHANGES[change]
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    shutil.copytree(data, kept)
+    flags = [*FLAGS, "num_steps=8", f"data_path={data}", f"ckpt_save_path={run}"]
+    run_job(tmp_path, [[*flags, "run_steps=4"]])
+    inflict(data)
+    ended = run_job(tmp_path, [flags], check=False)
+    assert [process.status for process in ended] == [1, 1]
+    refusal = ended[0].output
+    assert "the data is not in the order that this run began with" in refusal
+    assert "dataset 'first'" in refusal and said in refusal
+    shutil.rmtree(data)
+    kept.rename(data)
+    run_job(tmp_path, [flags])
+    assert len(losses_of(run)) == 8
