@@ -16,5 +16,6 @@ from pretraining.launch.signals import leave_at_interrupt
 if __name__ == "__main__":
     with leave_at_interrupt("interrupted; nothing has begun"):
         from pretraining.cli import main
+        from pretraining.launch.program import run_as_program
 
-    main(["train", *sys.argv[1:]])
+    run_as_program(lambda: main(["train", *sys.argv[1:]]))

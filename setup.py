@@ -43,5 +43,5 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={"console_scripts": ["pretrain = pretraining.cli:main"]},
+    entry_points={"console_scripts": ["pretrain = pretraining.cli:run_console_script"]},
 )

@@ -28,9 +28,8 @@ from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.verify import VerifyConfig, check_verify_config
 from pretraining.errors import LaunchError, LostPeerError, Preempted, PretrainError
 from pretraining.launch.layout import resolve_layout
+from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
-
-FAILED = 1
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -152,8 +151,13 @@ AFTER_INTERRUPTION = {
 }
 
 
+def run_console_script() -> NoReturn:
+    """The program `pretrain`: run the command of this process's arguments, and end the process."""
+    run_as_program(main)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; `arguments` without the program's name, by default those of this process."""
+    """Run a command and return; `arguments` without the program's name, by default those of this process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     wants_help = any(argument in ("--help", "-h") for argument in arguments)
     name = arguments[0] if arguments else ""
@@ -167,7 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
     try:
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
-        sys.stdout.flush()
     except BrokenPipeError:
         if name not in LISTING_COMMANDS:
             raise

@@ -41,6 +41,7 @@ class StragglerWatch:
         self._is_waiting = is_waiting
         self._doing = doing
         self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
         self._watched = 0
         self._clear()
 
@@ -48,11 +49,14 @@ class StragglerWatch:
         """Begin to look at the thread that calls this."""
         self._watched = threading.get_ident()
         if self._factor is not None:
-            threading.Thread(target=self._look_on, name="straggler watch", daemon=True).start()
+            self._thread = threading.Thread(target=self._look_on, name="straggler watch", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Look no more; the thread has ended when this returns."""
         self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def report(self, step_seconds: float) -> list[str]:
         """A line for each process that the others wait for; a collective call.
@@ -91,15 +95,24 @@ class StragglerWatch:
 
     def _look_on(self) -> None:
         while not self._stopped.wait(PERIOD_SECONDS):
-            frame = sys._current_frames().get(self._watched)
-            doing = self._doing()
-            if frame is None or doing not in ("training", "data"):
-                continue
-            if self._is_waiting(frame):
-                self._waiting += 1
-            else:
-                self._working += 1
-                self._for_data += doing == "data"
+            self._look()
+
+    def _look(self) -> None:
+        """Look once.
+
+        A function of its own, so that the frame is let go of when it returns. Kept until the next look, it would keep
+        what the main thread's functions have left behind, tensors too; and to free a tensor here while the interpreter
+        ends aborts the process.
+        """
+        frame = sys._current_frames().get(self._watched)
+        doing = self._doing()
+        if frame is None or doing not in ("training", "data"):
+            return
+        if self._is_waiting(frame):
+            self._waiting += 1
+        else:
+            self._working += 1
+            self._for_data += doing == "data"
 
 
 def find_stragglers(shares: list[float], looks: int, factor: float) -> dict[int, float]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pretraining.config.guards import GuardConfig
-from pretraining.parallel.heartbeats import Heartbeat, Heartbeats
+from pretraining.parallel.heartbeats import PATIENCE_SECONDS, Heartbeat, Heartbeats
 from pretraining.parallel.processes import COLLECTIVE_TIMEOUT, Processes
 
 EXIT_HUNG = 124
@@ -124,16 +124,17 @@ class Watchdog:
         self._is_on = bool(timeouts)
         self._stopped, self._ending = threading.Event(), threading.Event()
         self._heartbeats: Heartbeats | None = None
+        self._threads: list[threading.Thread] = []
         self._progress = self._beats = self._bytes = 0
         self._computed = 0.0
 
     def __enter__(self) -> Watchdog:
         if self._is_on:
-            threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+            self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
             if self._processes.world_size > 1:
                 self._heartbeats = Heartbeats(self._processes.rank, self._processes.world_size)
-                threads.append(threading.Thread(target=self._tell, name="heartbeat", daemon=True))
-            for thread in threads:
+                self._threads.append(threading.Thread(target=self._tell, name="heartbeat", daemon=True))
+            for thread in self._threads:
                 thread.start()
         return self
 
@@ -143,6 +144,8 @@ class Watchdog:
         if self._ending.is_set():
             threading.Event().wait()  # the main thread lost a process that has ended already: this one is about to, too
         self._stopped.set()
+        for thread in self._threads:  # before the store goes that they talk to
+            thread.join(PATIENCE_SECONDS)  # one that it blocks is left behind
 
     def _watch(self) -> None:
         vigil = Vigil(self._processes.world_size, self._ask)

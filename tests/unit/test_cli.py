@@ -230,11 +230,12 @@ def test_names_that_are_not_utf_8_are_printed_as_they_are(tmp_path: Path, monkey
     main(
         ["inspect", f"--data_path={tmp_path / 'data'}", "--datasets=first", "--step=1", *(f"--{flag}" for flag in TINY)]
     )
+    sys.stdout.flush()
     assert b"first/tok\xffens.arrow  row" in printed.getvalue()
 
 
 def test_a_reader_that_has_seen_enough_is_no_error_to_talk_about(tmp_path: Path) -> None:
-    program = "from pretraining.cli import main\nmain()"
+    program = "from pretraining.cli import run_console_script\nrun_console_script()"
     command = [sys.executable, "-c", program, "verify", f"--data_path={write_two_datasets(tmp_path)}"]
     with subprocess.Popen(
         command, cwd=ROOT, env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

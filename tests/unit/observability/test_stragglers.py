@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -100,3 +102,45 @@ def test_the_thread_tells_work_from_waiting_and_leaves_other_activities_out(monk
     looked._watched = stragglers.threading.get_ident()
     looked._look_on()
     assert (looked._working, looked._waiting, looked._for_data) == (2, 1, 1)
+
+
+def test_the_thread_has_ended_when_nobody_is_to_look_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = watch(1.5, monkeypatch, [[0, 0, 0]])
+    looked.start()
+    assert "straggler watch" in [thread.name for thread in threading.enumerate()]
+    looked.stop()
+    assert "straggler watch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_look_keeps_nothing_alive_of_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is freed by the thread that looked, while the interpreter ends, aborts the process."""
+    looked = watch(1.5, monkeypatch, [[0, 0, 0]])
+    begun, go_on = threading.Event(), threading.Event()
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def train() -> None:
+        tensor = torch.zeros(1)
+        tensors.append(weakref.ref(tensor))
+        begun.set()
+        go_on.wait()
+
+    training = threading.Thread(target=train)
+    training.start()
+    begun.wait()
+    looks = iter((False, True))
+
+    class OneLook:
+        """Lets the thread look once; before it would look again, what it has seen is over."""
+
+        def wait(self, seconds: float) -> bool:
+            is_over = next(looks)
+            if is_over:
+                go_on.set()
+                training.join()
+                assert tensors[0]() is None
+            return is_over
+
+    one_look: Any = OneLook()
+    looked._stopped, looked._watched = one_look, training.ident or 0
+    looked._look_on()
+    assert looked._working == 1

@@ -162,6 +162,24 @@ def test_a_process_that_hangs_is_ended_with_its_stacks(
     assert "error: rank 0: the job hangs" in text
 
 
+def test_its_threads_have_ended_before_what_comes_after_it(single_process: None) -> None:
+    before = set(threading.enumerate())
+    with Watchdog(GuardConfig(), processes(2)):
+        assert {thread.name for thread in set(threading.enumerate()) - before} == {"watchdog", "heartbeat"}
+    assert set(threading.enumerate()) == before
+
+
+def test_a_thread_that_the_store_blocks_does_not_keep_a_run_from_its_end(
+    single_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog_module, "PATIENCE_SECONDS", 0.05)
+    release = threading.Event()
+    monkeypatch.setattr(Heartbeats, "tell", lambda *_: release.wait())
+    with Watchdog(GuardConfig(), processes(2)):
+        pass
+    release.set()
+
+
 def test_both_timeouts_at_zero_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module.threading, "Thread", None)
     with Watchdog(replace(GUARD, hang_timeout=seconds(0), first_step_timeout=seconds(0)), processes(2)):

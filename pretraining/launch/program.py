@@ -1,0 +1,73 @@
+"""How a program ends: with its own exit code, once everything is written, and without the interpreter's end.
+
+    command returns or raises --> exit code --> atexit handlers --> stdout and stderr flushed --> os._exit
+
+Python takes itself apart at its end while threads of libraries (gloo's, NCCL's, stores', Arrow's) still run. One that
+then wants Python's lock is made to leave in the middle of C++ code, which aborts: "terminate called without an active
+exception", exit code 134 of a run that is finished and saved. A thread that never ends, or a destructor that waits for
+a process that is dead, would keep the process for ever.
+
+What registers with `atexit` is served: temporary folders, processes of multiprocessing, compile workers, logging,
+trackers. Threads are not waited for; who has one with work to finish joins it, as all of ours are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from pretraining.launch.signals import INTERRUPTED
+
+FAILED = 1
+
+
+def run_as_program(command: Callable[[], object]) -> NoReturn:
+    """Run a command as all that this process is for, and end the process with its exit code.
+
+    For the outermost line of a program only: whoever calls it gets no control back.
+
+    Args:
+        command: ends the usual ways: it returns (exit code 0), or raises SystemExit with a code or a text, or raises
+            something else, whose traceback is printed.
+    """
+    code = _exit_code_of(command)
+    atexit._run_exitfuncs()  # prints what goes wrong in a handler, and goes on with the next one
+    if not _flush_output():
+        code = code or FAILED
+    os._exit(code)
+
+
+def _exit_code_of(command: Callable[[], object]) -> int:
+    try:
+        command()
+    except SystemExit as ending:
+        if ending.code is None or isinstance(ending.code, int):
+            return (ending.code or 0) & 0xFF
+        print(ending.code, file=sys.stderr)
+        return FAILED
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+    return 0
+
+
+def _flush_output() -> bool:
+    """Write out what is buffered; returns whether all of it has arrived. That a reader has gone is nothing to tell."""
+    arrived = True
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None or stream.closed:  # a program may be started without
+            continue
+        try:
+            stream.flush()
+        except OSError as error:
+            arrived = False
+            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                with suppress(OSError):
+                    os.write(2, f"error: the output cannot be written: {error}\n".encode())
+    ctypes.CDLL(None).fflush(None)  # what libraries have printed is in buffers of their own
+    return arrived

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, plain_environment
+
+BEGIN = "import atexit, ctypes, os, sys, tempfile, threading\nfrom pretraining.launch.program import run_as_program\n"
+
+
+def run_program(program: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with its output piped."""
+    command = [sys.executable, "-c", BEGIN + program]
+    return subprocess.run(
+        command, cwd=ROOT, env=buffered(), stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+
+
+def buffered() -> dict[str, str]:
+    """The environment of a process whose output stays in Python's buffers until it is flushed."""
+    return plain_environment({"PYTHONUNBUFFERED": ""})
+
+
+def outcome(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 124, 130, 139])
+def test_the_exit_code_of_a_command_is_the_programs(code: int) -> None:
+    assert outcome(run_program(f"run_as_program(lambda: sys.exit({code}))")) == (code, "", "")
+
+
+def test_a_command_that_returns_has_succeeded_whatever_it_returns() -> None:
+    assert outcome(run_program("run_as_program(lambda: 3)")) == (0, "", "")
+    assert outcome(run_program("run_as_program(lambda: sys.exit())")) == (0, "", "")
+
+
+def test_a_text_to_exit_with_is_said() -> None:
+    assert outcome(run_program("run_as_program(lambda: sys.exit('no such thing'))")) == (1, "", "no such thing\n")
+
+
+@pytest.mark.parametrize(("error", "code"), [("ZeroDivisionError", 1), ("KeyboardInterrupt", 130)])
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback(error: str, code: int) -> None:
+    done = run_program(f"def command():\n    print('begun')\n    raise {error}\nrun_as_program(command)")
+    assert (done.returncode, done.stdout) == (code, "begun\n")
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith(f"in command\n{error}\n")
+
+
+def test_all_output_arrives_that_of_libraries_too() -> None:
+    program = (
+        "def command():\n"
+        "    for number in range(20_000):\n        print(number)\n"
+        "    ctypes.CDLL(None).puts(b'from C')\n"
+        "    sys.stderr.write('no line')\n"
+        "run_as_program(command)"
+    )
+    code, stdout, stderr = outcome(run_program(program))
+    assert code == 0 and stderr == "no line"
+    assert stdout.splitlines() == [*map(str, range(20_000)), "from C"]
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    {
+        "a thread that never ends": "threading.Thread(target=threading.Event().wait).start()",
+        "C code that aborts in its exit handler": "ctypes.CDLL(None).__cxa_atexit(ctypes.CDLL(None).abort, None, None)",
+        "a destructor that aborts": "sys.kept = type('Kept', (), {'__del__': lambda self, abort=os.abort: abort()})()",
+        "a handler that fails": "atexit.register(lambda: 1 / 0)",
+    }.values(),
+)
+def test_nothing_that_happens_at_the_end_changes_the_exit_code(trouble: str) -> None:
+    program = f"def command():\n    {trouble}\n    print('done')\n    sys.exit(75)\nrun_as_program(command)"
+    done = run_program(program)
+    assert (done.returncode, done.stdout) == (75, "done\n")
+
+
+def test_what_is_registered_for_the_exit_is_done(tmp_path: Path) -> None:
+    program = (
+        "def command():\n"
+        f"    sys.kept = tempfile.TemporaryDirectory(dir={str(tmp_path)!r})\n"
+        "    atexit.register(print, 'the last word')\n"
+        "run_as_program(command)"
+    )
+    done = run_program(program)
+    assert (done.returncode, done.stdout) == (0, "the last word\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_of_multiprocessing_do_not_outlive_the_program() -> None:
+    program = (
+        "import multiprocessing, signal\n"
+        "def command():\n"
+        "    multiprocessing.get_context('fork').Process(target=signal.pause, daemon=True).start()\n"
+        "run_as_program(command)"
+    )
+    assert outcome(run_program(program)) == (0, "", "")  # the output would stay open as long as one lives
+
+
+def test_a_reader_that_is_gone_is_an_exit_code_and_nothing_to_say() -> None:
+    program = BEGIN + "def command():\n    sys.stdin.read()\n    print('unheard')\nrun_as_program(command)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=buffered(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_output_that_finds_no_space_is_said() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = run_program("run_as_program(lambda: print('lost'))", stdout=full.fileno())
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: [Errno 28] No space left on device\n"
+
+
+def test_a_program_without_output_ends_like_any_other() -> None:
+    program = "os.close(1)\nsys.stdout = None\nrun_as_program(lambda: sys.exit(75))"
+    assert outcome(run_program(program)) == (75, "", "")
