@@ -20,6 +20,7 @@ folders, with the output of each start.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import shutil
 import sys
@@ -46,6 +47,7 @@ RUN = (
 )
 WHOM = {"rank": "SIGKILL to a rank", "all": "SIGKILL to all", "term": "SIGTERM to a rank"}
 STRATEGIES = ("fsdp", "ddp", "zero2")
+OWN_SETTINGS = ("ckpt_save_path", "index_path", "ckpt_name", "run_steps", "report_interval", "progress")
 PREEMPTED = 75  # the exit code of a run that has saved because it was told to end
 
 
@@ -65,8 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags, settings = parser.parse_known_args(arguments)
     if not set(flags.whom.split(",")) <= WHOM.keys():
         parser.error(f"--whom={flags.whom}: give any of {', '.join(WHOM)}")
+    settings = [setting.lstrip("-") for setting in settings]
+    for name in OWN_SETTINGS:
+        if any(setting.partition("=")[0].replace("-", "_") == name for setting in settings):
+            parser.error(f"--{name} is set here, since what happens is told from it: leave it out")
     root = Path(tempfile.mkdtemp(prefix="soak-", dir=flags.folder))
-    soak = Soak(flags, [*RUN, *(setting.lstrip("-") for setting in settings)], root)
+    soak = Soak(flags, [*RUN, *settings], root)
     try:
         soak.run()
     except Broken as broken:
@@ -90,6 +96,7 @@ class Soak:
         self._began = time.monotonic()
         self._kills = self._starts = self._runs = self._last_step = 0
         self._start_up_seconds = self._step_seconds = 0.0
+        self._limit_seconds = math.inf
         self._hits: Counter[str] = Counter()
         self._kinds: Counter[str] = Counter()
         self._peers: Counter[str] = Counter()
@@ -103,13 +110,10 @@ class Soak:
         write_dataset(self._root / "data" / "documents")
         reference, again = self._root / "reference", self._root / "again"
         self._run_reference(reference, beside_training=False)
-        self._run_reference(
-            again, beside_training=True
-        )  # with everything imported and read: times are what they will be
+        self._run_reference(again, beside_training=True)  # everything is imported now: times are what they will be
         self._compare(reference, again)
-        print(
-            f"reference: {self._last_step} steps, {self._start_up_seconds:.1f} s to the first; twice, equal", flush=True
-        )
+        seconds = f"{self._start_up_seconds:.1f} s to the first"
+        print(f"reference: {self._last_step} steps, {seconds}; twice, equal", flush=True)
         while self._kills < self._flags.kills:
             run = self._root / f"run-{self._runs + 1}"
             self._torture(run, beside_training=self._runs % 2 == 0)
@@ -147,6 +151,7 @@ class Soak:
             job.close()
         if any(statuses):
             raise Broken(f"{run}, which nothing was done to, ended with {statuses}: see {run / 'starts'}")
+        self._limit_seconds = 120 + 20 * (time.monotonic() - began)
         self._last_step = job.look().newest
         self._step_seconds = (time.monotonic() - began - self._start_up_seconds) / self._last_step
 
@@ -175,11 +180,13 @@ class Soak:
         """
         shot = self._draw(processes) if self._kills < self._flags.kills else None
         hit = job.fire(shot, self._last_step) if shot is not None else None
-        statuses, by_themselves = job.await_end(self._flags.patience if hit is not None else None)
+        statuses, by_themselves = job.await_end(math.inf if hit is None else self._flags.patience)
         if not any(statuses):
             return True  # a shot that came was too late
         if shot is None or hit is None:
-            raise Broken(f"start {self._starts} of {run} failed by itself, with {statuses}: see {run / 'starts'}")
+            raise Broken(
+                f"start {self._starts} of {run} failed by itself, with {statuses} (-9: it hung): see {run / 'starts'}"
+            )
         self._kills += 1
         self._hits[hit] += 1
         self._kinds[WHOM[shot.whom]] += 1
@@ -213,7 +220,7 @@ class Soak:
         # Each run makes its own index: a kill may come then, too.
         places = [f"data_path={self._root / 'data'}", f"ckpt_save_path={run}", f"index_path={run / 'index'}"]
         names = [logs / f"{self._starts}-rank-{rank}.log" for rank in range(processes)]
-        return Job(run, names, [*places, *settings, *self._settings])
+        return Job(run, names, [*places, *settings, *self._settings], self._limit_seconds)
 
 
 def check_checkpoints(run: Path, before: int) -> None:

@@ -7,6 +7,7 @@ The processes are forked from one that has imported everything, so a start takes
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -108,9 +109,11 @@ class Job:
         run: folder of the run.
         logs: a file for each process's output.
         settings: of training, `name=value`.
+        limit_seconds: past them, nothing is waited for: it hangs.
     """
 
-    def __init__(self, run: Path, logs: list[Path], settings: list[str]) -> None:
+    def __init__(self, run: Path, logs: list[Path], settings: list[str], limit_seconds: float = math.inf) -> None:
+        self._limit = time.monotonic() + limit_seconds
         self._run, self._log, self._begun = run, logs[0], View.of(run)
         context = multiprocessing.get_context("forkserver")
         # The last one is imported at some later point of every run, and takes longer than all the rest.
@@ -128,8 +131,8 @@ class Job:
         return View.of(self._run, self._log)
 
     def wait_for(self, happened: Callable[[View], bool]) -> bool:
-        """Wait until something is to be seen; False where the processes ended before."""
-        while any(process.is_alive() for process in self._processes):
+        """Wait until something is to be seen; False where the processes ended before, or hang."""
+        while any(process.is_alive() for process in self._processes) and time.monotonic() < self._limit:
             if happened(self.look()):
                 return True
             time.sleep(POLL_SECONDS)
@@ -149,11 +152,11 @@ class Job:
                 process.kill()
         return self.look().place(self._begun, last_step)
 
-    def await_end(self, patience_seconds: float | None = None) -> tuple[list[int], bool]:
+    def await_end(self, patience_seconds: float = math.inf) -> tuple[list[int], bool]:
         """Exit codes, and whether all ended by themselves; who does not within that time is killed."""
-        deadline = None if patience_seconds is None else time.monotonic() + patience_seconds
+        deadline = min(time.monotonic() + patience_seconds, self._limit)
         for process in self._processes:
-            process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            process.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         ended = not any(process.is_alive() for process in self._processes)
         self.close()
         return [process.exitcode or 0 for process in self._processes], ended

@@ -55,7 +55,31 @@ def test_a_run_that_fails_by_itself_is_told_and_kept(soak: ModuleType, tmp_path:
     assert "learning_rate" in (kept / "reference" / "starts" / "1-rank-0.log").read_text()
 
 
-def test_an_unknown_kind_of_kill_is_refused(soak: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--whom=rank,nobody", "--whom=rank,nobody: give any of rank, all, term"),
+        ("--ckpt-name=tokens", "--ckpt_name is set here"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    flag: str, message: str, soak: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        soak.main(["--whom=rank,nobody"])
-    assert "--whom=rank,nobody: give any of rank, all, term" in capsys.readouterr().err
+        soak.main([flag])
+    assert message in capsys.readouterr().err
+
+
+def test_a_start_that_hangs_is_told(
+    soak: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang_from_the_third_start_on(run: Path, logs: list[Path], settings: list[str], limit_seconds: float) -> object:
+        if logs[0].name.startswith("3-"):
+            settings, limit_seconds = [*settings, "num_steps=1000000"], 1.0
+        return job(run, logs, settings, limit_seconds)
+
+    job = soak.Job
+    monkeypatch.setattr(soak, "Job", hang_from_the_third_start_on)
+    monkeypatch.setattr(soak.Soak, "_draw", lambda *_: soak.Shot("all", 0, "step", 10**9, 0.0))
+    with pytest.raises(SystemExit, match=r"start 3 of .* failed by itself, with \[-9, -9\] \(-9: it hung\)"):
+        soak.main([f"--folder={tmp_path}", *SHORT])

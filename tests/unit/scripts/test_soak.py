@@ -43,7 +43,7 @@ def write_run(
     change(saved)
     store.save_checkpoint(checkpoint_path(run, 2), saved, lambda files: manifest_of(2, files, **more))
     (run / CHECKPOINTS / BEST).symlink_to("step_2_ckp")
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"step": 1, "loss": 4.0},
         {"step": 2, "loss": loss, "step_seconds": 0.1},
         {"step": 2, "evaluation_loss": 5},
