@@ -43,11 +43,11 @@ class Record:
 
 
 def tidy_up(run: Path, newest: Path, keep_last: int | None, say: Callable[[str], None]) -> None:
-    """After a commit: point `best` to the best checkpoint and remove what is superseded.
+    """After a commit, and at a start in case a kill came then: point `best` to the best, remove what is superseded.
 
     Args:
         run: folder of the run.
-        newest: the checkpoint that was just committed.
+        newest: the checkpoint that was just committed, or that the run goes on from.
         keep_last: how many to keep; None = all.
         say: told of what cannot be replaced or removed: that is no reason to end a run.
     """

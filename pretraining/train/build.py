@@ -22,6 +22,7 @@ from pretraining.checkpoint import store
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
 from pretraining.checkpoint.origin import find_origin, load
+from pretraining.checkpoint.retention import tidy_up
 from pretraining.checkpoint.staging import Staging
 from pretraining.checkpoint.state import FORMAT_VERSION, Manifest, Stateful, check_same_model, tensor_state
 from pretraining.config.batch import plan_batch
@@ -200,6 +201,10 @@ def _assemble(
         states["spikes"] = spikes
     checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states, lease)
     on_rank_zero(lambda: write_config(config))
+    restorable = parts.restorable
+    if restorable is not None and restorable.is_own:  # a kill may have come after its commit and before this
+        run = Path(config.checkpoint.ckpt_save_path)
+        on_rank_zero(lambda: tidy_up(run, restorable.path, config.checkpoint.keep_last, store.complain))
     announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(
         state=state,

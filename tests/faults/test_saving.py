@@ -81,6 +81,18 @@ def test_row_9_killed_in_an_asynchronous_save_best_and_the_older_checkpoint_stay
     assert checkpoints_in(tmp_path / "killed") == checkpoints_in(tmp_path / "whole")
 
 
+def test_row_8_killed_after_the_last_commit_the_next_start_finds_the_best_and_removes_what_is_superseded(
+    tmp_path: Path,
+) -> None:
+    flags = [*EVALUATED, f"ckpt_save_path={tmp_path / 'run'}"]
+    run_job(tmp_path, [flags], fault=("kill_in_save", 0, "retention", 3), check=False)
+    assert checkpoints_in(tmp_path / "run") == {"best", "step_4_ckp", "step_6_ckp"}
+    assert str((tmp_path / "run" / "checkpoints" / "best").readlink()) == "step_4_ckp"
+    run_job(tmp_path, [flags])
+    assert checkpoints_in(tmp_path / "run") == {"best", "step_6_ckp"}
+    assert str((tmp_path / "run" / "checkpoints" / "best").readlink()) == "step_6_ckp"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one checkpoint of the tiny model, and not for two."""

@@ -1,0 +1,85 @@
+"""scripts/soak.py: kills until the number is reached, then the end, compared."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from helpers import ROOT, run_command
+
+SHORT = ["--num_steps=12", "--kills=2"]
+
+
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("soak")
+
+
+def assert_ended_equal(said: str, folder: Path) -> None:
+    assert said.startswith("reference: 12 steps")
+    assert re.search(r"^2 kills in \d+ starts; \d+ runs ended equal", said, re.MULTILINE)
+    assert sum(map(int, re.findall(r"SIGKILL to (?:all|a rank) (\d+)", said))) == 2
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_that_is_killed_twice_ends_equal_and_leaves_nothing(tmp_path: Path) -> None:
+    command: list[str | Path] = [
+        sys.executable,
+        ROOT / "scripts" / "soak.py",
+        f"--folder={tmp_path}",
+        *SHORT,
+        "--whom=rank,all",
+    ]
+    assert_ended_equal(run_command(command, timeout=200).stdout, tmp_path)
+
+
+def test_the_same_with_other_processes_at_each_start_ends_equal_to_rounding(
+    soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soak.main([f"--folder={tmp_path}", *SHORT, "--whom=all", "--elastic"])
+    assert_ended_equal(capsys.readouterr().out, tmp_path)
+
+
+def test_a_run_that_fails_by_itself_is_told_and_kept(soak: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(
+        SystemExit, match=r"BROKEN: .*reference, which nothing was done to, ended with \[1, 1\]"
+    ) as ending:
+        soak.main([f"--folder={tmp_path}", "--learning_rate=fast"])
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in str(ending.value)
+    assert "learning_rate" in (kept / "reference" / "starts" / "1-rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--whom=rank,nobody", "--whom=rank,nobody: give any of rank, all, term"),
+        ("--ckpt-name=tokens", "--ckpt_name is set here"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    flag: str, message: str, soak: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        soak.main([flag])
+    assert message in capsys.readouterr().err
+
+
+def test_a_start_that_hangs_is_told(
+    soak: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang_from_the_third_start_on(run: Path, logs: list[Path], settings: list[str], limit_seconds: float) -> object:
+        if logs[0].name.startswith("3-"):
+            settings, limit_seconds = [*settings, "num_steps=1000000"], 1.0
+        return job(run, logs, settings, limit_seconds)
+
+    job = soak.Job
+    monkeypatch.setattr(soak, "Job", hang_from_the_third_start_on)
+    monkeypatch.setattr(soak.Soak, "_draw", lambda *_: soak.Shot("all", 0, "step", 10**9, 0.0))
+    with pytest.raises(SystemExit, match=r"start 3 of .* failed by itself, with \[-9, -9\] \(-9: it hung\)"):
+        soak.main([f"--folder={tmp_path}", *SHORT])
