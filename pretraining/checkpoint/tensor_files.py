@@ -171,12 +171,22 @@ def _stored_piece(
 
 
 def _chunks(pieces: Sequence[Piece]) -> Iterator[memoryview]:
-    """The bytes of a file, in order."""
-    yield memoryview(_header(pieces))
+    """The bytes of a file, in order; small pieces are joined, since each write is a turn that threads wait for."""
+    small = [memoryview(_header(pieces))]
     for piece in pieces:
         content = _bytes_of(piece.values.cpu().contiguous())
+        if len(content) < CHUNK_BYTES:
+            small.append(content)
+            if sum(map(len, small)) >= CHUNK_BYTES:
+                yield memoryview(b"".join(small))
+                small.clear()
+            continue
+        if small:
+            yield memoryview(b"".join(small))
+            small.clear()
         for begin in range(0, len(content), CHUNK_BYTES):
             yield content[begin : begin + CHUNK_BYTES]
+    yield memoryview(b"".join(small))
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
