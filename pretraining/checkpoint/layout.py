@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# Large enough that a file is written at full speed, small enough that several threads have work and that a cluster's
-# checkpoint is not one enormous file a process.
+# So many files a process that its threads have work: checksums of one are computed while another is copied, flushed or
+# read. But none so small that making it takes longer than filling it, and none enormous.
+FILES_OF_PROCESS = 4
+SMALL_FILE_BYTES = 2**25
 FILE_BYTES = 2**30
 
 
@@ -158,7 +160,8 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Number of the file, from 1, that each tensor goes into; each process has files of its own with these numbers.
 
-    Tensors of a block stand together, blocks in order, and a process's file holds about `FILE_BYTES`.
+    Tensors of a block stand together, blocks in order. A process has `FILES_OF_PROCESS` of them, fewer where they would
+    hold less than `SMALL_FILE_BYTES`, more where they would hold more than `FILE_BYTES`.
     """
     block = re.compile(r"\blayers\.(\d+)\.")
 
@@ -166,8 +169,10 @@ def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict
         match = block.search(name)
         return (int(match.group(1)) if match else -1), name
 
+    of_process = sum(map(bytes_of, tensors.values())) // world_size
+    file_bytes = min(max(-(-of_process // FILES_OF_PROCESS), SMALL_FILE_BYTES), FILE_BYTES)
     files, before = {}, 0
     for name in sorted(tensors, key=place):
-        files[name] = 1 + before // (FILE_BYTES * world_size)
+        files[name] = 1 + before // (file_bytes * world_size)
         before += bytes_of(tensors[name])
     return files

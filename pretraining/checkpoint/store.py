@@ -33,7 +33,7 @@ from pretraining.checkpoint.tensor_files import SUFFIX, StoredPiece, read_header
 from pretraining.errors import CheckpointError
 from pretraining.parallel.processes import gather_from_every_rank, on_every_rank, on_rank_zero
 
-WRITING_THREADS = 2
+WRITING_THREADS = 4  # while one file is flushed, others are checked and copied
 READING_THREADS = 4
 NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "a size limit"}
 

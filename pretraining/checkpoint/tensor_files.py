@@ -13,7 +13,6 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,9 +25,7 @@ from pretraining.checkpoint.state import FileEntry, crc32_text
 from pretraining.errors import CheckpointError
 
 SUFFIX = ".safetensors"
-CHUNK_BYTES = 2**24  # what one thread checks while another writes it
-INLINE_BYTES = 2**20  # below this, handing a chunk to another thread costs more than it saves
-READ_BYTES = 2**22
+CHUNK_BYTES = 2**20  # fits a core's cache: what was just read or checked is copied from there, not from memory
 LARGEST_HEADER_BYTES = 10**8
 
 _DTYPES = {
@@ -83,15 +80,10 @@ def write_tensors(path: Path, pieces: Sequence[Piece]) -> FileEntry:
     # Wide elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(pieces, key=lambda piece: (-piece.values.element_size(), piece.name))
     size = checksum = 0
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="checksum") as checker:
+    with path.open("wb", buffering=0) as file:
         for chunk in _chunks(ordered):
-            if len(chunk) < INLINE_BYTES:
-                _write_all(file.fileno(), chunk)
-                checksum = zlib.crc32(chunk, checksum)
-            else:
-                checking = checker.submit(zlib.crc32, chunk, checksum)
-                _write_all(file.fileno(), chunk)
-                checksum = checking.result()
+            checksum = zlib.crc32(chunk, checksum)
+            _write_all(file.fileno(), chunk)
             size += len(chunk)
         os.fsync(file.fileno())
     return FileEntry(size, crc32_text(checksum))
@@ -104,7 +96,7 @@ def checksum_file(path: Path) -> FileEntry:
         OSError: it cannot be read.
     """
     size = checksum = 0
-    buffer = memoryview(bytearray(READ_BYTES))
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             checksum = zlib.crc32(buffer[:count], checksum)
@@ -179,12 +171,22 @@ def _stored_piece(
 
 
 def _chunks(pieces: Sequence[Piece]) -> Iterator[memoryview]:
-    """The bytes of a file, in order."""
-    yield memoryview(_header(pieces))
+    """The bytes of a file, in order; small pieces are joined, since each write is a turn that threads wait for."""
+    small = [memoryview(_header(pieces))]
     for piece in pieces:
         content = _bytes_of(piece.values.cpu().contiguous())
+        if len(content) < CHUNK_BYTES:
+            small.append(content)
+            if sum(map(len, small)) >= CHUNK_BYTES:
+                yield memoryview(b"".join(small))
+                small.clear()
+            continue
+        if small:
+            yield memoryview(b"".join(small))
+            small.clear()
         for begin in range(0, len(content), CHUNK_BYTES):
             yield content[begin : begin + CHUNK_BYTES]
+    yield memoryview(b"".join(small))
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:

@@ -29,10 +29,12 @@ PHASES = {
     "python": "interpreter, settings",
     "torch": "import torch",
     "imports": "import everything else",
-    "join": "join the processes, tokenizer",
+    "join": "join the processes, tokenizer, lease",
+    "find": "find a checkpoint, compare checksums",
     "data": "list, index and map the data",
     "model": "build, shard and initialise the model",
     "rest": "optimizer, loader, trackers",
+    "load": "load the checkpoint",
     "step": "first step",
 }
 
@@ -84,19 +86,26 @@ def measured_run(settings: list[str]) -> None:
         raise SystemExit  # an error ends the loop without a checkpoint
 
     during(run, "build_run", "rest", None)
+    during(build, "find_origin", "find", "rest")
     during(build, "open_data", "data", "rest")
     during(build, "build_model", "model", "rest")
+    during(build, "load", "load", "rest")
     during(run, "train_loop", "step", None)
     loop.train_step = only_step  # type: ignore[assignment]
     mark("join")
     train_command(settings, {})
 
 
-def start(settings: list[str]) -> dict[str, float]:
-    """Seconds of each phase in a process of its own."""
+def start(settings: list[str], since: float | None = None) -> dict[str, float]:
+    """Seconds of each phase in a process of its own.
+
+    Args:
+        settings: of training, as name=value.
+        since: when the first phase begins, in seconds since the epoch; None = now.
+    """
     result = subprocess.run(
         [sys.executable, __file__, "measure", *settings],
-        env={**os.environ, STARTED: repr(time.time())},
+        env={**os.environ, STARTED: repr(since or time.time())},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -119,7 +128,8 @@ def main() -> None:
             cold.append(start(own))
             warm.append(start(own))
     print(f"\nmedian of {flags.rounds} starts, in seconds\n")
-    rows = [(text, _median(cold, phase), _median(warm, phase)) for phase, text in PHASES.items()]
+    new_run = {phase: text for phase, text in PHASES.items() if phase not in ("find", "load")}  # there is nothing to
+    rows = [(text, _median(cold, phase), _median(warm, phase)) for phase, text in new_run.items()]
     totals = [f"{statistics.median(sum(run.values()) for run in runs):.2f}" for runs in (cold, warm)]
     print(markdown_table(("", "without an index", "with an index"), [*rows, ("until the first step is done", *totals)]))
 

@@ -106,3 +106,12 @@ def test_files_hold_neighbouring_blocks_and_about_as_many_bytes_each(monkeypatch
     assert [files[f"model.layers.{block}.up.weight"] for block in range(3)] == [1, 2, 3]
     assert files["model.embed_tokens.weight"] == files["lm_head.weight"] == 1
     assert set(file_of_tensor(tensors, 4).values()) == {1}  # a quarter of the bytes each
+
+
+def test_a_process_has_files_for_all_its_threads_unless_they_would_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"model.layers.{block}.up.weight": torch.empty(10) for block in range(16)}
+    monkeypatch.setattr(layout, "SMALL_FILE_BYTES", 80)
+    assert max(file_of_tensor(tensors, 1).values()) == layout.FILES_OF_PROCESS
+    assert max(file_of_tensor(tensors, 4).values()) == 2  # 160 bytes a process
+    monkeypatch.setattr(layout, "FILE_BYTES", 80)
+    assert max(file_of_tensor(tensors, 1).values()) == 8

@@ -37,7 +37,6 @@ def example() -> list[Piece]:
 def test_a_file_is_safetensors_and_its_checksum_is_the_one_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "INLINE_BYTES", 16)
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 20)
     path = tmp_path / "a.safetensors"
     entry = write_tensors(path, example())
