@@ -11,24 +11,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.checkpoint import store
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
 from pretraining.checkpoint.origin import find_origin, load
-from pretraining.checkpoint.retention import tidy_up
-from pretraining.checkpoint.staging import Staging
-from pretraining.checkpoint.state import FORMAT_VERSION, Manifest, Stateful, check_same_model, tensor_state
+from pretraining.checkpoint.state import Stateful, check_same_model, tensor_state
 from pretraining.config.batch import plan_batch
 from pretraining.config.durations import Progress, resolve_warmup_steps
 from pretraining.config.intervals import Interval
-from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch
@@ -37,7 +31,6 @@ from pretraining.errors import DataError, PretrainError
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
-from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.adamw import build_adamw, materialise_state
 from pretraining.optim.schedules import WarmupCosine
@@ -47,6 +40,7 @@ from pretraining.parallel.precision import compute_dtype, precision_policy
 from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.parallel.sharding import MicroBatchSync, shard_model
 from pretraining.parallel.watchdog import collective_timeout
+from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_guards import build_guards, build_spike_detector
 from pretraining.train.data import open_data, open_loader, pace_of
 from pretraining.train.loop import Run
@@ -54,6 +48,7 @@ from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_folder import build_observer, make_run_folder, write_config
+from pretraining.train.spikes import SpikeDetector
 from pretraining.train.state import TrainState
 from pretraining.train.status import StatusKeeper
 from pretraining.train.step import StepContext
@@ -160,24 +155,8 @@ def _assemble(
     lease: Lease | None,
 ) -> Run:
     config, processes = parts.config, parts.processes
-    warmup_steps = resolve_warmup_steps(
-        config.schedule.warmup_steps, config.run.num_steps, parts.pace, parts.training_tokens
-    )
-    schedule = WarmupCosine(
-        config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
-    )
     spikes = build_spike_detector(parts, loader)
-    context = StepContext(
-        model=model,
-        sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
-        parameters=list(parameters.values()),
-        optimizer=optimizer,
-        schedule=schedule,
-        grad_clip_thresh=config.optimizer.grad_clip_thresh,
-        shard_group=mesh["shard"].get_group(),
-        device=processes.device,
-        spikes=spikes,
-    )
+    context = _build_step(parts, mesh, model, parameters, optimizer, spikes)
     stopwatch = Stopwatch(turn_to=processes.pulse.turn_to)
     agreement = Agreement()
     observer = build_observer(parts, stopwatch, state)
@@ -199,12 +178,8 @@ def _assemble(
     states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator}
     if spikes is not None:
         states["spikes"] = spikes
-    checkpoints = _build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states, lease)
+    checkpoints = build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states, lease)
     on_rank_zero(lambda: write_config(config))
-    restorable = parts.restorable
-    if restorable is not None and restorable.is_own:  # a kill may have come after its commit and before this
-        run = Path(config.checkpoint.ckpt_save_path)
-        on_rank_zero(lambda: tidy_up(run, restorable.path, config.checkpoint.keep_last, store.complain))
     announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(
         state=state,
@@ -222,62 +197,32 @@ def _assemble(
     )
 
 
-def _build_checkpoints(
+def _build_step(
     parts: Parts,
+    mesh: DeviceMesh,
+    model: Llama,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    loader: Loader,
-    observer: Observer,
-    stopwatch: Stopwatch,
-    states: dict[str, Stateful],
-    lease: Lease | None,
-) -> CheckpointManager:
-    config, device = parts.config, parts.processes.device
-
-    def describe(progress: Progress) -> Manifest:
-        return Manifest(
-            format_version=FORMAT_VERSION,
-            step=progress.steps,
-            tokens_seen=progress.tokens,
-            seconds=progress.seconds,
-            kind="interval",
-            loss=observer.last_loss,
-            evaluation_loss=None,
-            best_evaluation_loss=None,
-            data=loader.state_dict(),
-            state={},
-            global_batch_size=parts.plan.global_batch_size,
-            model=asdict(parts.shape),
-            world=store.world_description(config.parallel.sharding_strategy),
-            torch_version=torch.__version__,
-            files={},
-            config=dump_config(config),
-        )
-
-    policy = SavePolicy(
-        interval=Interval(config.checkpoint.checkpoint_interval, parts.training_tokens),
-        preempt_interval=Interval(config.checkpoint.preempt_interval, parts.training_tokens),
-        keep_last=config.checkpoint.keep_last,
-        save_best=config.checkpoint.save_best,
-        name_style=config.checkpoint.ckpt_name,
-        is_full=config.checkpoint.ckpt_format == "full",
+    spikes: SpikeDetector | None,
+) -> StepContext:
+    config = parts.config
+    warmup_steps = resolve_warmup_steps(
+        config.schedule.warmup_steps, config.run.num_steps, parts.pace, parts.training_tokens
     )
-    wanted = config.checkpoint.async_save
-    beside_training = device.type == "cuda" and not policy.is_full if wanted is None else wanted
-    manager = CheckpointManager(
-        run=Path(config.checkpoint.ckpt_save_path),
-        policy=policy,
-        tensors=lambda: tensor_state(parameters, optimizer),
-        describe=describe,
-        states=states,
-        activity=stopwatch.activity,
-        note=observer.note,
-        restored=parts.restorable.manifest if parts.restorable else None,
-        staging=Staging(device) if beside_training else None,
-        check_lease=lease.check if lease is not None else lambda: None,
+    schedule = WarmupCosine(
+        config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
     )
-    optimizer.register_step_pre_hook(lambda *_: manager.before_update())
-    return manager
+    return StepContext(
+        model=model,
+        sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
+        parameters=list(parameters.values()),
+        optimizer=optimizer,
+        schedule=schedule,
+        grad_clip_thresh=config.optimizer.grad_clip_thresh,
+        shard_group=mesh["shard"].get_group(),
+        device=parts.processes.device,
+        spikes=spikes,
+    )
 
 
 def _initial_state(parts: Parts) -> TrainState:
