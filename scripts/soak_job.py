@@ -97,9 +97,9 @@ class View:
             return "during a save"
         if new:
             return "while old checkpoints are removed"
-        if self.newest == last_step:
-            return "after the last save"
-        return "between saves" if self.steps else "in start-up"
+        if not self.steps:
+            return "in start-up"
+        return "after the last save" if self.newest == last_step else "between saves"
 
 
 class Job:

@@ -35,7 +35,7 @@ def test_a_run_that_is_killed_twice_ends_equal_and_leaves_nothing(tmp_path: Path
         *SHORT,
         "--whom=rank,all",
     ]
-    assert_ended_equal(run_command(command, timeout=200).stdout, tmp_path)
+    assert_ended_equal(run_command(command, timeout=280).stdout, tmp_path)
 
 
 def test_the_same_with_other_processes_at_each_start_ends_equal_to_rounding(

@@ -157,6 +157,7 @@ def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_ne
         ((3,), ("step_4_ckp.preempt.new.tmp",), (4,), "during a save"),
         ((3, 6), ("step_3_ckp.new.tmp",), (4, 5, 6), "while old checkpoints are removed"),
         ((6, 9), (), (7, 8, 9), "after the last save"),
+        ((6, 9), (), (), "in start-up"),
     ],
 )
 def test_what_a_kill_hits_shows_in_the_runs_folder(
