@@ -185,6 +185,7 @@ def _build_checkpoints(
     lease: Lease | None,
 ) -> CheckpointManager:
     config, device = parts.config, parts.processes.device
+    settings = dump_config(config)  # once: it takes milliseconds, and a step waits for each save
 
     def describe(progress: Progress) -> Manifest:
         return Manifest(
@@ -203,7 +204,7 @@ def _build_checkpoints(
             world=store.world_description(config.parallel.sharding_strategy),
             torch_version=torch.__version__,
             files={},
-            config=dump_config(config),
+            config=settings,
         )
 
     policy = SavePolicy(
