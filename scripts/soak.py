@@ -44,6 +44,7 @@ RUN = (
     *("seq_length=64", "mixed_precision=false", "sep_token=0", "logical_shards=8", "held_out_fraction=0.1"),
     *("num_steps=40", "global_batch_size=12", "learning_rate=1e-3", "checkpoint_interval=3", "keep_last=2"),
     *("preempt_interval=7", "eval_interval=5", "eval_batches=2", "report_interval=1", "tracker=none", "progress=plain"),
+    "max_starts_without_progress=0",
 )
 WHOM = {"rank": "SIGKILL to a rank", "all": "SIGKILL to all", "term": "SIGTERM to a rank"}
 STRATEGIES = ("fsdp", "ddp", "zero2")

@@ -47,6 +47,7 @@ def build_checkpoints(
         lease: on the run's folder; None = nobody else writes there.
     """
     config, device = parts.config, parts.processes.device
+    settings = dump_config(config)  # once: it takes milliseconds, and a step waits for each save
 
     policy = SavePolicy(
         interval=Interval(config.checkpoint.checkpoint_interval, parts.training_tokens),
@@ -62,7 +63,7 @@ def build_checkpoints(
         run=Path(config.checkpoint.ckpt_save_path),
         policy=policy,
         tensors=lambda: tensor_state(parameters, optimizer),
-        describe=lambda progress: _describe(progress, parts, loader, observer),
+        describe=lambda progress: _describe(progress, parts, settings, loader, observer),
         states=states,
         activity=stopwatch.activity,
         note=observer.note,
@@ -78,7 +79,7 @@ def build_checkpoints(
     return manager
 
 
-def _describe(progress: Progress, parts: Parts, loader: Loader, observer: Observer) -> Manifest:
+def _describe(progress: Progress, parts: Parts, settings: str, loader: Loader, observer: Observer) -> Manifest:
     return Manifest(
         format_version=FORMAT_VERSION,
         step=progress.steps,
@@ -95,5 +96,5 @@ def _describe(progress: Progress, parts: Parts, loader: Loader, observer: Observ
         world=world_description(parts.config.parallel.sharding_strategy),
         torch_version=torch.__version__,
         files={},
-        config=dump_config(parts.config),
+        config=settings,
     )
