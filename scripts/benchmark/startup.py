@@ -30,11 +30,11 @@ PHASES = {
     "torch": "import torch",
     "imports": "import everything else",
     "join": "join the processes, tokenizer, lease",
-    "find": "find a checkpoint, compare checksums",
+    "find": "find a checkpoint",
     "data": "list, index and map the data",
     "model": "build, shard and initialise the model",
-    "rest": "optimizer, loader, trackers",
-    "load": "load the checkpoint",
+    "rest": "loader, trackers",
+    "load": "load the checkpoint, compare checksums",
     "step": "first step",
 }
 
@@ -86,10 +86,11 @@ def measured_run(settings: list[str]) -> None:
         raise SystemExit  # an error ends the loop without a checkpoint
 
     during(run, "build_run", "rest", None)
-    during(build, "find_origin", "find", "rest")
+    during(build, "choose_origin", "find", "rest")
     during(build, "open_data", "data", "rest")
     during(build, "build_model", "model", "rest")
-    during(build, "load", "load", "rest")
+    during(build, "initialize_weights", "model", "rest")
+    during(build, "restore", "load", "rest")
     during(run, "train_loop", "step", None)
     loop.train_step = only_step  # type: ignore[assignment]
     mark("join")
