@@ -33,7 +33,7 @@ PHASES = {
     "find": "find a checkpoint",
     "data": "list, index and map the data",
     "model": "build, shard and initialise the model",
-    "rest": "loader, trackers",
+    "rest": "optimizer, loader, trackers",
     "load": "load the checkpoint, compare checksums",
     "step": "first step",
 }
@@ -57,7 +57,7 @@ def measured_run(settings: list[str]) -> None:
     import torch
 
     mark("imports")
-    from pretraining.train import build, loop, run
+    from pretraining.train import build, build_origin, loop, rollback, run
 
     def during(module: Any, name: str, phase: str, then: str | None) -> None:
         """Let a function begin a phase, and end it if `then` names the next one."""
@@ -90,8 +90,8 @@ def measured_run(settings: list[str]) -> None:
     during(build, "open_data", "data", "rest")
     during(build, "build_model", "model", "rest")
     during(build, "initialize_weights", "model", "rest")
-    during(build, "restore", "load", "rest")
-    during(run, "train_loop", "step", None)
+    during(build_origin, "load", "load", "rest")
+    during(rollback, "train_loop", "step", None)
     loop.train_step = only_step  # type: ignore[assignment]
     mark("join")
     train_command(settings, {})
