@@ -67,7 +67,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
     where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
     # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
-    restorable = find_checkpoint(replace(where, ckpt_save_path=path), check_contents=False)
+    restorable = find_checkpoint(replace(where, ckpt_save_path=path))
     if named is None:
         config = adopt_model(config)
     else:

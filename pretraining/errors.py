@@ -49,6 +49,10 @@ class CheckpointError(PretrainError):
     """A checkpoint cannot be written, or cannot be restored into this run."""
 
 
+class DamagedError(CheckpointError):
+    """The files of a checkpoint are not what was written; another checkpoint may be good."""
+
+
 class LaunchError(PretrainError):
     """The processes of a job cannot find each other or their devices."""
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 
-from pretraining.checkpoint import store
 from pretraining.checkpoint.full import ITERATION_FILE, FullFiles, is_full, manifest_of_files
 from pretraining.checkpoint.hf_folder import is_hugging_face_folder, manifest_of_folder, open_folder
 from pretraining.checkpoint.listing import MANIFEST, committed_checkpoints
+from pretraining.checkpoint.loading import check_files, load_tensors
 from pretraining.checkpoint.restore import Restorable, find_checkpoint
 from pretraining.checkpoint.sources import TensorFiles, TensorSource, fill
 from pretraining.checkpoint.state import shape_of
@@ -44,15 +45,24 @@ class Origin:
     checkpoint: Restorable
     weights_only: bool
 
+    @property
+    def step(self) -> int:
+        """Updates done where the run starts."""
+        return 0 if self.weights_only else self.checkpoint.manifest.step
 
-def find_origin(config: CheckpointConfig) -> Origin | None:
+
+def find_origin(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> Origin | None:
     """What a run with these settings starts from, or None for initial weights; a collective call.
+
+    Args:
+        config: where to look.
+        damaged: checkpoints that loading has found damaged, and how.
 
     Raises:
         CheckpointError: a load path was named and holds nothing to start from, or all there is is damaged.
     """
     foreign = on_rank_zero(lambda: _foreign(config))
-    found = foreign or find_checkpoint(config)
+    found = foreign or find_checkpoint(config, damaged)
     if found is None:
         return None
     has_state = bool(found.manifest.data)
@@ -69,7 +79,7 @@ def named_checkpoint(path: str) -> Restorable:
     if is_hugging_face_folder(source) and not (source / MANIFEST).is_file():
         raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
     config = CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path)
-    found = _foreign(replace(config, ckpt_save_path="")) or find_checkpoint(config, check_contents=False)
+    found = _foreign(replace(config, ckpt_save_path="")) or find_checkpoint(config)
     assert found is not None  # a load path without a checkpoint is an error
     return found
 
@@ -94,13 +104,14 @@ def load(checkpoint: Restorable, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read tensors of a checkpoint of any form into place, whatever the layout; a collective call.
 
     Raises:
-        CheckpointError: a file or tensor is missing, damaged or of another shape.
+        DamagedError: a file is not what was written; the tensors hold anything.
+        CheckpointError: a tensor is missing or of another shape.
     """
     files = checkpoint.manifest.files
     if files and not is_full(files):
-        store.load_tensors(checkpoint.path, tensors)
+        load_tensors(checkpoint.path, files, tensors)
         return
-    # A start has compared the files already.
+    check_files(checkpoint.path, files)
     on_every_rank(lambda: fill(tensors, open_tensors(checkpoint, check_contents=False)))
 
 
@@ -117,7 +128,7 @@ def adopt_model(config: Run) -> Run:
     if config.model.model_variant is not None:
         return config
     foreign = on_rank_zero(lambda: _foreign(config.checkpoint))
-    found = foreign or find_checkpoint(config.checkpoint, check_contents=False)
+    found = foreign or find_checkpoint(config.checkpoint)
     model = ModelConfig(model_variant=DEFAULT_VARIANT) if found is None else model_settings(shape_of(found.manifest))
     given = {
         field.name: getattr(config.model, field.name)

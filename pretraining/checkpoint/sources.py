@@ -131,7 +131,7 @@ def fill(tensors: Mapping[str, torch.Tensor], source: TensorSource) -> None:
 def header_of(path: Path) -> list[StoredPiece]:
     """What a file holds; `read_header` with the file system's errors as ones for users."""
     try:
-        return read_header(path)
+        return read_header(path).pieces
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
 

@@ -1,11 +1,11 @@
-"""How a checkpoint is written, becomes visible, and is read back.
+"""How a checkpoint is written and becomes visible.
 
     <run>/checkpoints/step_1000_ckp.1f9c.tmp/     being written: never read, removed by the next save
     <run>/checkpoints/step_1000_ckp/              committed: appears by one rename, when every file is there and flushed
 
 A save writes into the `.tmp` folder, each rank its share of the tensors, then rank 0 writes `manifest.json` with the
 size and checksum of every file and renames the folder. So a process that dies at any moment leaves the older
-checkpoints as they were. Reading takes safetensors and JSON only: nothing in a checkpoint is ever executed.
+checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,16 +25,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.layout import Box, Share, local_box, local_tensor, own_share
+from pretraining.checkpoint.layout import Share, own_share
 from pretraining.checkpoint.listing import MANIFEST, UNFINISHED_SUFFIX, unfinished_saves
 from pretraining.checkpoint.retries import with_retries
 from pretraining.checkpoint.state import FileEntry, Manifest
-from pretraining.checkpoint.tensor_files import SUFFIX, StoredPiece, read_header, read_piece, write_tensors
+from pretraining.checkpoint.tensor_files import SUFFIX, write_tensors
 from pretraining.errors import CheckpointError
-from pretraining.parallel.processes import gather_from_every_rank, on_every_rank, on_rank_zero
+from pretraining.parallel.processes import gather_from_every_rank, on_rank_zero
 
 WRITING_THREADS = 4  # while one file is flushed, others are checked and copied
-READING_THREADS = 4
 NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "a size limit"}
 
 ManifestFor = Callable[[Mapping[str, FileEntry]], Manifest]
@@ -88,20 +87,6 @@ def save_share(
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise
-
-
-def load_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read a checkpoint into `tensors`, in place, whatever the layout that wrote it; a collective call.
-
-    Tensors of the checkpoint that are not asked for stay unread.
-
-    Raises:
-        CheckpointError: a file or tensor is missing or damaged, or of another shape or type.
-    """
-    with _reading(folder):
-        names = on_rank_zero(lambda: sorted(path.name for path in folder.glob(f"*{SUFFIX}")))
-        stored = _read_headers(folder, names)
-        on_every_rank(lambda: _fill(folder, stored, tensors))
 
 
 def world_description(strategy: str) -> dict[str, Any]:
@@ -196,68 +181,9 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read_headers(folder: Path, names: list[str]) -> dict[str, list[StoredPiece]]:
-    """Where which part of every tensor lies; each rank opens its share of the files and tells the others."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-    def read() -> list[StoredPiece]:
-        with _reading(folder):
-            return [piece for name in names[rank::world_size] for piece in read_header(folder / name)]
-
-    stored: dict[str, list[StoredPiece]] = {}
-    for pieces in gather_from_every_rank(read):
-        for piece in pieces:
-            stored.setdefault(piece.name, []).append(piece)
-    return stored
-
-
-def _fill(folder: Path, stored: dict[str, list[StoredPiece]], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read this rank's part of every tensor."""
-    reads: dict[str, list[tuple[StoredPiece, Box, torch.Tensor]]] = {}
-    for name, tensor in tensors.items():
-        pieces = stored.get(name, [])
-        held, needed = _extent(pieces), {tensor.dtype: tensor.numel()}
-        if held != needed:
-            raise CheckpointError(f"{folder} cannot be loaded: of {name} it holds {held}, and {needed} are needed")
-        here, values = local_box(tensor), local_tensor(tensor)
-        for piece in pieces:
-            part = here.overlap(piece.box)
-            if part is not None:
-                begins = [begin - offset for begin, offset in zip(part.offsets, here.offsets, strict=True)]
-                target = values
-                for dim, begin in enumerate(begins):
-                    target = target.narrow(dim, begin, part.sizes[dim])
-                reads.setdefault(piece.file, []).append((piece, part, target))
-
-    def read(file: str) -> None:
-        with _reading(folder), (folder / file).open("rb", buffering=0) as opened:
-            for piece, part, target in sorted(reads[file], key=lambda each: each[0].begin):
-                read_piece(opened.fileno(), piece, part, target)
-
-    with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="restore") as pool:
-        list(pool.map(read, reads))
-
-
-def _extent(pieces: Iterable[StoredPiece]) -> dict[torch.dtype, int]:
-    """Elements of a tensor that are stored, by type."""
-    counts: dict[torch.dtype, int] = {}
-    for piece in pieces:
-        counts[piece.dtype] = counts.get(piece.dtype, 0) + piece.box.count
-    return counts
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """An error of the file system as one for users."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
-
-
 @contextmanager
 def _writing(path: Path, share: Share) -> Iterator[None]:
-    """The same for writing."""
+    """An error of the file system as one for users."""
     try:
         yield
     except OSError as error:

@@ -64,6 +64,21 @@ class StoredPiece:
     begin: int
 
 
+@dataclass(frozen=True)
+class Header:
+    """What stands before the tensors of a file.
+
+    Attributes:
+        pieces: what the file holds.
+        bytes: its length; the first tensor begins behind it.
+        crc32: of these bytes; goes on with what follows.
+    """
+
+    pieces: list[StoredPiece]
+    bytes: int
+    crc32: int
+
+
 def write_tensors(path: Path, pieces: Sequence[Piece]) -> FileEntry:
     """Write a file, flushed to disk; what was there before is replaced.
 
@@ -104,7 +119,7 @@ def checksum_file(path: Path) -> FileEntry:
     return FileEntry(size, crc32_text(checksum))
 
 
-def read_header(path: Path) -> list[StoredPiece]:
+def read_header(path: Path) -> Header:
     """What a file holds.
 
     Raises:
@@ -113,21 +128,25 @@ def read_header(path: Path) -> list[StoredPiece]:
     """
     with path.open("rb") as file:
         end = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
         if not 2 <= length <= min(end - 8, LARGEST_HEADER_BYTES):
             raise CheckpointError(f"{path} is no safetensors file")
         content = file.read(length)
     try:
         header = json.loads(content)
         offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-        return [
+        pieces = [
             _stored_piece(path.name, name, entry, offsets.get(name), 8 + length, end) for name, entry in header.items()
         ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a header that makes no sense ({error})") from None
+    return Header(pieces, 8 + length, zlib.crc32(content, zlib.crc32(prefix)))
 
 
-def read_piece(descriptor: int, piece: StoredPiece, part: Box, target: torch.Tensor) -> None:
+def read_piece(
+    descriptor: int, piece: StoredPiece, part: Box, target: torch.Tensor, crc32: int | None = None
+) -> int | None:
     """Read a part of a stored piece.
 
     Args:
@@ -135,6 +154,10 @@ def read_piece(descriptor: int, piece: StoredPiece, part: Box, target: torch.Ten
         piece: in it.
         part: of the tensor, inside the piece.
         target: of the part's shape and the piece's dtype; filled.
+        crc32: of the file up to the part, which is the whole piece; None = do not compute one.
+
+    Returns:
+        The checksum of the file up to the end of the piece.
 
     Raises:
         CheckpointError: the file ends early.
@@ -145,13 +168,13 @@ def read_piece(descriptor: int, piece: StoredPiece, part: Box, target: torch.Ten
     first = offsets[0] if offsets else 0
     is_whole_rows = part.sizes[1:] == piece.box.sizes[1:]
     if is_whole_rows and target.is_cpu and target.is_contiguous():
-        _read_all(descriptor, piece.begin + first * row, _bytes_of(target), piece)
-        return
+        return _read_all(descriptor, piece.begin + first * row, _bytes_of(target), piece, crc32)
     rows = torch.empty((*part.sizes[:1], *piece.box.sizes[1:]), dtype=piece.dtype, pin_memory=target.is_cuda)
-    _read_all(descriptor, piece.begin + first * row, _bytes_of(rows), piece)
+    crc32 = _read_all(descriptor, piece.begin + first * row, _bytes_of(rows), piece, crc32)
     for dim in range(1, len(offsets)):
         rows = rows.narrow(dim, offsets[dim], part.sizes[dim])
     target.copy_(rows)
+    return crc32
 
 
 def _stored_piece(
@@ -162,7 +185,7 @@ def _stored_piece(
     saved = tuple(offsets["saved_offsets"]) if offsets is not None else (0,) * len(shape)
     if (
         len(saved) != len(shape)
-        or not all(isinstance(number, int) and number >= 0 for number in (*shape, *saved))
+        or not all(isinstance(number, int) and number >= 0 for number in (*shape, *saved, begin, end))
         or end - begin != prod(shape) * dtype.itemsize
         or not data_begin <= begin <= end <= file_end
     ):
@@ -215,10 +238,14 @@ def _write_all(descriptor: int, content: memoryview) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def _read_all(descriptor: int, begin: int, content: memoryview, piece: StoredPiece) -> None:
+def _read_all(descriptor: int, begin: int, content: memoryview, piece: StoredPiece, crc32: int | None) -> int | None:
     while content:
-        count = os.preadv(descriptor, [content], begin)
+        chunk = content if crc32 is None else content[:CHUNK_BYTES]
+        count = os.preadv(descriptor, [chunk], begin)
         if count == 0:
             raise CheckpointError(f"{piece.file} ends in the middle of {piece.name}")
+        if crc32 is not None:
+            crc32 = zlib.crc32(chunk[:count], crc32)
         begin += count
         content = content[count:]
+    return crc32

@@ -1,6 +1,6 @@
 """The composition root: the only place that sees every part.
 
-    config + processes -> restore point -> data -> model -> optimizer -> restored tensors -> Run
+    config + processes -> restore point -> data -> model -> restored tensors, optimizer -> place in the data -> Run
 
 Whatever can fail here fails on all ranks alike (`on_rank_zero`, `on_every_rank`), so that a mistake is one message and
 no hang.
@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.origin import find_origin, load
-from pretraining.checkpoint.state import Stateful, check_same_model, tensor_state
+from pretraining.checkpoint.listing import incomplete_checkpoints
+from pretraining.checkpoint.state import Stateful
 from pretraining.config.batch import plan_batch
 from pretraining.config.durations import Progress, resolve_warmup_steps
 from pretraining.config.intervals import Interval
@@ -32,7 +32,6 @@ from pretraining.evaluation.held_out import Evaluator
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.throughput import Stopwatch
-from pretraining.optim.adamw import build_adamw, materialise_state
 from pretraining.optim.schedules import WarmupCosine
 from pretraining.parallel.agreement import Agreement
 from pretraining.parallel.mesh import build_mesh
@@ -42,12 +41,13 @@ from pretraining.parallel.sharding import MicroBatchSync, shard_model
 from pretraining.parallel.watchdog import collective_timeout
 from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_guards import build_guards, build_spike_detector
+from pretraining.train.build_origin import choose_origin, restore
 from pretraining.train.data import open_data, open_loader, pace_of
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
 from pretraining.train.preemption import StopRequests
-from pretraining.train.run_folder import build_observer, make_run_folder, write_config
+from pretraining.train.run_folder import build_observer, write_config
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.state import TrainState
 from pretraining.train.status import StatusKeeper
@@ -80,16 +80,19 @@ def build_run(
     if config.run.deterministic:
         _use_deterministic_kernels()
     shape = resolve_shape(config.model)
-    origin = find_origin(config.checkpoint)
+    origin = choose_origin(config, shape, status)
+    abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
+    processes.pulse.step = origin.step if origin is not None else 0
+    data = open_data(config, processes, say=print)
+
+    mesh = mesh if mesh is not None else _build_mesh(config, processes)
+    model = build_model(shape, config, mesh, processes.device, initialize=False)
+    # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
+    parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
+    origin, optimizer = restore(origin, model, parameters, config, shape, status)
     restorable = origin.checkpoint if origin is not None and not origin.weights_only else None
     weights = origin.checkpoint if origin is not None and origin.weights_only else None
-    if origin is not None:
-        check_same_model(origin.checkpoint.manifest, shape, str(origin.checkpoint.path))
-    abandoned = on_rank_zero(lambda: make_run_folder(Path(config.checkpoint.ckpt_save_path)))
-    if status is not None:
-        restored_step = restorable.manifest.step if restorable else 0
-        on_rank_zero(lambda: status.begin(Path(config.checkpoint.ckpt_save_path), restored_step))
-    data = open_data(config, processes, say=print)
+
     restored_batch = restorable.manifest.global_batch_size if restorable else None
     plan = plan_batch(config.batch, processes.world_size, restored_batch)
     loader = open_loader(data, config, plan, processes.rank, shape.vocab_size, "train")
@@ -98,20 +101,10 @@ def build_run(
     pace = pace_of(loader, config.data.seq_length)
     total_steps = config.run.num_steps.to_steps(pace, data.training_tokens if data is not None else None)
     parts = Parts(config, processes, shape, restorable, weights, abandoned, data, plan, pace, total_steps)
-
-    mesh = mesh if mesh is not None else _build_mesh(config, processes)
-    model = build_model(shape, config, mesh, processes.device, initialize=origin is None)
-    # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
-    parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
-    optimizer = build_adamw(model, config.optimizer)
     state = _initial_state(parts)
     processes.pulse.step = state.step
-    if restorable is not None:
-        materialise_state(optimizer)
-        wanted = optimizer if config.checkpoint.load_optimizer or restorable.is_own else None
-        load(restorable, tensor_state(parameters, wanted))
-    elif weights is not None:
-        load(weights, tensor_state(parameters, None))
+    if origin is None:  # late: mistakes in the settings of the data should not have to wait for it
+        initialize_weights(model, shape, config.run.seed, processes.device)
     return _assemble(parts, mesh, model, parameters, optimizer, state, loader, stop_requests or StopRequests(), lease)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.listing import CHECKPOINTS, incomplete_checkpoints
+from pretraining.checkpoint.listing import CHECKPOINTS
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.intervals import Interval
 from pretraining.config.recipes import dump_config
@@ -27,8 +27,8 @@ from pretraining.train.state import TrainState
 LOGS = "logs"
 
 
-def make_run_folder(run: Path) -> list[Path]:
-    """Make the run's folder; return what interrupted saves have left there.
+def make_run_folder(run: Path) -> None:
+    """Make the run's folder, unless it is there.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -37,7 +37,6 @@ def make_run_folder(run: Path) -> list[Path]:
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _not_writable(run, error) from None
-    return incomplete_checkpoints(run)
 
 
 def write_config(config: TrainConfig) -> None:

@@ -60,6 +60,7 @@ class StatusKeeper:
         self._limit = max_starts_without_progress
         self._is_writer = is_writer
         self._begun: RunStatus | None = None
+        self._previous: RunStatus | None = None
         self._state: TrainState | None = None
 
     def __enter__(self) -> StatusKeeper:
@@ -68,6 +69,8 @@ class StatusKeeper:
     def begin(self, run: Path, restored_step: int) -> None:
         """Count a start; call it where the run's folder is there and this job is the one that may write to it.
 
+        Call it again where that checkpoint turns out to be damaged, and the start goes on from an older one.
+
         Args:
             run: the folder.
             restored_step: of the checkpoint that the start goes on from.
@@ -75,13 +78,18 @@ class StatusKeeper:
         Raises:
             CheckpointError: too many starts in a row have crashed at this step, or the file cannot be written.
         """
-        if not self._is_writer or self._begun is not None:  # a run that goes back begins no new start
+        if not self._is_writer or self._state is not None:  # a run that goes back begins no new start
             return
         self._path = run / STATUS_FILE
-        previous = read_status(self._path)
+        if self._begun is None:
+            self._previous = read_status(self._path)
+        previous = self._previous
         starts = previous.starts if previous else 0
         crashes = previous.starts_without_progress if previous and restored_step <= previous.started_at_step else 0
         if previous is not None and 0 < self._limit <= crashes:
+            if self._begun is not None:  # from a checkpoint that is damaged: this start was none
+                self._begun = None
+                self._write(previous)
             raise _crash_loop(self._path, previous, crashes)
         self._begun = RunStatus("running", restored_step, "", starts + 1, crashes + 1, restored_step, "")
         try:

@@ -6,7 +6,7 @@
 Four questions, each answered by turns that follow each other in changing order (A B, B A, ...), as medians:
 
     save     a whole save (checksums, flush, commit) against write and fsync of the same bytes, a file a process
-    load     finding the checkpoint (every checksum compared) and loading it against reading those files
+    load     finding the checkpoint and loading it, every checksum compared, against reading those files
     blocked  seconds for which training steps wait for a save beside the training, against one in place
     killed   seconds from kill -9 to the end of the new process's first step
 
@@ -38,6 +38,7 @@ from common import announce, markdown_table, parse, read_settings, spread, synch
 from pretraining.checkpoint import store
 from pretraining.checkpoint.layout import own_share
 from pretraining.checkpoint.listing import checkpoint_path
+from pretraining.checkpoint.loading import load_tensors
 from pretraining.checkpoint.restore import find_checkpoint
 from pretraining.checkpoint.state import Manifest, tensor_state
 from pretraining.config.training import TrainConfig
@@ -168,7 +169,7 @@ def _turns(run: Path, raw: Path, config: TrainConfig, tensors: Mapping[str, torc
     def load() -> None:
         found = find_checkpoint(replace(config.checkpoint, ckpt_save_path=str(run)))
         assert found is not None
-        store.load_tensors(found.path, tensors)
+        load_tensors(found.path, found.manifest.files, tensors)
         synchronize()
 
     def write_raw() -> None:

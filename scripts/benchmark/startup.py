@@ -30,11 +30,11 @@ PHASES = {
     "torch": "import torch",
     "imports": "import everything else",
     "join": "join the processes, tokenizer, lease",
-    "find": "find a checkpoint, compare checksums",
+    "find": "find a checkpoint",
     "data": "list, index and map the data",
     "model": "build, shard and initialise the model",
     "rest": "optimizer, loader, trackers",
-    "load": "load the checkpoint",
+    "load": "load the checkpoint, compare checksums",
     "step": "first step",
 }
 
@@ -57,7 +57,7 @@ def measured_run(settings: list[str]) -> None:
     import torch
 
     mark("imports")
-    from pretraining.train import build, loop, run
+    from pretraining.train import build, build_origin, loop, rollback, run
 
     def during(module: Any, name: str, phase: str, then: str | None) -> None:
         """Let a function begin a phase, and end it if `then` names the next one."""
@@ -86,11 +86,12 @@ def measured_run(settings: list[str]) -> None:
         raise SystemExit  # an error ends the loop without a checkpoint
 
     during(run, "build_run", "rest", None)
-    during(build, "find_origin", "find", "rest")
+    during(build, "choose_origin", "find", "rest")
     during(build, "open_data", "data", "rest")
     during(build, "build_model", "model", "rest")
-    during(build, "load", "load", "rest")
-    during(run, "train_loop", "step", None)
+    during(build, "initialize_weights", "model", "rest")
+    during(build_origin, "load", "load", "rest")
+    during(rollback, "train_loop", "step", None)
     loop.train_step = only_step  # type: ignore[assignment]
     mark("join")
     train_command(settings, {})

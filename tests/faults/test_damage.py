@@ -91,6 +91,23 @@ def test_the_damaged_file_is_named_and_the_newest_good_checkpoint_is_used(
     assert "Stopped at step" in output and not (run.parent / "executed").exists()
 
 
+def test_files_that_no_rank_loads_wholly_are_compared_too(tmp_path: Path) -> None:
+    run_job(tmp_path, [[*FLAGS, "run_steps=6", "sharding_strategy=ddp", f"ckpt_save_path={tmp_path / 'run'}"]])
+    changes = {"other_layout": ["sharding_strategy=fsdp"], "weights_alone": ["weights_only=true"]}
+    runs = []
+    for name, flags in changes.items():
+        source = tmp_path / f"damaged_for_{name}"
+        shutil.copytree(tmp_path / "run", source)
+        flip_a_bit(shard(source / "checkpoints" / "step_6_ckp", 1))
+        runs.append([*FLAGS, "run_steps=1", *flags, f"ckpt_load_path={source}", f"ckpt_save_path={tmp_path / name}"])
+    output = run_job(tmp_path, runs)[0].output.split("--- [")[1:]
+    for name, said in zip(changes, output, strict=True):
+        source = tmp_path / f"damaged_for_{name}" / "checkpoints"
+        assert f"{source}/step_4_ckp" in said
+        assert f"{shard(source / 'step_6_ckp', 1)} is damaged: its checksum is" in said
+        assert said.count("passed over") == 1
+
+
 def test_a_checkpoint_that_was_named_itself_is_refused_and_a_run_without_a_good_one_too(tmp_path: Path) -> None:
     flags = [*FLAGS, "num_steps=4"]
     run_job(tmp_path, [[*flags, f"ckpt_save_path={tmp_path / 'run'}"]])

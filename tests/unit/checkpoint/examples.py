@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoint import store
-from pretraining.checkpoint.listing import checkpoint_path
+from pretraining.checkpoint.listing import checkpoint_path, read_document
+from pretraining.checkpoint.loading import load_tensors
 from pretraining.checkpoint.state import FORMAT_VERSION, FileEntry, Manifest
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import resolve_shape
@@ -57,3 +58,8 @@ def save(run: Path, step: int, kind: str = "interval", evaluation_loss: float | 
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
     store.save_checkpoint(folder, tensors(float(step)), lambda files: manifest_of(step, files, kind, evaluation_loss))
     return folder
+
+
+def load(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Load a checkpoint into tensors."""
+    load_tensors(folder, read_document(folder).files, into)

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from unit.checkpoint.examples import manifest_of, tensors
+from unit.checkpoint.examples import load, manifest_of, tensors
 
 from pretraining.checkpoint import manager as manager_module
-from pretraining.checkpoint import store
 from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints, read_document
 from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
 from pretraining.checkpoint.staging import Staging
@@ -98,7 +97,7 @@ def test_what_is_saved_is_what_was_there_at_the_save(make: Callable[..., Run]) -
         run.steps(8)
     for step in (3, 6, 8):
         restored = tensors(0.0)
-        store.load_tensors(run.folder / CHECKPOINTS / f"step_{step}_ckp", restored)
+        load(run.folder / CHECKPOINTS / f"step_{step}_ckp", restored)
         assert all(torch.equal(restored[name], value) for name, value in tensors(float(step)).items())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.checkpoint.examples import manifest_of, save, tensors
+from unit.checkpoint.examples import load, manifest_of, save, tensors
 
 from pretraining.checkpoint import layout, listing, retries, store
 from pretraining.checkpoint.listing import (
@@ -31,19 +31,12 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(layout, "FILE_BYTES", 16)
     folder = save(tmp_path, 7)
     restored = tensors(0.0)
-    store.load_tensors(folder, restored)
+    load(folder, restored)
     assert all(torch.equal(restored[name], value) for name, value in tensors(7.0).items())
     manifest = read_manifest(folder)
     assert manifest.step == 7 and len(manifest.files) == 2
     assert set(manifest.files) == {path.name for path in folder.iterdir()} - {listing.MANIFEST}
     assert all(name.endswith(".safetensors") for name in manifest.files)
-
-
-def test_a_part_of_the_tensors_may_be_read(tmp_path: Path) -> None:
-    folder = save(tmp_path, 7)
-    only = {"lm_head.weight": torch.zeros(4)}
-    store.load_tensors(folder, only)
-    assert torch.equal(only["lm_head.weight"], torch.full((4,), 7.0))
 
 
 def test_checkpoints_are_in_order_of_their_steps_not_of_their_times(tmp_path: Path) -> None:
@@ -89,7 +82,7 @@ def test_a_save_that_was_interrupted_does_not_count_and_is_removed_by_the_next(t
     save(tmp_path, 6)
     assert not half.exists() and not almost.exists() and steps_in(tmp_path) == [5, 6]
     restored = tensors(0.0)
-    store.load_tensors(checkpoint_path(tmp_path, 6), restored)
+    load(checkpoint_path(tmp_path, 6), restored)
     assert torch.equal(restored["lm_head.weight"], torch.full((4,), 6.0))
 
 
@@ -99,39 +92,6 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5)
     assert not (folder / "left.over").exists()
     assert [path.name for path in folder.parent.iterdir()] == ["step_5_ckp"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("extra.weight", torch.zeros(1), "of extra.weight it holds {}, and"),
-        ("lm_head.weight", torch.zeros(5), "of lm_head.weight it holds {torch.float32: 4}, and {torch.float32: 5}"),
-        ("lm_head.weight", torch.zeros(4).bfloat16(), "{torch.float32: 4}, and {torch.bfloat16: 4} are needed"),
-    ],
-)
-def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error(
-    tmp_path: Path, name: str, value: torch.Tensor, message: str
-) -> None:
-    folder = save(tmp_path, 5)
-    with pytest.raises(CheckpointError) as raised:
-        store.load_tensors(folder, {**tensors(0.0), name: value})
-    assert message in str(raised.value) and str(folder) in str(raised.value)
-
-
-def test_a_damaged_or_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path, 5)
-
-    def unreadable(path: Path) -> list[object]:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "read_header", unreadable)
-        with pytest.raises(CheckpointError, match=r"step_5_ckp cannot be loaded: .*Permission denied"):
-            store.load_tensors(folder, tensors(0.0))
-    shard = next(folder.glob("*.safetensors"))
-    shard.write_bytes(b"\xff" * shard.stat().st_size)
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
-        store.load_tensors(folder, tensors(0.0))
 
 
 def test_where_nothing_can_be_written_the_error_says_so(tmp_path: Path) -> None:
@@ -208,5 +168,5 @@ def test_a_checkpoint_is_removed_also_where_it_is_a_link(tmp_path: Path) -> None
 
 def test_saving_and_loading_leave_no_threads(tmp_path: Path) -> None:
     before = threading.active_count()
-    store.load_tensors(save(tmp_path, 5), tensors(0.0))
+    load(save(tmp_path, 5), tensors(0.0))
     assert threading.active_count() == before

@@ -47,8 +47,27 @@ def test_a_file_is_safetensors_and_its_checksum_is_the_one_on_disk(
     assert all(
         torch.equal(loaded[each.name], each.values) for each in example() if each.name in ("step", "odd", "wide")
     )
-    for stored in read_header(path):
+    for stored in read_header(path).pieces:
         assert stored.begin % stored.dtype.itemsize == 0
+
+
+def test_a_checksum_that_goes_on_from_the_header_over_every_piece_is_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 20)
+    path = tmp_path / "a.safetensors"
+    entry = write_tensors(path, example())
+    header = read_header(path)
+    checksum: int | None = header.crc32
+    with path.open("rb") as file:
+        for stored in header.pieces:
+            target = torch.empty(stored.box.sizes[::-1], dtype=stored.dtype)
+            target = target.permute(tuple(range(target.dim()))[::-1])
+            checksum = read_piece(file.fileno(), stored, stored.box, target, checksum)
+            assert torch.equal(target, next(each.values for each in example() if each.name == stored.name)) or (
+                stored.name in ("rows", "turned")  # drawn anew
+            )
+    assert f"{checksum:08x}" == entry.crc32 and header.bytes == header.pieces[0].begin
 
 
 @pytest.mark.usefixtures("single_process")
@@ -70,7 +89,7 @@ def test_any_part_of_a_piece_reads_back(tmp_path_factory: pytest.TempPathFactory
     values = torch.randint(0, 2, shape).to(dtype)
     path = tmp_path_factory.getbasetemp() / "part.safetensors"
     write_tensors(path, [piece("before", torch.ones(2)), piece("x", values, offsets)])
-    stored = next(each for each in read_header(path) if each.name == "x")
+    stored = next(each for each in read_header(path).pieces if each.name == "x")
     assert (stored.box.offsets, stored.box.sizes, stored.dtype) == (offsets, shape, dtype)
     begins = [data.draw(st.integers(0, size - 1)) for size in shape]
     sizes = tuple(data.draw(st.integers(1, size - begin)) for size, begin in zip(shape, begins, strict=True))
@@ -110,6 +129,8 @@ def with_header(header: object, rest: bytes = b"") -> bytes:
         with_header({"x": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}}, b"0000"),
         with_header({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, b"0000"),
         with_header({"x": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}, b"0000"),
+        with_header({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}, b"0000"),
+        (10**5).to_bytes(8, "little") + b"[" * 10**5,
         with_header({"x": {"dtype": "F32", "shape": [1]}}, b"0000"),
         with_header({"__metadata__": {"DCP_SHARDING_INFO": "["}, "x": {}}),
         with_header(
@@ -131,7 +152,7 @@ def test_a_header_that_makes_no_sense_is_refused_with_the_files_name(tmp_path: P
 def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write_tensors(path, [piece("x", torch.ones(100))])
-    stored = read_header(path)[0]
+    stored = read_header(path).pieces[0]
     os.truncate(path, path.stat().st_size - 4)
     with path.open("rb") as file, pytest.raises(CheckpointError, match=r"a\.safetensors ends in the middle of x"):
         read_piece(file.fileno(), stored, stored.box, torch.empty(100))

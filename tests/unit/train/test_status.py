@@ -90,6 +90,23 @@ def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert (status_of(tmp_path)["starts"], status_of(tmp_path)["starts_without_progress"]) == (5, 3)
 
 
+def test_a_start_whose_checkpoint_is_damaged_counts_once_and_from_the_one_that_it_goes_on_from(tmp_path: Path) -> None:
+    start(tmp_path, 4, 6, ValueError("the loss is no number"))
+    with pytest.raises(ValueError), StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 6)
+        assert (status_of(tmp_path)["started_at_step"], status_of(tmp_path)["starts_without_progress"]) == (6, 1)
+        status.begin(tmp_path, 4)
+        assert (status_of(tmp_path)["started_at_step"], status_of(tmp_path)["starts_without_progress"]) == (4, 2)
+        raise ValueError
+    assert status_of(tmp_path)["step"] == 4 and status_of(tmp_path)["starts"] == 2
+    before = status_of(tmp_path)
+    refused = pytest.raises(CheckpointError, match="its last 2 starts went on from step 4 and crashed")
+    with refused, StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 6)
+        status.begin(tmp_path, 4)
+    assert status_of(tmp_path) == before
+
+
 def test_a_crash_without_words_is_named_as_such(tmp_path: Path) -> None:
     StatusKeeper(1, is_writer=True).begin(tmp_path, 0)
     with pytest.raises(CheckpointError, match="it ended without a word"):

@@ -1,0 +1,106 @@
+"""Chooses what a run starts from, and reads it into the run's tensors.
+
+    the newest by its manifest -> counted as a start from there -> tensors, compared while they are read -> it is good
+              ^                                                                   |
+              +------------------- a new optimizer, the next one <--------- it is damaged
+
+The position in the data and all else that a manifest says is taken after this, from the one that was good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from pretraining.checkpoint.origin import Origin, find_origin, load
+from pretraining.checkpoint.state import check_same_model, tensor_state
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import LlamaShape
+from pretraining.errors import DamagedError
+from pretraining.optim.adamw import build_adamw, materialise_state
+from pretraining.parallel.processes import on_rank_zero
+from pretraining.train.run_folder import make_run_folder
+from pretraining.train.status import StatusKeeper
+
+
+def choose_origin(
+    config: TrainConfig,
+    shape: LlamaShape,
+    status: StatusKeeper | None,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+) -> Origin | None:
+    """What a run starts from unless its files are damaged, None for initial weights; a collective call.
+
+    The run's folder is there afterwards, and its status says where it starts.
+
+    Args:
+        config: the settings.
+        shape: dimensions of the model.
+        status: told of the start.
+        damaged: checkpoints that were tried, and what is wrong with them.
+
+    Raises:
+        CheckpointError: nothing is good at a place that was named, or it is of another model; or the run has crashed
+            there too often.
+    """
+    origin = find_origin(config.checkpoint, damaged)
+    if origin is not None:
+        check_same_model(origin.checkpoint.manifest, shape, str(origin.checkpoint.path))
+    run, step = Path(config.checkpoint.ckpt_save_path), origin.step if origin is not None else 0
+    on_rank_zero(lambda: make_run_folder(run))
+    if status is not None:
+        on_rank_zero(lambda: status.begin(run, step))
+    return origin
+
+
+def restore(
+    origin: Origin | None,
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    config: TrainConfig,
+    shape: LlamaShape,
+    status: StatusKeeper | None,
+) -> tuple[Origin | None, torch.optim.Optimizer]:
+    """Read what was chosen, or what comes before it where that is damaged; a collective call.
+
+    Args:
+        origin: what was chosen.
+        model: filled; left alone where there is nothing to read.
+        parameters: of the model, by name.
+        config: the settings.
+        shape: dimensions of the model.
+        status: told where the start begins.
+
+    Returns:
+        What the run really starts from, and an optimizer with the state that goes with it.
+
+    Raises:
+        CheckpointError: as `choose_origin`, or it does not fit.
+    """
+    damaged: dict[Path, str] = {}
+    while True:
+        optimizer = build_adamw(model, config.optimizer)  # a new one each time: of what was damaged nothing may stay
+        if origin is None:
+            return None, optimizer
+        try:
+            _load(origin, config, parameters, optimizer)
+        except DamagedError as error:
+            damaged[origin.checkpoint.path] = str(error)
+        else:
+            return origin, optimizer
+        origin = choose_origin(config, shape, status, damaged)
+
+
+def _load(
+    origin: Origin, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    if origin.weights_only:
+        load(origin.checkpoint, tensor_state(parameters, None))
+        return
+    materialise_state(optimizer)
+    wanted = optimizer if config.checkpoint.load_optimizer or origin.checkpoint.is_own else None
+    load(origin.checkpoint, tensor_state(parameters, wanted))

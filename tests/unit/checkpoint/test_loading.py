@@ -1,0 +1,200 @@
+"""Loading: what is read is what was written, or the file that is not is named; most files are read once."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.checkpoint.examples import load, save, tensors
+
+from pretraining.checkpoint import layout, loading, retries
+from pretraining.checkpoint.loading import check_files, share_of_files
+from pretraining.checkpoint.state import FileEntry
+from pretraining.checkpoint.tensor_files import Header
+from pretraining.errors import CheckpointError, DamagedError
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def shards_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def flip_a_bit(path: Path, place: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of two files: the head, and all the rest."""
+    monkeypatch.setattr(layout, "FILE_BYTES", 16)
+    folder = save(tmp_path, 7)
+    assert len(shards_of(folder)) == 2
+    return folder
+
+
+def head() -> dict[str, torch.Tensor]:
+    """All of the first file."""
+    return {"lm_head.weight": torch.zeros(4)}
+
+
+def layer() -> dict[str, torch.Tensor]:
+    """A part of the second."""
+    return {"model.layers.0.a.weight": torch.zeros(3, 2)}
+
+
+def test_a_part_of_the_tensors_may_be_read(two_files: Path) -> None:
+    for part in (head(), layer()):
+        load(two_files, part)
+        assert all(torch.equal(value, torch.full_like(value, 7.0)) for value in part.values())
+
+
+def test_no_flipped_bit_anywhere_is_taken_for_what_was_written(two_files: Path) -> None:
+    for shard in shards_of(two_files):
+        for place in range(shard.stat().st_size):
+            flip_a_bit(shard, place, place % 8)
+            with pytest.raises(DamagedError, match=f"^{shard} is damaged: its checksum is [0-9a-f]* in place of"):
+                load(two_files, tensors(0.0))
+            flip_a_bit(shard, place, place % 8)
+    load(two_files, tensors(0.0))
+
+
+def test_files_that_are_needed_wholly_are_read_once_and_the_others_once_more_for_their_checksums(
+    two_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[str] = []
+    checksum_file = loading.checksum_file
+
+    def watched(path: Path) -> FileEntry:
+        again.append(path.name)
+        return checksum_file(path)
+
+    monkeypatch.setattr(loading, "checksum_file", watched)
+    load(two_files, tensors(0.0))
+    assert again == []
+    first, second = (shard.name for shard in shards_of(two_files))
+    load(two_files, head())
+    assert again == [second]
+    again.clear()
+    load(two_files, layer())
+    assert sorted(again) == [first, second]
+
+
+@pytest.mark.parametrize("wanted", [head(), layer(), {}])
+def test_what_is_not_asked_for_is_compared_too(two_files: Path, wanted: Mapping[str, torch.Tensor]) -> None:
+    for shard in shards_of(two_files):
+        flip_a_bit(shard, -1)
+        with pytest.raises(DamagedError, match=shard.name):
+            load(two_files, wanted)
+        flip_a_bit(shard, -1)
+
+
+def test_every_damaged_file_is_named_once(two_files: Path) -> None:
+    first, second = shards_of(two_files)
+    for places in [(-1, -1), (0, -1), (0, 0)]:  # in the tensors, in the header
+        for shard, place in zip((first, second), places, strict=True):
+            flip_a_bit(shard, place)
+        for wanted in (tensors(0.0), head(), layer()):
+            with pytest.raises(DamagedError) as raised:
+                load(two_files, wanted)
+            assert str(raised.value).count(" is damaged: ") == 2
+            assert str(raised.value).count(str(first)) == str(raised.value).count(str(second)) == 1
+        for shard, place in zip((first, second), places, strict=True):
+            flip_a_bit(shard, place)
+
+
+def test_a_file_that_is_shorter_than_it_was_is_damaged(two_files: Path) -> None:
+    shard = shards_of(two_files)[0]
+    size = shard.stat().st_size
+    for shorter in (size - 1, 3):
+        os.truncate(shard, shorter)
+        with pytest.raises(DamagedError, match=f"{shard} has {shorter} bytes in place of {size}"):
+            load(two_files, tensors(0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("extra.weight", torch.zeros(1), "of extra.weight it holds nothing, and 1 x torch.float32 in 1 dims"),
+        ("lm_head.weight", torch.zeros(5), "4 x torch.float32 in 1 dims, and 5 x torch.float32 in 1 dims are needed"),
+        ("lm_head.weight", torch.zeros(4).bfloat16(), "and 4 x torch.bfloat16 in 1 dims are needed"),
+        ("lm_head.weight", torch.zeros(2, 2), "and 4 x torch.float32 in 2 dims are needed"),
+    ],
+)
+def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_file_is_damaged(
+    tmp_path: Path, name: str, value: torch.Tensor, message: str
+) -> None:
+    folder = save(tmp_path, 5)
+    with pytest.raises(CheckpointError) as raised:
+        load(folder, {**tensors(0.0), name: value})
+    assert message in str(raised.value) and str(folder) in str(raised.value)
+    assert not isinstance(raised.value, DamagedError)  # another checkpoint would not hold it either
+    flip_a_bit(shards_of(folder)[0], -1)
+    with pytest.raises(DamagedError):
+        load(folder, {**tensors(0.0), name: value})
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 5)
+
+    def unreadable(path: Path) -> Header:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(loading, "read_header", unreadable)
+    with pytest.raises(CheckpointError, match=r"safetensors cannot be read: Permission denied"):
+        load(folder, tensors(0.0))
+
+
+def failing(times: int) -> object:
+    """An os.preadv that fails a few times."""
+    real, calls = os.preadv, []
+
+    def preadv(descriptor: int, targets: Sequence[memoryview], begin: int) -> int:
+        calls.append(begin)
+        if len(calls) in range(2, 2 + times):  # in the middle of a file
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, targets, begin)
+
+    return preadv
+
+
+def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, restored = save(tmp_path, 6), tensors(0.0)
+    monkeypatch.setattr(retries.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "preadv", failing(2))
+    load(folder, restored)
+    assert all(torch.equal(restored[name], value) for name, value in tensors(6.0).items())
+    assert "failed (Input/output error): try 3 of 5" in capsys.readouterr().err
+    monkeypatch.setattr(os, "preadv", failing(99))
+    with pytest.raises(DamagedError, match=f"^{shards_of(folder)[0]} cannot be read: Input/output error$"):
+        load(folder, restored)
+
+
+def test_files_are_checked_by_themselves(two_files: Path) -> None:
+    files = {shard.name: FileEntry(shard.stat().st_size, "00000000") for shard in shards_of(two_files)}
+    with pytest.raises(DamagedError) as raised:
+        check_files(two_files, files)
+    assert all(str(shard) in str(raised.value) for shard in shards_of(two_files))
+    check_files(two_files, {})
+
+
+sizes = st.dictionaries(st.text("abcdef", min_size=1), st.integers(0, 1000), max_size=30)
+
+
+@given(sizes, st.integers(1, 9))
+def test_every_file_is_checked_by_one_rank_and_none_checks_much_more(sizes: Mapping[str, int], world_size: int) -> None:
+    files = {name: FileEntry(size, "") for name, size in sizes.items()}
+    shares = [share_of_files(files, rank, world_size) for rank in range(world_size)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    largest = max(sizes.values(), default=0)
+    assert all(sum(sizes[name] for name in share) <= sum(sizes.values()) / world_size + largest for share in shares)

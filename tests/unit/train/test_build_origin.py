@@ -1,0 +1,121 @@
+"""Starts that find their newest checkpoint damaged, as whole runs in this process: nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import TINY, losses_of
+
+from pretraining.checkpoint.origin import named_checkpoint, open_tensors
+from pretraining.cli import main
+
+
+def start(run: Path, *flags: str) -> None:
+    main(["train", *TINY, "num_steps=6", "batch_size=2", "use_dummy_dataset=true", f"ckpt_save_path={run}", *flags])
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step}_ckp"
+
+
+def damage(folder: Path) -> None:
+    """Change the last tensor of a checkpoint by much: used, it would show."""
+    shard = max(folder.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 0x40
+    shard.write_bytes(content)
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    source = open_tensors(named_checkpoint(str(path)))
+    return {name: source.read(name) for name in source.shapes()}
+
+
+def equal(first: Path, second: Path) -> bool:
+    ours, theirs = tensors_of(first), tensors_of(second)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def status_of(run: Path) -> dict:
+    return json.loads((run / "run_status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 2 and 4, of 6."""
+    run = tmp_path_factory.mktemp("begun") / "run"
+    start(run, "checkpoint_interval=2", "run_steps=4")
+    return run
+
+
+def test_a_start_that_passed_over_a_damaged_checkpoint_goes_on_as_if_it_were_not_there(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_damaged, without = tmp_path / "with_damaged", tmp_path / "without"
+    for run in (with_damaged, without):
+        shutil.copytree(begun, run)
+    damage(checkpoint(with_damaged, 4))
+    shutil.rmtree(checkpoint(without, 4))
+    start(without)
+    capsys.readouterr()
+    start(with_damaged)
+    out = capsys.readouterr().out
+    assert f"start       from {checkpoint(with_damaged, 2)}, step 2" in out
+    assert out.count("is damaged") == out.count("passed over") == out.count("model       ") == 1
+    assert equal(checkpoint(with_damaged, 6), checkpoint(without, 6))
+    assert losses_of(with_damaged) == losses_of(without)
+    assert status_of(with_damaged)["started_at_step"] == status_of(without)["started_at_step"] == 2
+    assert status_of(with_damaged)["starts"] == 2
+
+
+def test_a_start_that_ends_at_once_says_the_step_that_was_restored(begun: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(begun, run)
+    damage(checkpoint(run, 4))
+    with pytest.raises(SystemExit):
+        start(run, "seed=7")  # refused, after the tensors were read
+    status = status_of(run)
+    assert (status["status"], status["step"], status["started_at_step"]) == ("failed", 2, 2)
+    assert "seed was 2023 and is 7" in status["reason"]
+    assert (run / "config.yaml").read_text() == (begun / "config.yaml").read_text()  # as copied
+
+
+def test_moments_of_a_damaged_checkpoint_do_not_stay_where_the_next_one_has_none(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["export", str(checkpoint(begun, 2)), f"--output_path={tmp_path / 'hf'}", "--dtype=float32"])
+    runs = [tmp_path / "with_damaged", tmp_path / "without"]
+    for run in runs:
+        main(["import", str(tmp_path / "hf"), f"--ckpt_save_path={run}"])
+    shutil.copytree(checkpoint(begun, 4), checkpoint(runs[0], 4))
+    damage(checkpoint(runs[0], 4))
+    for run in runs:
+        start(run, "run_steps=2")
+    assert f"start       at step 0 with the weights of {checkpoint(runs[0], 0)}" in capsys.readouterr().out
+    assert equal(checkpoint(runs[0], 2), checkpoint(runs[1], 2))
+    assert status_of(runs[0])["started_at_step"] == 0
+
+
+def test_where_none_is_good_nothing_is_trained_and_all_are_named(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(begun, run)
+    for step in (2, 4):
+        damage(checkpoint(run, step))
+    with pytest.raises(SystemExit):
+        start(run)
+    error = capsys.readouterr().err
+    assert f"--ckpt_save_path={run} holds 2 checkpoints, and none is good:\n" in error and error.count("error:") == 1
+    assert error.index(str(checkpoint(run, 4))) < error.index(str(checkpoint(run, 2)))
+    assert status_of(run)["status"] == "failed" and status_of(run)["starts_without_progress"] == 0
+    for flags in ([], ["weights_only=true"], ["load_optimizer=false"]):
+        with pytest.raises(SystemExit):
+            start(tmp_path / "new", f"ckpt_load_path={checkpoint(run, 4)}", *flags)
+        assert "is damaged" in (error := capsys.readouterr().err)
+        assert "Name another checkpoint with --ckpt_load_path." in error
+        assert not (tmp_path / "new" / "config.yaml").exists()
