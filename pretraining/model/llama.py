@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pretraining.config.loss import LossConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.model.attention import Attention
+from pretraining.model.attention import Attention, Documents, locate_documents
 from pretraining.model.loss import head_loss
 from pretraining.model.rope import Rotation, compute_rotation
 
@@ -108,8 +108,9 @@ class Decoder(nn.Module):
             positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device)[None]
         rotation = compute_rotation(self.shape, positions_BS)
         x_BSD = self.embed_tokens(tokens_BS)
+        documents = locate_documents(document_lengths, x_BSD, self.shape.head_dim)
         for block in self.layers:
-            x_BSD = block(x_BSD, rotation, document_lengths)
+            x_BSD = block(x_BSD, rotation, documents)
         return self.norm(x_BSD)
 
 
@@ -123,9 +124,9 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, document_lengths: tuple[int, ...] | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles (`rope.py`), for lengths see `Llama.forward`."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, document_lengths)
+    def forward(self, x_BSD: Tensor, rotation: Rotation, documents: Documents | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles (`rope.py`), for documents see `attention.py`."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, documents)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
