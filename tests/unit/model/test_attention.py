@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_shape import TINY_SHAPE
 from torch import Tensor
 
 from pretraining.model import attention
@@ -20,6 +21,8 @@ from pretraining.model.attention import (
     has_kernel_for_documents,
     locate_documents,
 )
+from pretraining.model.llama import Llama
+from pretraining.model.rope import compute_rotation
 
 Rows = list[list[int]]  # lengths of the documents of each row
 
@@ -152,3 +155,19 @@ def test_a_cpu_is_told_lengths_and_rows_of_one_document_nothing() -> None:
     x = torch.zeros(1, 7, 8)
     assert locate_documents((3, 4), x, head_dim=8) == (3, 4)
     assert locate_documents(None, x, head_dim=8) is None
+
+
+def test_blocks_compiled_for_one_call_serve_batches_of_other_documents() -> None:
+    compiled: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return lambda *_: (torch.zeros(1, 16, 16),)  # the kernel itself needs a GPU
+
+    block = torch.compile(Llama(TINY_SHAPE).bfloat16().blocks[0], backend=keep, fullgraph=True)
+    x, rotation = torch.zeros(1, 16, 16, dtype=torch.bfloat16), compute_rotation(TINY_SHAPE, torch.arange(16)[None])
+    with torch.no_grad():
+        for lengths in ((16,), (12, 4), (1, 3, 12), (5, 11), (2, 5, 6, 3), (9, 1, 1, 1, 4), (7, 8, 1)):
+            block(x, rotation, bounds_of(lengths))
+    assert len(compiled) <= 3  # for the first batch, for any number of documents, and for any longest one
+    assert any("varlen_attn" in str(node.target) for node in compiled[0].graph.nodes)

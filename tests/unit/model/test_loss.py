@@ -146,9 +146,10 @@ def test_a_label_outside_the_vocabulary_is_an_error() -> None:
             head_loss(*draw_inputs(), torch.full((B, S), label))
 
 
-@pytest.mark.parametrize(("vocab_size", "tokens"), [(4096, 65536), (32000, 8192), (128256, 2048), (2**28, 128)])
-def test_chunks_are_chosen_by_the_memory_of_their_logits(vocab_size: int, tokens: int) -> None:
-    assert choose_chunk_tokens(vocab_size) == tokens
+@pytest.mark.parametrize(("vocab_size", "tokens"), [(4096, 65536), (32000, 8192), (128256, 2048), (2**28, 256)])
+def test_chunks_are_chosen_by_the_memory_of_their_logits_and_small_on_a_cpu(vocab_size: int, tokens: int) -> None:
+    assert choose_chunk_tokens(torch.device("cuda"), vocab_size) == tokens
+    assert choose_chunk_tokens(torch.device("cpu"), vocab_size) == 256
 
 
 class LargestTensor(TorchDispatchMode):
