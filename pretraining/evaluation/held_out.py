@@ -24,7 +24,8 @@ class Evaluator:
     """Evaluates on an interval and at the end of the run.
 
     Args:
-        model: returns the sum of losses and the number of valid tokens for a micro-batch's `ModelInputs`.
+        model: returns (objective, valid tokens, z-loss in the objective), sums for a micro-batch's `ModelInputs`; the
+            loss is the objective without the z-loss.
         open_batches: opens the held-out batches of one evaluation, from the first; None = never evaluate.
         device: of the model.
         interval: how often; the run's last step is always evaluated.
@@ -90,10 +91,10 @@ class Evaluator:
                     break
                 for micro_batch in batch.micro_batches:
                     inputs = micro_batch.to(self._device, non_blocking=True).model_inputs()
-                    loss_sum, valid_tokens = self._model(
+                    objective_sum, valid_tokens, z_loss_sum = self._model(
                         inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
                     )
-                    totals += torch.stack([loss_sum.double(), valid_tokens.double()])
+                    totals += torch.stack([objective_sum.double() - z_loss_sum, valid_tokens.double()])
         reshard_model(self._model)
         if told_to_end:
             return None

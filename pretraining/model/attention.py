@@ -4,19 +4,45 @@ H query heads share K key/value heads, H/K queries to each; K = H is plain multi
 `scaled_dot_product_attention`: a flash kernel where the device has one, which never holds an S x S matrix.
 
 Where a row holds several documents, attention may be kept inside each of them. Then it also costs less: its cost grows
-with the squares of the documents' lengths, not with that of the row's.
+with the squares of the documents' lengths, not with that of the row's. A GPU takes all documents in one call of a flash
+kernel for sequences of various lengths; elsewhere, the kernel is called once a document.
 
 Shapes: B batch, S sequence, D hidden, H query heads, K key/value heads, E head dim; n tokens of one document.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from pretraining.config.variants import LlamaShape
 from pretraining.model.rope import Rotation, rotate
+
+_KERNEL_GROUPS_HEADS = TorchVersion(torch.__version__) >= "2.13"  # `varlen_attn`; before, it wants K = H
+
+
+class DocumentBounds(NamedTuple):
+    """Where documents lie, for a kernel that takes all of them at once.
+
+    Attributes:
+        bounds: int32 [documents + 1] on the device: the places in the flattened [B * S] tokens at which documents
+            begin, and B * S.
+        longest: no document has more tokens.
+    """
+
+    bounds: Tensor
+    longest: int
+
+
+Documents = tuple[int, ...] | DocumentBounds
+"""Documents that lie end to end in the flattened [B * S] tokens, none across two rows: their lengths, or bounds."""
 
 
 class Attention(nn.Module):
@@ -32,13 +58,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, key_value_width, bias=False)
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, document_lengths: tuple[int, ...] | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotation: Rotation, documents: Documents | None = None) -> Tensor:
         """Mixes every token with those before it.
 
         Args:
             x_BSD: normalised hidden states [B, S, D].
             rotation: the tokens' angles, see `rope.py`.
-            document_lengths: see `document_attention`; None = each row is one document.
+            documents: as `locate_documents` says; None = each row is one document.
 
         Returns:
             [B, S, D], to be added to the residual stream.
@@ -47,10 +73,10 @@ class Attention(nn.Module):
         k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         q_BSHE, k_BSKE = rotate(q_BSHE, rotation), rotate(k_BSKE, rotation)
-        if document_lengths is None:
+        if documents is None:
             mixed_BSHE = causal_attention(q_BSHE, k_BSKE, v_BSKE)
         else:
-            mixed_BSHE = document_attention(q_BSHE, k_BSKE, v_BSKE, document_lengths)
+            mixed_BSHE = document_attention(q_BSHE, k_BSKE, v_BSKE, documents)
         return self.o_proj(mixed_BSHE.flatten(2))  # B S H E -> B S D
 
 
@@ -67,21 +93,84 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
     return mixed_BHSE.transpose(1, 2)  # B H S E -> B S H E
 
 
-def document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, document_lengths: tuple[int, ...]) -> Tensor:
-    """Causal attention that reaches tokens of the same document only: [B, S, H, E].
+def locate_documents(document_lengths: tuple[int, ...] | None, x: Tensor, head_dim: int) -> Documents | None:
+    """Documents in the form in which `document_attention` does best with them; once a forward pass, for all blocks.
 
-    One call of the kernel a document. It computes nothing that a mask would throw away: in long rows on a CPU it is far
-    faster than a masked S x S matrix, and it is faster than calls for documents of similar lengths, padded to one, even
-    where documents are short (docs/model.md has the numbers). A kernel for sequences of various lengths, where a device
-    has one, would take the same flattened tensors in one call, and belongs here.
+    Args:
+        document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens, none across two
+            rows; None = each row is one document.
+        x: a tensor on the device and in the dtype that attention computes with.
+        head_dim: E.
+    """
+    if document_lengths is None or not has_kernel_for_documents(x.device, x.dtype, head_dim):
+        return document_lengths
+    bounds = bounds_of(document_lengths)
+    # From pinned memory, so that the host does not wait for the device.
+    return bounds._replace(bounds=bounds.bounds.pin_memory().to(x.device, non_blocking=True))
+
+
+def has_kernel_for_documents(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether PyTorch's flash kernel for sequences of various lengths runs there."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def bounds_of(document_lengths: tuple[int, ...]) -> DocumentBounds:
+    """Bounds of documents, on the host.
+
+    The longest is rounded up to a power of two: the kernel only makes room by it, and code that is compiled for one
+    value then serves most batches. It is never 1, for which the kernel takes a way of its own, made for decoding.
+    """
+    bounds = torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32)
+    return DocumentBounds(bounds, 1 << max(1, (max(document_lengths) - 1).bit_length()))
+
+
+def document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents: Documents) -> Tensor:
+    """Causal attention that reaches tokens of the same document only: [B, S, H, E].
 
     Args:
         q_BSHE: queries.
         k_BSKE: keys.
         v_BSKE: values.
-        document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens; their sum is
-            B * S, and none crosses from one row to the next.
+        documents: as `locate_documents` says.
     """
-    documents = zip(*(x.flatten(0, 1).split(document_lengths) for x in (q_BSHE, k_BSKE, v_BSKE)), strict=True)
-    mixed = [causal_attention(q_nHE[None], k_nKE[None], v_nKE[None]) for q_nHE, k_nKE, v_nKE in documents]
-    return torch.cat(mixed, dim=1).view_as(q_BSHE)  # 1 n H E of each -> B S H E
+    q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
+    if isinstance(documents, DocumentBounds):
+        mixed_NHE = _at_once(q_NHE, k_NKE, v_NKE, documents)
+    else:
+        mixed_NHE = _one_by_one(q_NHE, k_NKE, v_NKE, documents)
+    return mixed_NHE.view_as(q_BSHE)
+
+
+def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBounds) -> Tensor:
+    """All documents in one call of a kernel that is told where each begins."""
+    from torch.nn.attention.varlen import varlen_attn  # here, since it takes a second to import
+
+    kernel: Callable[..., Any] = varlen_attn
+    queries_per_key = q_NHE.size(1) // k_NKE.size(1)
+    if queries_per_key > 1:
+        if _KERNEL_GROUPS_HEADS:
+            kernel = partial(kernel, enable_gqa=True)
+        else:
+            k_NKE, v_NKE = (x_NKE.repeat_interleave(queries_per_key, dim=1) for x_NKE in (k_NKE, v_NKE))
+    bounds, longest = documents
+    causal = (-1, 0)  # a window without an end to the left, and nothing to the right
+    return kernel(q_NHE, k_NKE, v_NKE, bounds, bounds, longest, longest, window_size=causal)
+
+
+def _one_by_one(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, document_lengths: tuple[int, ...]) -> Tensor:
+    """A call of the kernel a document.
+
+    It computes nothing that a mask would throw away: in long rows on a CPU it is far faster than a masked S x S matrix,
+    and it is faster than calls for documents of similar lengths, padded to one, even where documents are short
+    (docs/model.md has the numbers).
+    """
+    pieces = zip(*(x.split(document_lengths) for x in (q_NHE, k_NKE, v_NKE)), strict=True)
+    mixed = [causal_attention(q_nHE[None], k_nKE[None], v_nKE[None]) for q_nHE, k_nKE, v_nKE in pieces]
+    return torch.cat(mixed, dim=1)[0]  # 1 n H E of each -> N H E

@@ -2,12 +2,13 @@
 
     tokens -> embed_tokens
            -> L blocks:  x + self_attn(input_layernorm(x)),  then  x + mlp(post_attention_layernorm(x))
-           -> norm -> lm_head -> logits, or with labels (loss sum, valid count)
+           -> norm -> lm_head -> logits, or with labels the loss, chunk by chunk (loss.py)
 
 So `llama.load_state_dict(hugging_face_model.state_dict())` works, and the other way round.
 
 Made for sharding: a parent reaches a child's parameters only by calling the child, which is when FSDP has gathered
-them, and the loss is computed inside the forward of the root, where the head is still gathered. Made for the meta
+them. The head is the exception: it is of the root's own group, and the loss, which is computed inside the root's
+forward, takes its matrix. Made for the meta
 device: nothing is computed before `forward`, so `with torch.device("meta"): Llama(shape)` takes no memory at any size;
 then shard, `to_empty`, and `init.initialize_weights`.
 
@@ -20,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pretraining.config.loss import LossConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.model.attention import Attention
-from pretraining.model.loss import cross_entropy_sum
+from pretraining.model.attention import Attention, Documents, locate_documents
+from pretraining.model.loss import head_loss
 from pretraining.model.rope import Rotation, compute_rotation
 
 
@@ -31,11 +33,13 @@ class Llama(nn.Module):
 
     Attributes:
         shape: the dimensions it was built from.
+        loss: how it computes its loss.
     """
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: LlamaShape, loss: LossConfig = LossConfig()) -> None:
         super().__init__()
         self.shape = shape
+        self.loss = loss
         self.model = Decoder(shape)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self.tie_weights()
@@ -61,7 +65,7 @@ class Llama(nn.Module):
         labels_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
         document_lengths: tuple[int, ...] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Predicts the token after each one.
 
         Args:
@@ -75,12 +79,15 @@ class Llama(nn.Module):
                 row.
 
         Returns:
-            Without labels the logits [B, S, V], in the dtype of the parameters. With labels the cross-entropy summed
-            over valid labels (float32 scalar, nats) and their number (int64 scalar).
+            Without labels the logits [B, S, V], in the dtype of the parameters. With labels what to minimise, summed
+            over valid labels (float32 scalar, nats), their number (int64 scalar), and how much of the first is z-loss
+            (float32 scalar, without a gradient); the rest of it is the cross-entropy.
         """
         hidden_BSD = self.model(tokens_BS, positions_BS, document_lengths)
-        logits_BSV: Tensor = self.lm_head(hidden_BSD)
-        return logits_BSV if labels_BS is None else cross_entropy_sum(logits_BSV, labels_BS)
+        if labels_BS is None:
+            return self.lm_head(hidden_BSD)
+        chunk_tokens, z_loss_weight = self.loss.loss_chunk_tokens, self.loss.z_loss_weight
+        return head_loss(hidden_BSD, self.lm_head.weight, labels_BS, chunk_tokens, z_loss_weight)
 
 
 class Decoder(nn.Module):
@@ -101,8 +108,9 @@ class Decoder(nn.Module):
             positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device)[None]
         rotation = compute_rotation(self.shape, positions_BS)
         x_BSD = self.embed_tokens(tokens_BS)
+        documents = locate_documents(document_lengths, x_BSD, self.shape.head_dim)
         for block in self.layers:
-            x_BSD = block(x_BSD, rotation, document_lengths)
+            x_BSD = block(x_BSD, rotation, documents)
         return self.norm(x_BSD)
 
 
@@ -116,9 +124,9 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, document_lengths: tuple[int, ...] | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles (`rope.py`), for lengths see `Llama.forward`."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, document_lengths)
+    def forward(self, x_BSD: Tensor, rotation: Rotation, documents: Documents | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles (`rope.py`), for documents see `attention.py`."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, documents)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 

@@ -1,32 +1,151 @@
-"""Next-token cross-entropy as a sum and a count.
+"""Next-token cross-entropy from hidden states, as sums, without ever holding the logits of all tokens.
 
-Not a mean: a global batch is spread over ranks and micro-batches with different numbers of valid tokens, and a mean of
-their means would weigh tokens unequally. The training step divides by the valid tokens of the whole global batch.
+    hidden states, head -> chunk by chunk:  logits -> losses, gradient of the logits -> gradients of both inputs
 
-Shapes: B batch, S sequence, V vocabulary.
+Logits are the largest tensor of a training step: with 128 thousand words, 8192 tokens of them take 4 GiB in float32,
+and a plain cross-entropy holds them three times over. But the gradient of a softmax is known as soon as the softmax is.
+So each chunk's logits become their own gradient on the spot, and that is multiplied into the gradients of hidden states
+and head; the backward pass only scales those by what comes from above. Nothing of the logits' size outlives its chunk,
+and nothing is computed twice.
+
+Sums and not means: a global batch is spread over ranks and micro-batches with different numbers of valid tokens, and a
+mean of their means would weigh tokens unequally. The training step divides by the valid tokens of the whole global
+batch.
+
+Shapes: B batch, S sequence, N = B S tokens, n tokens of a chunk, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED_LABEL = -100
 """Label of a token that is not learned from, such as padding; the convention of PyTorch and Hugging Face."""
 
 
-def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed negative log-likelihood of the labels, computed in float32 whatever the logits' dtype.
+def head_loss(
+    hidden_BSD: Tensor, head_VD: Tensor, labels_BS: Tensor, chunk_tokens: int | None = None, z_loss_weight: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed negative log-likelihood of the labels under softmax(hidden head^T), plus z-loss.
+
+    Matrix products are done in the inputs' dtype; softmax, losses, and the sum over chunks of the head's gradient in
+    float32 (float64 where inputs are).
 
     Args:
-        logits_BSV: [B, S, V].
+        hidden_BSD: what the final norm gives, [B, S, D].
+        head_VD: the head's weight, [V, D].
         labels_BS: int64 [B, S], the token that follows each one, or `IGNORED_LABEL`.
+        chunk_tokens: tokens whose logits are there at once; 0 = all; None = as `choose_chunk_tokens` says.
+        z_loss_weight: adds weight x ln(Z)^2 of each valid token, Z the denominator of its softmax, which keeps logits
+            from drifting (PaLM, Chowdhery et al. 2022, section 5).
 
     Returns:
-        The sum in nats (float32 scalar) and the number of labels that are not ignored (int64 scalar). Where all are
-        ignored both are 0, and the sum's gradient is zero, not NaN.
+        What to minimise, cross-entropy (nats) and z-loss summed over valid labels (float32 scalar); the number of these
+        (int64 scalar); and the z-loss in the first (float32 scalar, without a gradient). Where all labels are ignored
+        all three are 0, and gradients are zero, not NaN.
     """
-    loss_sum = F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
-    return loss_sum, (labels_BS != IGNORED_LABEL).sum()
+    hidden_ND, labels_N = hidden_BSD.flatten(0, 1), labels_BS.flatten()
+    if chunk_tokens is None:
+        chunk_tokens = choose_chunk_tokens(head_VD.size(0))
+    arguments = (hidden_ND, head_VD, labels_N, chunk_tokens or max(1, labels_N.numel()), z_loss_weight)
+    if torch.is_grad_enabled():
+        objective_sum, z_loss_sum = _HeadLoss.apply(*arguments)
+    else:
+        objective_sum, z_loss_sum, _ = _sum_over_chunks(*arguments, with_gradients=False)
+    return objective_sum, (labels_N != IGNORED_LABEL).sum(), z_loss_sum
+
+
+def choose_chunk_tokens(vocab_size: int) -> int:
+    """A power of two, so that chunks come out even: as many tokens as have 2^28 logits, 1 GiB in float32, at most.
+
+    Each chunk adds to the head's gradient, at a cost that grows with V D however few its tokens are. So chunks are as
+    large as memory does not mind, and no smaller than 128 (docs/model.md has the numbers).
+    """
+    return 2 ** max(7, 28 - (vocab_size - 1).bit_length())
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The loss, whose forward pass has found the gradients on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, chunk_tokens: int, z_loss_weight: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `_sum_over_chunks`."""
+        objective_sum, z_loss_sum, gradients = _sum_over_chunks(
+            hidden_ND, head_VD, labels_N, chunk_tokens, z_loss_weight, with_gradients=True
+        )
+        # As attributes of ctx they would live as long as the loss does: into the next micro-batch.
+        ctx.save_for_backward(*gradients)
+        ctx.input_dtype = hidden_ND.dtype
+        ctx.mark_non_differentiable(z_loss_sum)
+        return objective_sum, z_loss_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Scales; `above` is one over the valid tokens of a global batch, or NaN where the step is to be left out."""
+        scaled = (
+            torch.mul(gradient, above, out=torch.empty_like(gradient, dtype=ctx.input_dtype))
+            for gradient in ctx.saved_tensors
+        )
+        return (*scaled, None, None, None)
+
+
+def _sum_over_chunks(
+    hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, chunk_tokens: int, z_loss_weight: float, with_gradients: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The objective, the z-loss in it, and the objective's gradients by hidden states and head where wanted."""
+    sum_dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+    objective_sum, z_loss_sum = (hidden_ND.new_zeros((), dtype=sum_dtype) for _ in range(2))
+    by_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else hidden_ND
+    by_head_VD: Tensor | None = None
+    chunks = (each.split(chunk_tokens) for each in (hidden_ND, labels_N, by_hidden_ND))
+    for hidden_nD, labels_n, by_hidden_nD in zip(*chunks, strict=True):
+        logits_nV = hidden_nD @ head_VD.T
+        objective, z_loss = _take_loss(logits_nV, labels_n, z_loss_weight, with_gradients)
+        objective_sum += objective
+        z_loss_sum += z_loss
+        if with_gradients:
+            torch.mm(logits_nV, head_VD, out=by_hidden_nD)  # logits no more: their gradient
+            by_head_VD = _add_product(by_head_VD, logits_nV.T, hidden_nD, sum_dtype)
+    if by_head_VD is None:
+        return objective_sum, z_loss_sum, ()
+    return objective_sum, z_loss_sum, (by_hidden_ND, by_head_VD)
+
+
+def _take_loss(
+    logits_nV: Tensor, labels_n: Tensor, z_loss_weight: float, with_gradients: bool
+) -> tuple[Tensor, Tensor]:
+    """A chunk's objective and the z-loss in it; where gradients are wanted, logits are overwritten with theirs.
+
+    With p the softmax and y the label: the gradient of -ln p_y is p - [y], that of weight x ln(Z)^2 is
+    2 x weight x ln(Z) x p.
+    """
+    ignored_n1 = (labels_n == IGNORED_LABEL)[:, None]
+    label_n1 = labels_n[:, None].masked_fill(ignored_n1, 0)
+    label_logit_n1 = logits_nV.gather(1, label_n1)
+    log_p_nV = torch.log_softmax(logits_nV, 1, dtype=torch.promote_types(logits_nV.dtype, torch.float32))
+    label_log_p_n1 = log_p_nV.gather(1, label_n1)
+    log_z_n1 = label_logit_n1 - label_log_p_n1
+    z_loss = (z_loss_weight * log_z_n1.square()).masked_fill(ignored_n1, 0).sum()
+    objective = z_loss - label_log_p_n1.masked_fill(ignored_n1, 0).sum()
+    if with_gradients:
+        scale_n1 = (1 + 2 * z_loss_weight * log_z_n1).masked_fill(ignored_n1, 0)
+        torch.mul(log_p_nV.exp_(), scale_n1, out=logits_nV)
+        of_label_n1 = label_log_p_n1.exp() * scale_n1 - (~ignored_n1).to(scale_n1.dtype)
+        logits_nV.scatter_(1, label_n1, of_label_n1.to(logits_nV.dtype))
+    return objective, z_loss
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, sum_dtype: torch.dtype) -> Tensor:
+    """Add a product to the sum of those of earlier chunks; of one alone, the dtype is that it is computed in."""
+    if total is None:
+        return left @ right
+    if left.dtype == sum_dtype:
+        return total.addmm_(left, right)
+    return total.to(sum_dtype).add_(left @ right)

@@ -36,6 +36,10 @@ class Outcome(Protocol):
         """Sum of the losses of this rank's valid tokens."""
 
     @property
+    def z_loss_sum(self) -> torch.Tensor:
+        """Sum of their z-losses, which are no part of the losses."""
+
+    @property
     def valid_tokens(self) -> torch.Tensor:
         """Valid tokens of the global batch."""
 
@@ -121,6 +125,7 @@ class Observer:
         kept = ~outcome.skipped
         # A skipped step's loss may be NaN: it must not spoil the mean of the others.
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
+        self._z_loss_sum += torch.where(kept, outcome.z_loss_sum, 0.0)
         self._valid_tokens += torch.where(kept, outcome.valid_tokens, 0)
         self._skipped += outcome.skipped
         self._attention_spans += outcome.attention_span
@@ -140,15 +145,17 @@ class Observer:
 
     def _clear_sums(self) -> None:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._z_loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._valid_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._device)
         self._attention_spans = 0.0
 
     def _report(self, now: Progress, outcome: Outcome) -> None:
         assert self._start is not None and self._reported is not None
-        sums = torch.stack((self._loss_sum, torch.full_like(self._loss_sum, self._attention_spans)))
+        spans = torch.full_like(self._loss_sum, self._attention_spans)
+        sums = torch.stack((self._loss_sum, self._z_loss_sum, spans))
         dist.all_reduce(sums)
-        loss_sum, attention_spans = sums.tolist()
+        loss_sum, z_loss_sum, attention_spans = sums.tolist()
         valid_tokens, skipped, grad_norm = (
             value.item() for value in (self._valid_tokens, self._skipped, outcome.grad_norm)
         )
@@ -164,6 +171,7 @@ class Observer:
             step=now.steps,
             tokens_seen=now.tokens,
             loss=loss_sum / valid_tokens if valid_tokens else math.nan,
+            z_loss=z_loss_sum / valid_tokens if valid_tokens else math.nan,
             learning_rate=outcome.learning_rate,
             grad_norm=grad_norm,
             skipped_updates=int(skipped),

@@ -14,13 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 class Report:
     """The numbers of one report; units stand in the names, None is unknown.
 
-    `loss` is the mean over all valid tokens of the interval; `grad_norm` is that of the last step, before clipping;
-    rates and shares are those of the interval unless they say `overall`.
+    `loss` and `z_loss` are means over all valid tokens of the interval, the second no part of the first; `grad_norm` is
+    that of the last step, before clipping; rates and shares are those of the interval unless they say `overall`.
     """
 
     step: int
     tokens_seen: int
     loss: float
+    z_loss: float
     learning_rate: float
     grad_norm: float
     skipped_updates: int
@@ -132,7 +133,10 @@ def choose_display(choice: str, total_steps: int, peak_tflops: float | None) -> 
 
 def summary(report: Report, peak_tflops: float | None, verbose: bool) -> str:
     """The report in one line; `verbose` adds the gradient norm and what MFU is relative to."""
-    parts = [f"loss {report.loss:.4f}", f"lr {report.learning_rate:.2e}"]
+    parts = [f"loss {report.loss:.4f}"]
+    if report.z_loss > 0:
+        parts.append(f"z-loss {report.z_loss:.1e}")
+    parts.append(f"lr {report.learning_rate:.2e}")
     if verbose:
         parts.append(f"grad {report.grad_norm:.3f}")
     parts.append(f"{report.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")

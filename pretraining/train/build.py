@@ -126,7 +126,7 @@ def build_model(
         initialize: whether to draw initial weights; a restored run overwrites them.
     """
     with torch.device("meta"):
-        model = Llama(shape)
+        model = Llama(shape, config.loss)
     policy = precision_policy(compute_dtype(config.parallel.mixed_precision, device))
     shard_model(model, model.blocks, mesh, config.parallel.sharding_strategy, policy)
     model.to_empty(device=device)

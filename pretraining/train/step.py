@@ -33,7 +33,8 @@ class StepContext:
     """What a step works with.
 
     Attributes:
-        model: sharded; returns (sum of losses, valid tokens) for a micro-batch's `ModelInputs`.
+        model: sharded; returns (objective, valid tokens, z-loss in the objective), sums for a micro-batch's
+            `ModelInputs`.
         sync: between its ranks, micro-batch by micro-batch.
         parameters: of the model, as sharded.
         optimizer: over them.
@@ -60,7 +61,8 @@ class StepOutcome:
     """What a step leaves behind; tensors are scalars on the device.
 
     Attributes:
-        loss_sum: sum of the losses of this rank's valid tokens.
+        loss_sum: sum of the losses of this rank's valid tokens, without z-loss.
+        z_loss_sum: of their z-losses; 0 where z-loss is off.
         valid_tokens: valid tokens of the global batch.
         grad_norm: of the whole gradient before clipping.
         skipped: whether the update was left out: loss or gradient was not finite, or the loss was a spike.
@@ -71,6 +73,7 @@ class StepOutcome:
     """
 
     loss_sum: torch.Tensor
+    z_loss_sum: torch.Tensor
     valid_tokens: torch.Tensor
     grad_norm: torch.Tensor
     skipped: torch.Tensor
@@ -93,10 +96,10 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     valid_tokens = torch.stack([(inputs.labels_BS != IGNORED_LABEL).sum() for inputs in micro_batches]).sum()
     # One process would only wake a thread of gloo's beside those that compute.
     counting = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
-    loss_sum = torch.zeros((), dtype=torch.float32, device=context.device)
+    loss_sum, z_loss_sum = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(2))
     for index, inputs in enumerate(micro_batches):
         context.sync.next_backward(is_last=index == len(micro_batches) - 1)
-        micro_loss_sum, _ = context.model(
+        objective_sum, _, micro_z_loss_sum = context.model(
             inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
         )
         if counting is not None:
@@ -104,8 +107,9 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
             counting = None
         # The gradient of the mean over the global batch is 1 / valid tokens. A loss that is not finite adds NaN to it,
         # which the backward pass spreads: no rank makes an update of it, whatever way it came about.
-        micro_loss_sum.backward(1.0 / valid_tokens.clamp(min=1) + 0.0 * micro_loss_sum.detach())
-        loss_sum += micro_loss_sum.detach()
+        objective_sum.backward(1.0 / valid_tokens.clamp(min=1) + 0.0 * objective_sum.detach())
+        loss_sum += objective_sum.detach() - micro_z_loss_sum
+        z_loss_sum += micro_z_loss_sum
     gradients = local_gradients(context.parameters)
     norm = gradient_norm(gradients, context.shard_group)
     clip_gradients(gradients, norm, context.grad_clip_thresh)
@@ -121,4 +125,4 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     context.optimizer.step()
     context.optimizer.zero_grad(set_to_none=True)
     attention_span = fmean(inputs.attention_span for inputs in micro_batches)
-    return StepOutcome(loss_sum, valid_tokens, norm, skipped, learning_rate, attention_span, verdict)
+    return StepOutcome(loss_sum, z_loss_sum, valid_tokens, norm, skipped, learning_rate, attention_span, verdict)

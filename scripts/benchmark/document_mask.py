@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from common import announce, device, markdown_table, parse, synchronize
 from torch import Tensor
 
-from pretraining.model.attention import causal_attention, document_attention
+from pretraining.model.attention import causal_attention, document_attention, locate_documents
 
 ROWS = ((1, 4096), (8, 256))  # B, S
 MEAN_LENGTHS = (60, 600)
@@ -96,8 +95,10 @@ def measure(rows: int, length: int, mean: int, heads: int, dtype: torch.dtype, r
     lengths = draw_lengths(rows, length, mean)
     *inputs, gradient = (torch.randn(rows, length, heads, HEAD_DIM, device=device(), dtype=dtype) for _ in range(4))
     inputs = [each.requires_grad_() for each in inputs]
+    documents = locate_documents(lengths, inputs[0], HEAD_DIM)
+    assert documents is not None
     contenders: list[Attend] = [
-        partial(document_attention, document_lengths=lengths),
+        lambda q, k, v: document_attention(q, k, v, documents),
         causal_attention,
         with_dense_mask(lengths, rows),
         *(padded(lengths, ratio) for ratio in (1.25, 2.0)),

@@ -41,7 +41,7 @@ def bare(config: TrainConfig, turn: Turn) -> None:
             turn.before_step(reported)
             for micro_batch in step:
                 inputs = micro_batch.to(device, non_blocking=True).model_inputs()
-                loss_sum, valid_tokens = model(
+                loss_sum, valid_tokens, _ = model(
                     inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
                 )
                 loss = loss_sum / (valid_tokens * len(step))

@@ -45,7 +45,7 @@ def loss_is_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN in step 3; the NaN is added, so that gradients by themselves would stay finite."""
     if rank == 1:
         job.context.model.register_forward_hook(
-            at_steps(job, range(3, 4), lambda output: (output[0] + torch.nan, output[1]))
+            at_steps(job, range(3, 4), lambda output: (output[0] + torch.nan, *output[1:]))
         )
 
 
@@ -53,7 +53,7 @@ def loss_is_infinite(job: Run, rank: int) -> None:
     """Rank 1's loss overflows in step 3."""
     if rank == 1:
         job.context.model.register_forward_hook(
-            at_steps(job, range(3, 4), lambda output: (output[0] * 1e30 * 1e30, output[1]))
+            at_steps(job, range(3, 4), lambda output: (output[0] * 1e30 * 1e30, *output[1:]))
         )
 
 
@@ -73,13 +73,13 @@ def loss_stays_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN from step 3 on."""
     if rank == 1:
         job.context.model.register_forward_hook(
-            at_steps(job, range(3, 1000), lambda output: (output[0] * torch.nan, output[1]))
+            at_steps(job, range(3, 1000), lambda output: (output[0] * torch.nan, *output[1:]))
         )
 
 
 def loss_is_tenfold(job: Run, rank: int) -> None:
     """The loss of every rank is ten times what it should be in step 9."""
-    job.context.model.register_forward_hook(at_steps(job, range(9, 10), lambda output: (output[0] * 10, output[1])))
+    job.context.model.register_forward_hook(at_steps(job, range(9, 10), lambda output: (output[0] * 10, *output[1:])))
 
 
 def learning_rate_explodes(job: Run, rank: int) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 class LossIsInput(nn.Module):
-    """The loss of a position is its input token; positions with ignored labels do not count."""
+    """The loss of a position is its input token; positions with ignored labels do not count. There is z-loss, too."""
 
     def forward(
         self,
@@ -26,9 +26,10 @@ class LossIsInput(nn.Module):
         labels_BS: torch.Tensor,
         positions_BS: torch.Tensor | None,
         document_lengths: tuple[int, ...] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         valid = labels_BS != -100
-        return (tokens_BS * valid).sum().float(), valid.sum()
+        z_loss_sum = 0.25 * valid.sum()
+        return (tokens_BS * valid).sum() + z_loss_sum, valid.sum(), z_loss_sum
 
 
 def evaluator_with(

@@ -1,17 +1,28 @@
-"""Attention inside documents, against a dense mask of who may look at whom."""
+"""Attention inside documents, against a dense mask of who may look at whom; which kernel a device is given."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_shape import TINY_SHAPE
 from torch import Tensor
 
-from pretraining.model.attention import causal_attention, document_attention
+from pretraining.model import attention
+from pretraining.model.attention import (
+    bounds_of,
+    causal_attention,
+    document_attention,
+    has_kernel_for_documents,
+    locate_documents,
+)
+from pretraining.model.llama import Llama
+from pretraining.model.rope import compute_rotation
 
 Rows = list[list[int]]  # lengths of the documents of each row
 
@@ -63,3 +74,100 @@ def test_rows_of_one_document_are_plain_causal_attention() -> None:
 def test_lengths_that_do_not_fill_the_rows_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="split"):
         document_attention(*draw_heads([[7]], 2, 2), (3, 3))
+
+
+@given(equally_long_rows())
+def test_bounds_are_where_documents_begin_and_room_for_the_longest(rows: Rows) -> None:
+    lengths = tuple(length for row in rows for length in row)
+    bounds, longest = bounds_of(lengths)
+    assert bounds.dtype == torch.int32
+    assert bounds.tolist() == [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+    assert max(2, max(lengths)) <= longest < 2 * max(2, max(lengths)) and longest.bit_count() == 1
+
+
+class KernelForDocuments:
+    """`torch.nn.attention.varlen.varlen_attn` as its documentation has it; remembers how many keys it was given."""
+
+    def __init__(self, groups_heads: bool) -> None:
+        self.groups_heads = groups_heads
+        self.key_heads = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any, **more: Any) -> Tensor:
+        bounds, bounds_of_keys, longest, longest_of_keys = where
+        assert bounds is bounds_of_keys and longest == longest_of_keys and window_size == (-1, 0)
+        assert set(more) <= ({"enable_gqa"} if self.groups_heads else set())
+        assert q.size(1) == k.size(1) or more["enable_gqa"]
+        self.key_heads = k.size(1)
+        lengths = bounds.diff().tolist()
+        assert max(lengths) <= longest
+        return document_attention(q[None], k[None], v[None], tuple(lengths))[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(equally_long_rows(), st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.booleans())
+def test_one_call_for_all_documents_is_told_what_many_calls_are(
+    rows: Rows, heads: tuple[int, int], groups_heads: bool
+) -> None:
+    inputs, lengths = draw_heads(rows, *heads), tuple(length for row in rows for length in row)
+    with pytest.MonkeyPatch.context() as patch:
+        kernel = KernelForDocuments(groups_heads)
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+        patch.setattr(attention, "_KERNEL_GROUPS_HEADS", groups_heads)
+        found = document_attention(*inputs, bounds_of(lengths))
+    expected = document_attention(*inputs, lengths)
+    assert kernel.key_heads == (heads[1] if groups_heads else heads[0])
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "capability", "built", "expected"),
+    [
+        ("cuda", torch.bfloat16, 128, (9, 0), True, True),
+        ("cuda", torch.float16, 64, (8, 0), True, True),
+        ("cuda", torch.float32, 128, (9, 0), True, False),
+        ("cuda", torch.bfloat16, 12, (9, 0), True, False),
+        ("cuda", torch.bfloat16, 512, (9, 0), True, False),
+        ("cuda", torch.float16, 128, (7, 5), True, False),
+        ("cuda", torch.bfloat16, 128, (9, 0), False, False),
+        ("cpu", torch.bfloat16, 128, (9, 0), True, False),
+        ("meta", torch.bfloat16, 128, (9, 0), True, False),
+    ],
+)
+def test_a_gpu_with_a_flash_kernel_takes_all_documents_at_once(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    built: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    assert has_kernel_for_documents(torch.device(device), dtype, head_dim) is expected
+
+
+def test_a_cpu_is_told_lengths_and_rows_of_one_document_nothing() -> None:
+    x = torch.zeros(1, 7, 8)
+    assert locate_documents((3, 4), x, head_dim=8) == (3, 4)
+    assert locate_documents(None, x, head_dim=8) is None
+
+
+def test_blocks_compiled_for_one_call_serve_batches_of_other_documents() -> None:
+    compiled: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return lambda *_: (torch.zeros(1, 16, 16),)  # the kernel itself needs a GPU
+
+    block = torch.compile(Llama(TINY_SHAPE).bfloat16().blocks[0], backend=keep, fullgraph=True)
+    x, rotation = torch.zeros(1, 16, 16, dtype=torch.bfloat16), compute_rotation(TINY_SHAPE, torch.arange(16)[None])
+    with torch.no_grad():
+        for lengths in ((16,), (12, 4), (1, 3, 12), (5, 11), (2, 5, 6, 3), (9, 1, 1, 1, 4), (7, 8, 1)):
+            block(x, rotation, bounds_of(lengths))
+    assert len(compiled) <= 3  # for the first batch, for any number of documents, and for any longest one
+    assert any("varlen_attn" in str(node.target) for node in compiled[0].graph.nodes)

@@ -1,68 +1,193 @@
-"""The loss is a sum of negative log-likelihoods over valid labels, and their number."""
+"""The loss from hidden states, in chunks, is the plain cross-entropy of all logits, and so are its gradients."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from pretraining.model.loss import IGNORED_LABEL, cross_entropy_sum
+from pretraining.model.loss import IGNORED_LABEL, choose_chunk_tokens, head_loss
+
+B, S, D, V = 3, 5, 7, 11
 
 
-def random_logits(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (3 * torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
+def draw_inputs(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, head = (torch.randn(*size, D, generator=generator, dtype=torch.float64) for size in ((B, S), (V,)))
+    return hidden.to(dtype).requires_grad_(), head.to(dtype).requires_grad_()
 
 
-def random_labels() -> torch.Tensor:
-    labels = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(1))
-    labels[0, 1] = labels[1, 4] = IGNORED_LABEL
-    return labels
+def draw_labels(ignored: float = 0.2, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 1)
+    labels = torch.randint(V, (B, S), generator=generator)
+    return labels.masked_fill(torch.rand(B, S, generator=generator) < ignored, IGNORED_LABEL)
+
+
+def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, z_loss_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+    """All logits at once: the objective, and the z-loss in it."""
+    logits = F.linear(hidden, head).flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.flatten()
+    z_loss = z_loss_weight * logits.logsumexp(-1)[labels != IGNORED_LABEL].square().sum()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum") + z_loss, z_loss
+
+
+TOLERANCES = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dtype=st.sampled_from(list(TOLERANCES)),
+    chunk_tokens=st.one_of(st.none(), st.integers(0, B * S + 2)),
+    z_loss_weight=st.sampled_from([0.0, 1e-4, 0.1]),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    above=st.sampled_from([1.0, 0.125, 1 / 3]),
+    seed=st.integers(0, 1000),
+)
+def test_loss_and_gradients_are_those_of_all_logits_at_once(
+    dtype: torch.dtype, chunk_tokens: int | None, z_loss_weight: float, ignored: float, above: float, seed: int
+) -> None:
+    inputs, labels = draw_inputs(dtype, seed), draw_labels(ignored, seed)
+    objective_sum, valid_count, z_loss_sum = head_loss(*inputs, labels, chunk_tokens, z_loss_weight)
+    expected, expected_z_loss = plain_loss(*inputs, labels, z_loss_weight)
+    relative, absolute = TOLERANCES[dtype]
+    torch.testing.assert_close(objective_sum, expected, rtol=relative, atol=absolute)
+    torch.testing.assert_close(z_loss_sum, expected_z_loss, rtol=relative, atol=absolute)
+    assert valid_count == (labels != IGNORED_LABEL).sum() and valid_count.dtype == torch.int64
+    found = torch.autograd.grad(objective_sum * above, inputs)
+    for gradient, right in zip(found, torch.autograd.grad(expected * above, inputs), strict=True):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient, right, rtol=relative, atol=absolute * max(1.0, float(right.abs().max())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_brute_force(dtype: torch.dtype) -> None:
-    logits, labels = random_logits(dtype), random_labels()
+    hidden, head = draw_inputs(dtype)
+    labels = draw_labels()
     expected = 0.0
-    for row, row_labels in zip(logits.flatten(0, 1).tolist(), labels.flatten().tolist(), strict=True):
-        if row_labels != IGNORED_LABEL:
-            expected += math.log(sum(math.exp(value) for value in row)) - row[row_labels]
-    loss_sum, valid_count = cross_entropy_sum(logits, labels)
-    assert loss_sum.dtype == torch.float32
+    for row, label in zip(F.linear(hidden, head).flatten(0, 1).tolist(), labels.flatten().tolist(), strict=True):
+        if label != IGNORED_LABEL:
+            expected += math.log(sum(math.exp(value) for value in row)) - row[label]
+    loss_sum, _, z_loss_sum = head_loss(hidden, head, labels, chunk_tokens=4)
+    assert loss_sum.dtype == z_loss_sum.dtype == torch.float32
     assert loss_sum.item() == pytest.approx(expected, rel=1e-6)
-    assert valid_count.dtype == torch.int64
-    assert valid_count.item() == 8
+    assert z_loss_sum == 0
 
 
-def test_the_gradient_is_softmax_minus_target_and_zero_where_ignored() -> None:
-    logits, labels = random_logits().requires_grad_(), random_labels()
-    loss_sum, _ = cross_entropy_sum(logits, labels)
-    (gradient,) = torch.autograd.grad(loss_sum, logits)
-    valid = labels != IGNORED_LABEL
-    expected = logits.softmax(-1) - torch.nn.functional.one_hot(labels.clamp(min=0), 11)
-    torch.testing.assert_close(gradient, expected * valid[..., None])
+def test_one_token_is_enough() -> None:
+    hidden, head = draw_inputs()
+    label = torch.tensor([[3]])
+    loss_sum, valid_count, _ = head_loss(hidden[:1, :1], head, label)
+    torch.testing.assert_close(loss_sum, plain_loss(hidden[:1, :1], head, label)[0])
+    assert valid_count == 1
+
+
+def test_all_ignored_is_zero_with_zero_gradients() -> None:
+    inputs = draw_inputs(torch.float32)
+    loss_sum, valid_count, z_loss_sum = head_loss(*inputs, torch.full((B, S), IGNORED_LABEL), 4, z_loss_weight=0.1)
+    assert loss_sum == valid_count == z_loss_sum == 0
+    assert all(not gradient.any() for gradient in torch.autograd.grad(loss_sum, inputs))
 
 
 def test_sums_of_parts_add_up_to_the_sum_of_the_whole() -> None:
     """What lets micro-batches and ranks share a global batch."""
-    logits, labels = random_logits(), random_labels()
-    whole_sum, whole_count = cross_entropy_sum(logits, labels)
-    parts = [cross_entropy_sum(logits[i : i + 1], labels[i : i + 1]) for i in range(2)]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole_sum)
-    assert parts[0][1] + parts[1][1] == whole_count
-
-
-def test_all_ignored_is_zero_with_a_zero_gradient() -> None:
-    logits = random_logits().requires_grad_()
-    loss_sum, valid_count = cross_entropy_sum(logits, torch.full((2, 5), IGNORED_LABEL))
-    (gradient,) = torch.autograd.grad(loss_sum, logits)
-    assert loss_sum == 0
-    assert valid_count == 0
-    assert torch.equal(gradient, torch.zeros_like(logits))
+    (hidden, head), labels = draw_inputs(), draw_labels()
+    whole = head_loss(hidden, head, labels, z_loss_weight=0.1)
+    parts = [head_loss(hidden[i : i + 1], head, labels[i : i + 1], z_loss_weight=0.1) for i in range(B)]
+    for of_whole, *of_parts in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(sum(of_parts), of_whole)
 
 
 def test_large_bfloat16_logits_do_not_overflow() -> None:
-    logits = torch.zeros(1, 1, 11, dtype=torch.bfloat16)
-    logits[..., 3] = 1e4
-    loss_sum, _ = cross_entropy_sum(logits, torch.tensor([[3]]))
+    head = torch.zeros(V, D, dtype=torch.bfloat16)
+    head[3] = 1e4
+    hidden = torch.ones(1, 1, D, dtype=torch.bfloat16)
+    loss_sum, _, _ = head_loss(hidden, head, torch.tensor([[3]]))
     assert loss_sum == 0
+
+
+def test_without_gradients_the_loss_is_the_same() -> None:
+    inputs, labels = draw_inputs(torch.float32), draw_labels()
+    with torch.no_grad():
+        evaluated = head_loss(*inputs, labels, 4, z_loss_weight=0.1)
+    assert not any(each.requires_grad for each in evaluated)
+    assert all(map(torch.equal, evaluated, head_loss(*inputs, labels, 4, z_loss_weight=0.1)))
+
+
+@pytest.mark.parametrize("above", [math.nan, math.inf])
+def test_what_comes_from_above_and_is_not_finite_reaches_both_gradients(above: float) -> None:
+    inputs = draw_inputs(torch.float32)
+    objective_sum, _, _ = head_loss(*inputs, draw_labels(), 4)
+    objective_sum.backward(torch.tensor(above))
+    for each in inputs:
+        assert each.grad is not None and not each.grad.isfinite().all()
+
+
+def test_the_gradient_of_the_head_is_summed_over_chunks_in_float32() -> None:
+    """In bfloat16, where 256 + 1 is 256, a sum over 600 chunks would stop growing."""
+    hidden = torch.ones(1, 600, 1, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    loss_sum, _, _ = head_loss(hidden, head, torch.zeros(1, 600, dtype=torch.int64), chunk_tokens=1)
+    loss_sum.backward()
+    assert head.grad is not None and head.grad.flatten().tolist() == [-300, 300]
+
+
+def test_a_label_outside_the_vocabulary_is_an_error() -> None:
+    for label in (V, -1):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            head_loss(*draw_inputs(), torch.full((B, S), label))
+
+
+@pytest.mark.parametrize(("vocab_size", "tokens"), [(4096, 65536), (32000, 8192), (128256, 2048), (2**28, 256)])
+def test_chunks_are_chosen_by_the_memory_of_their_logits_and_small_on_a_cpu(vocab_size: int, tokens: int) -> None:
+    assert choose_chunk_tokens(torch.device("cuda"), vocab_size) == tokens
+    assert choose_chunk_tokens(torch.device("cpu"), vocab_size) == 256
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that any operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk(grad: bool) -> None:
+    tokens, hidden_size, vocab_size, chunk_tokens = 96, 4, 50, 12
+    hidden = torch.randn(2, tokens // 2, hidden_size, requires_grad=True)
+    head = torch.randn(vocab_size, hidden_size, requires_grad=True)
+    labels = torch.zeros(2, tokens // 2, dtype=torch.int64)
+    with LargestTensor() as largest, torch.set_grad_enabled(grad):
+        objective_sum, _, _ = head_loss(hidden, head, labels, chunk_tokens, z_loss_weight=0.1)
+        if grad:
+            objective_sum.backward()
+    assert largest.elements == chunk_tokens * vocab_size
+
+
+def test_what_is_saved_for_the_backward_pass_are_the_gradients_and_they_go_with_it() -> None:
+    saved: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    inputs = draw_inputs()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        objective_sum, _, _ = head_loss(*inputs, draw_labels(), 4)
+    assert sorted(saved) == [V * D, B * S * D]
+    objective_sum.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        objective_sum.backward()

@@ -74,6 +74,7 @@ def observe(
                 state,
                 StepOutcome(
                     loss_sum=torch.tensor(loss * 10),
+                    z_loss_sum=torch.tensor(loss * 0.1),
                     valid_tokens=torch.tensor(10),
                     grad_norm=torch.tensor(0.5),
                     skipped=torch.tensor(index in skipped),
@@ -88,6 +89,7 @@ def test_a_report_is_the_mean_over_its_interval_and_the_last_step_is_always_repo
     recorder = Recorder()
     observer = observe(recorder, [1.0, 3.0, 5.0, 5.0, 8.0], every=2)
     assert [(report.step, report.loss) for report in recorder.reports] == [(2, 2.0), (4, 5.0), (5, 8.0)]
+    assert [report.z_loss for report in recorder.reports] == pytest.approx([0.02, 0.05, 0.08])
     assert observer.last_loss == 8.0
     assert recorder.closed == 2  # display and tracker
 

@@ -34,7 +34,7 @@ def logits_of(model: Llama, inputs: ModelInputs) -> Tensor:
 
 
 def loss_of(model: Llama, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-    return model(inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths)
+    return model(inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths)[:2]
 
 
 def gradients_of(model: Llama, loss_sum: Tensor) -> list[Tensor]:
@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_the_sums_of_those_of_each_document_alone(batch: 
     summed = [torch.zeros_like(gradient) for gradient in gradients]
     for _, _, tokens in documents_of(*batch):
         if len(tokens) > 1:
-            alone, labels = model(tokens[None, :-1], tokens[None, 1:])
+            alone, labels, _ = model(tokens[None, :-1], tokens[None, 1:])
             expected, expected_count = expected + alone.detach(), expected_count + int(labels)
             torch._foreach_add_(summed, gradients_of(model, alone))
     assert int(count) == expected_count

@@ -55,7 +55,7 @@ class Watched:
         self.state.advance(0.0)
         scalar = torch.tensor(1.0)
         self.guards.after_step(
-            self.state, StepOutcome(scalar, torch.tensor(1), scalar, torch.tensor(skipped), 0.1, 1.0, verdict)
+            self.state, StepOutcome(scalar, scalar, torch.tensor(1), scalar, torch.tensor(skipped), 0.1, 1.0, verdict)
         )
 
 

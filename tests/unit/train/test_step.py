@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tiny_shape import TINY_SHAPE
 from torch import nn
 
+from pretraining.config.loss import LossConfig
 from pretraining.config.training import OptimizerConfig, ParallelConfig
 from pretraining.data import batch as data_batch
 from pretraining.data.batch import MicroBatch, StepBatch
@@ -23,9 +26,9 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
-def context_for_step() -> StepContext:
+def context_for_step(loss: LossConfig = LossConfig()) -> StepContext:
     mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
-    model = Llama(TINY_SHAPE)
+    model = Llama(TINY_SHAPE, loss)
     shard_model(model, model.blocks, mesh, "fsdp", precision_policy(torch.float32))
     initialize_weights(model, TINY_SHAPE, 0, CPU)
     optimizer = build_adamw(model, OptimizerConfig(learning_rate=1e-2))
@@ -131,7 +134,8 @@ def test_parameters_are_gathered_once_a_step_however_many_micro_batches(monkeypa
 
 def test_data_and_model_mean_the_same_by_an_ignored_label() -> None:
     assert data_batch.IGNORED_LABEL == model_loss.IGNORED_LABEL
-    _, count = model_loss.cross_entropy_sum(torch.zeros(1, 2, 4), torch.tensor([[data_batch.IGNORED_LABEL, 1]]))
+    labels = torch.tensor([[data_batch.IGNORED_LABEL, 1]])
+    _, count, _ = model_loss.head_loss(torch.zeros(1, 2, 4), torch.zeros(3, 4), labels)
     assert int(count) == 1
 
 
@@ -140,3 +144,14 @@ def test_only_the_models_own_parameters_are_stepped() -> None:
     grouped = {id(parameter) for group in context.optimizer.param_groups for parameter in group["params"]}
     assert grouped == {id(parameter) for parameter in context.parameters}
     assert all(isinstance(parameter, nn.Parameter) for parameter in context.parameters)
+
+
+def test_z_loss_is_minimised_and_reported_apart() -> None:
+    plain, regularised = context_for_step(), context_for_step(LossConfig(z_loss_weight=0.1))
+    outcomes = [train_step(context, micro_batches(sequences(4), 2), 0) for context in (plain, regularised)]
+    assert float(outcomes[1].loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
+    assert float(outcomes[0].z_loss_sum) == 0
+    # An untrained model spreads its guesses evenly: ln(Z) is near ln(vocabulary).
+    of_a_token = 0.1 * math.log(TINY_SHAPE.vocab_size) ** 2
+    assert float(outcomes[1].z_loss_sum / outcomes[1].valid_tokens) == pytest.approx(of_a_token, rel=0.05)
+    assert float(outcomes[1].grad_norm) != pytest.approx(float(outcomes[0].grad_norm), rel=0.01)
