@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pretraining.config.durations import Duration
 from pretraining.config.guards import GuardConfig
+from pretraining.config.profiler import ProfilerConfig
 from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
 
 
@@ -328,3 +329,4 @@ class TrainConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
     guard: GuardConfig = GuardConfig()
+    profiler: ProfilerConfig = ProfilerConfig()

@@ -68,10 +68,14 @@ class Stopwatch:
         self, clock: Callable[[], float] = time.perf_counter, turn_to: Callable[[str], None] = lambda name: None
     ) -> None:
         self._clock = clock
-        self._turn_to = turn_to
+        self._listeners = [turn_to]
         self._started = self._lap_started = clock()
         self._training_before = 0.0
         self.spent: dict[str, float] = {}
+
+    def also_tell(self, listener: Callable[[str], None]) -> None:
+        """Have somebody else told, too, what begins."""
+        self._listeners.append(listener)
 
     @property
     def elapsed(self) -> float:
@@ -87,12 +91,16 @@ class Stopwatch:
     def activity(self, name: str) -> Iterator[None]:
         """Book the time of a `with` block under `name`."""
         began = self._clock()
-        self._turn_to(name)
+        self._tell(name)
         try:
             yield
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + self._clock() - began
-            self._turn_to("training")
+            self._tell("training")
+
+    def _tell(self, name: str) -> None:
+        for listener in self._listeners:
+            listener(name)
 
     def watch(self, items: Iterable[T], name: str) -> Iterator[T]:
         """The same items; the time that each `next` takes is booked under `name`."""

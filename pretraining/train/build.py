@@ -42,6 +42,7 @@ from pretraining.parallel.sharding import MicroBatchSync, shard_model
 from pretraining.parallel.watchdog import collective_timeout
 from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_guards import build_guards, build_spike_detector
+from pretraining.train.build_profiler import build_profiler
 from pretraining.train.data import open_data, open_loader, pace_of
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
@@ -193,6 +194,7 @@ def _assemble(
         stop_requests=stop_requests,
         stopwatch=stopwatch,
         guards=guards,
+        profiler=build_profiler(parts, stopwatch, state, observer.note),
         mesh=mesh,
     )
 

@@ -110,7 +110,7 @@ def conclude_preempted(state: TrainState) -> str:
 
 # What may change at every start without a word: where things are, how much is shown, how the work is laid out on the
 # machines.
-_UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report")
+_UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report", "profiler")
 _UNREMARKABLE = {
     *("run_steps", "num_workers", "data_path", "index_path", "tokenizer_path", "sample_prompt", "sample_tokens"),
     *("sharding_strategy", "hsdp_group_size", "batch_size", "grad_accum_steps"),
