@@ -44,6 +44,7 @@ from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_guards import build_guards, build_spike_detector
 from pretraining.train.build_profiler import build_profiler
 from pretraining.train.data import open_data, open_loader, pace_of
+from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
@@ -194,6 +195,7 @@ def _assemble(
         stop_requests=stop_requests,
         stopwatch=stopwatch,
         guards=guards,
+        garbage=GarbageCollection(config.run.gc_interval),
         profiler=build_profiler(parts, stopwatch, state, observer.note),
         mesh=mesh,
     )

@@ -16,6 +16,7 @@ from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import StepProfiler
 from pretraining.observability.throughput import Stopwatch
 from pretraining.parallel.agreement import Agreement
+from pretraining.train.garbage import GarbageCollection
 from pretraining.train.guards import Guards
 from pretraining.train.preemption import StopRequests
 from pretraining.train.state import TrainState
@@ -38,6 +39,7 @@ class Run:
         stop_requests: what this rank was told.
         stopwatch: where the time goes.
         guards: end a run that goes wrong.
+        garbage: when Python collects it.
         profiler: records some steps.
         mesh: that the model is sharded over.
     """
@@ -53,6 +55,7 @@ class Run:
     stop_requests: StopRequests
     stopwatch: Stopwatch
     guards: Guards
+    garbage: GarbageCollection
     profiler: StepProfiler
     mesh: DeviceMesh
 
@@ -62,7 +65,7 @@ def train_loop(run: Run) -> None:
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
     earlier_seconds = state.progress.seconds
-    with run.observer, run.profiler, run.checkpoints, run.agreement, closing(run.batches):
+    with run.observer, run.garbage, run.profiler, run.checkpoints, run.agreement, closing(run.batches):
         _pay_owed_evaluation(run)
         while not state.stopping:
             outcome = train_step(run.context, next(batches), state.step)
@@ -72,6 +75,7 @@ def train_loop(run: Run) -> None:
             run.guards.after_step(state, outcome)
             evaluation_loss = run.evaluator.maybe_run(state)
             run.checkpoints.maybe_save(state, evaluation_loss)
+            run.garbage.after_step(state)
             run.profiler.after_step(state)
 
 

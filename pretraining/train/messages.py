@@ -112,7 +112,16 @@ def conclude_preempted(state: TrainState) -> str:
 # machines.
 _UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report", "profiler")
 _UNREMARKABLE = {
-    *("run_steps", "num_workers", "data_path", "index_path", "tokenizer_path", "sample_prompt", "sample_tokens"),
+    *(
+        "run_steps",
+        "gc_interval",
+        "num_workers",
+        "data_path",
+        "index_path",
+        "tokenizer_path",
+        "sample_prompt",
+        "sample_tokens",
+    ),
     *("sharding_strategy", "hsdp_group_size", "batch_size", "grad_accum_steps"),
     *("datasets", "weights", "global_batch_size", "skip_samples"),  # the lines about phases say these
 }
