@@ -1,4 +1,4 @@
-"""The command line: `pretrain train`, `prepare`, `inspect`, `list`, `export`, `import` and `verify`.
+"""The command line: `pretrain train`, `prepare`, `inspect`, `list`, `export`, `import`, `verify` and `doctor`.
 
 fire splits the words; the text of each value goes to the settings' own parser, because fire would turn `false` into a
 true string and let unknown flags through. Errors for users are printed once and end the process with status 1; other
@@ -19,6 +19,7 @@ import fire
 from fire.decorators import SetParseFn
 
 from pretraining.config.checkpoints import ExportConfig, ImportConfig, ListConfig
+from pretraining.config.doctor import DoctorConfig
 from pretraining.config.flags import load_run_config, load_train_config, parse_config, value_on_command_line
 from pretraining.config.help import help_text
 from pretraining.config.inspect import InspectConfig, check_inspect_config
@@ -120,6 +121,15 @@ def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     verify(config)
 
 
+def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Measure the machines that training would run on."""
+    config = parse_config(DoctorConfig, overrides, flags)
+    layout = resolve_layout(os.environ)
+    from pretraining.doctor.run import doctor
+
+    doctor(config, layout)
+
+
 def _first_word_names(setting: str, overrides: Sequence[str]) -> list[str]:
     """The overrides, the first of which may be a path alone."""
     first, *others = overrides or [""]
@@ -135,6 +145,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
     "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
+    "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
 }
 
 LISTING_COMMANDS = ("inspect", "list", "verify", "prepare")
@@ -148,6 +159,7 @@ AFTER_INTERRUPTION = {
     "export": "nothing was written; the same command starts again",
     "import": "nothing was written; the same command starts again",
     "verify": "nothing was changed",
+    "doctor": "nothing was changed",
 }
 
 

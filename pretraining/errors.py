@@ -74,6 +74,10 @@ class HardwareError(PretrainError):
     """A device computes or remembers something else than it should."""
 
 
+class OutOfMemoryError(PretrainError):
+    """A device, or the machine, has too little memory for what the settings ask."""
+
+
 class LostPeerError(LaunchError):
     """Another process of the job has ended, so this one cannot go on; why, the other one knows."""
 

@@ -86,7 +86,7 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
 _DURATIONS = (
     *("num_steps", "warmup_steps"),
     *("checkpoint_interval", "preempt_interval", "eval_interval", "report_interval"),
-    "replica_check_interval",
+    *("replica_check_interval", "profile_interval"),
 )
 
 
@@ -94,7 +94,7 @@ def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
     """The settings that may be in epochs, by name."""
     sections = (
         *(config.run, config.schedule),
-        *(config.checkpoint, config.checkpoint, config.evaluation, config.report, config.guard),
+        *(config.checkpoint, config.checkpoint, config.evaluation, config.report, config.guard, config.profiler),
     )
     return [(name, getattr(section, name)) for name, section in zip(_DURATIONS, sections, strict=True)]
 
@@ -267,3 +267,25 @@ def _compared_replicas_exist(config: TrainConfig) -> Problems:
             f"--replica_check_interval={interval} compares copies of the weights, and {strategy} keeps one, in pieces: "
             "give --replica_check_interval=0, or --sharding_strategy=ddp or hsdp"
         )
+
+
+@_rule("profile_steps")
+def _profiled_steps_are_ranges(config: TrainConfig) -> Problems:
+    try:
+        _ = config.profiler.step_ranges
+    except ValueError:
+        yield (
+            f"profile_steps={','.join(config.profiler.profile_steps)}: write the first and the last step of each "
+            "range, numbered from 1, as in --profile_steps=10-12,1000-1002"
+        )
+
+
+@_rule("use_profiler", "profile_steps", "profile_interval")
+def _profiled_steps_need_the_profiler(config: TrainConfig) -> Problems:
+    profiler = config.profiler
+    if not profiler.use_profiler:
+        if profiler.profile_steps:
+            steps = format_value(profiler.profile_steps)
+            yield f"--profile_steps={steps} needs --use_profiler=true: give it, or leave the steps out"
+        if profiler.profile_interval.amount:
+            yield f"--profile_interval={profiler.profile_interval} needs --use_profiler=true: give it, or leave it out"

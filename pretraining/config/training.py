@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pretraining.config.durations import Duration
 from pretraining.config.guards import GuardConfig
 from pretraining.config.loss import LossConfig
+from pretraining.config.profiler import ProfilerConfig
 from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
 
 
@@ -174,6 +175,12 @@ class RunConfig:
         5, "refuse to start once so many starts in a row have crashed before a new checkpoint; 0 = never", minimum=0
     )
     seed: int = setting(2023, "of the initial weights and of the order of the data", minimum=0)
+    gc_interval: int = setting(
+        50,
+        "steps between two collections of Python's garbage, at the same steps in all processes; 0 = whenever Python "
+        "wants, which stops one process at a time while the others wait",
+        minimum=0,
+    )
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
     )
@@ -330,3 +337,4 @@ class TrainConfig:
     report: ReportConfig = ReportConfig()
     guard: GuardConfig = GuardConfig()
     loss: LossConfig = LossConfig()
+    profiler: ProfilerConfig = ProfilerConfig()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pretraining.config.variants import LlamaShape, parameter_count
 
-__all__ = ["flops_per_token", "matmul_parameters", "parameter_count"]
+__all__ = ["flops_per_token", "matmul_parameters", "parameter_count", "recomputed_flops_per_token"]
 
 
 def matmul_parameters(shape: LlamaShape) -> int:
@@ -42,3 +42,22 @@ def flops_per_token(shape: LlamaShape, seq_length: float) -> float:
     """
     attention = 6 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * seq_length
     return 6 * matmul_parameters(shape) + attention
+
+
+def recomputed_flops_per_token(shape: LlamaShape, share: float, seq_length: float) -> float:
+    """Operations a token that activation checkpointing does twice: share x forward of the blocks.
+
+        forward of the blocks  =  2 x matmul parameters of the blocks  +  2·L·(H·E)·S
+
+    With `flops_per_token` it is the numerator of HFU (hardware FLOPs utilisation; Chowdhery et al. 2022, appendix B).
+    Head and embedding are outside of the blocks and never computed again. What a flash kernel computes again inside its
+    backward does not count, as it does not in the literature.
+
+    Args:
+        shape: dimensions of the model.
+        share: of the blocks' forward that backward computes again; 0 = nothing, 1 = all of it.
+        seq_length: S, as in `flops_per_token`.
+    """
+    matrices = 2 * (matmul_parameters(shape) - shape.hidden_size * shape.vocab_size)
+    attention = 2 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * seq_length
+    return share * (matrices + attention)

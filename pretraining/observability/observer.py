@@ -67,6 +67,7 @@ class Observer:
         interval: how often to report; where an invocation ends is always reported.
         total_steps: of the run, for the time left.
         flops_per_token: of the model, forward and backward, for the tokens that attention spans on average.
+        recomputed_flops_per_token: what the device does beside, for the same tokens.
         peak_tflops: of a device, or None where it is not known.
         device: of the step's tensors.
         stopwatch: shared with whoever spends time on something else than training.
@@ -82,6 +83,7 @@ class Observer:
         interval: Interval,
         total_steps: int,
         flops_per_token: Callable[[float], float],
+        recomputed_flops_per_token: Callable[[float], float] = lambda attention_span: 0.0,
         peak_tflops: float | None,
         device: torch.device,
         stopwatch: Stopwatch,
@@ -93,6 +95,7 @@ class Observer:
         self._interval = interval
         self._total_steps = total_steps
         self._flops_per_token = flops_per_token
+        self._recomputed_flops_per_token = recomputed_flops_per_token
         self._peak_tflops = peak_tflops
         self._device = device
         self._stopwatch = stopwatch
@@ -166,7 +169,9 @@ class Observer:
         rate = (now.tokens - self._reported.tokens) / seconds
         overall_rate = (now.tokens - self._start.tokens) / self._stopwatch.overall_training_seconds
         tokens_per_step = (now.tokens - self._reported.tokens) / steps
-        model_tflops = self._flops_per_token(attention_spans / (steps * gpus)) * rate / gpus / 1e12
+        span = attention_spans / (steps * gpus)
+        model_tflops = self._flops_per_token(span) * rate / gpus / 1e12
+        tflops = model_tflops + self._recomputed_flops_per_token(span) * rate / gpus / 1e12
         report = Report(
             step=now.steps,
             tokens_seen=now.tokens,
@@ -180,6 +185,7 @@ class Observer:
             tokens_per_second_per_gpu_overall=overall_rate / gpus,
             tokens_per_day=overall_rate * 86400,
             mfu=None if self._peak_tflops is None else model_tflops / self._peak_tflops,
+            hfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             data_share=spent.get("data", 0.0) / seconds,
             memory_gib=memory[0],
             memory_allocated_gib=memory[1] if self._device.type == "cuda" else None,

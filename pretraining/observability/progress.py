@@ -30,6 +30,7 @@ class Report:
     tokens_per_second_per_gpu_overall: float
     tokens_per_day: float
     mfu: float | None
+    hfu: float | None
     data_share: float
     memory_gib: float
     memory_allocated_gib: float | None
@@ -142,7 +143,8 @@ def summary(report: Report, peak_tflops: float | None, verbose: bool) -> str:
     parts.append(f"{report.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
     if report.mfu is not None and peak_tflops is not None:
         peak = f" of {peak_tflops:g} TFLOP/s" if verbose else ""
-        parts.append(f"MFU {report.mfu:.1%}{peak}")
+        hfu = f" HFU {report.hfu:.1%}" if report.hfu is not None and report.hfu != report.mfu else ""
+        parts.append(f"MFU {report.mfu:.1%}{hfu}{peak}")
     parts.append(f"{report.memory_gib:.1f} GiB")
     if report.skipped_updates:
         parts.append(f"{report.skipped_updates} updates skipped")

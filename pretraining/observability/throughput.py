@@ -1,8 +1,9 @@
 """Where the time goes, and how much of the device's arithmetic the training uses.
 
-MFU (model FLOPs utilisation; Chowdhery et al., 2022, appendix B) = model FLOPs a second / peak FLOPs a second. The peak
-is the vendor's dense bfloat16 figure without sparsity, whatever precision the run computes in; it is always printed
-beside the MFU.
+MFU (model FLOPs utilisation; Chowdhery et al., 2022, appendix B) = model FLOPs a second / peak FLOPs a second. HFU
+(hardware FLOPs utilisation) also counts what activation checkpointing computes again. The peak is the vendor's dense
+bfloat16 figure without sparsity, whatever precision the run computes in; it is always printed beside the MFU. A CPU has
+no such figure: `pretrain doctor` measures what it reaches.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
-# Dense bfloat16 peaks in TFLOP/s, from the vendors' data sheets. The first name that is part of the device's name
-# counts, so longer names stand before shorter ones.
+# Dense bfloat16 peaks in TFLOP/s. The first name that is part of the device's name counts, so longer names stand before
+# shorter ones. Where a data sheet names the figure with sparsity, it is halved here.
 PEAK_TFLOPS = (
+    # NVIDIA: data sheets of HGX B300 and B200, GB300 and GB200 NVL72, GH200
     ("B300", 2250.0),
     ("B200", 2250.0),
+    ("GB300", 2500.0),
     ("GB200", 2500.0),
     ("GH200", 989.4),
+    # NVIDIA: data sheets of H200, H100, H100 NVL; H800 computes as H100 does, H20 is its smaller sibling
     ("H200 NVL", 835.5),
     ("H200", 989.4),
     ("H100 PCIe", 756.0),
@@ -29,28 +35,40 @@ PEAK_TFLOPS = (
     ("H100", 989.4),
     ("H800", 989.4),
     ("H20", 148.0),
+    # NVIDIA: data sheets of A100 (A800 computes as it does), A40, A30, A10; AWS and NVIDIA for A10G
     ("A100", 312.0),
     ("A800", 312.0),
     ("A40", 149.7),
     ("A30", 165.0),
     ("A10", 125.0),
     ("A10G", 70.0),
+    # NVIDIA: data sheets of L40S, L40, L4; white papers of the Blackwell, Ada and Ampere GeForce architectures,
+    # with accumulation in float32
     ("L40S", 362.0),
     ("L40", 181.0),
     ("L4", 121.0),
     ("RTX 5090", 209.5),
     ("RTX 4090", 165.2),
     ("RTX 3090", 71.0),
+    # AMD: data sheets of MI355X, MI350X, MI325X, MI300X, MI250X, MI250, MI210
     ("MI355X", 2500.0),
+    ("MI350X", 2300.0),
     ("MI325X", 1307.4),
     ("MI300X", 1307.4),
     ("MI250X", 191.5),  # a device is one of the card's two dies
+    ("MI250", 181.0),  # the same
+    ("MI210", 181.0),
 )
 
 
 def peak_tflops(device_name: str) -> float | None:
     """Dense bfloat16 peak of a device in TFLOP/s, or None where it is not known (CPUs among them)."""
     return next((peak for name, peak in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name)), None)
+
+
+def device_name(device: torch.device) -> str:
+    """What a device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 class Stopwatch:
@@ -68,10 +86,14 @@ class Stopwatch:
         self, clock: Callable[[], float] = time.perf_counter, turn_to: Callable[[str], None] = lambda name: None
     ) -> None:
         self._clock = clock
-        self._turn_to = turn_to
+        self._listeners = [turn_to]
         self._started = self._lap_started = clock()
         self._training_before = 0.0
         self.spent: dict[str, float] = {}
+
+    def also_tell(self, listener: Callable[[str], None]) -> None:
+        """Have somebody else told, too, what begins."""
+        self._listeners.append(listener)
 
     @property
     def elapsed(self) -> float:
@@ -87,12 +109,16 @@ class Stopwatch:
     def activity(self, name: str) -> Iterator[None]:
         """Book the time of a `with` block under `name`."""
         began = self._clock()
-        self._turn_to(name)
+        self._tell(name)
         try:
             yield
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + self._clock() - began
-            self._turn_to("training")
+            self._tell("training")
+
+    def _tell(self, name: str) -> None:
+        for listener in self._listeners:
+            listener(name)
 
     def watch(self, items: Iterable[T], name: str) -> Iterator[T]:
         """The same items; the time that each `next` takes is booked under `name`."""

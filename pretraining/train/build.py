@@ -42,7 +42,9 @@ from pretraining.parallel.watchdog import collective_timeout
 from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_guards import build_guards, build_spike_detector
 from pretraining.train.build_origin import choose_origin, restore
+from pretraining.train.build_profiler import build_profiler
 from pretraining.train.data import open_data, open_loader, pace_of
+from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
@@ -186,6 +188,8 @@ def _assemble(
         stop_requests=stop_requests,
         stopwatch=stopwatch,
         guards=guards,
+        garbage=GarbageCollection(config.run.gc_interval),
+        profiler=build_profiler(parts, stopwatch, state, observer.note),
         mesh=mesh,
     )
 

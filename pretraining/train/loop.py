@@ -13,8 +13,10 @@ from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.data.batch import StepBatch
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.observability.observer import Observer
+from pretraining.observability.profiler import StepProfiler
 from pretraining.observability.throughput import Stopwatch
 from pretraining.parallel.agreement import Agreement
+from pretraining.train.garbage import GarbageCollection
 from pretraining.train.guards import Guards
 from pretraining.train.preemption import StopRequests
 from pretraining.train.state import TrainState
@@ -37,6 +39,8 @@ class Run:
         stop_requests: what this rank was told.
         stopwatch: where the time goes.
         guards: end a run that goes wrong.
+        garbage: when Python collects it.
+        profiler: records some steps.
         mesh: that the model is sharded over.
     """
 
@@ -51,6 +55,8 @@ class Run:
     stop_requests: StopRequests
     stopwatch: Stopwatch
     guards: Guards
+    garbage: GarbageCollection
+    profiler: StepProfiler
     mesh: DeviceMesh
 
 
@@ -59,7 +65,7 @@ def train_loop(run: Run) -> None:
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
     earlier_seconds = state.progress.seconds
-    with run.observer, run.checkpoints, run.agreement, closing(run.batches):
+    with run.observer, run.garbage, run.profiler, run.checkpoints, run.agreement, closing(run.batches):
         _pay_owed_evaluation(run)
         while not state.stopping:
             outcome = train_step(run.context, next(batches), state.step)
@@ -69,6 +75,8 @@ def train_loop(run: Run) -> None:
             run.guards.after_step(state, outcome)
             evaluation_loss = run.evaluator.maybe_run(state)
             run.checkpoints.maybe_save(state, evaluation_loss)
+            run.garbage.after_step(state)
+            run.profiler.after_step(state)
 
 
 def _pay_owed_evaluation(run: Run) -> None:

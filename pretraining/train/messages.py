@@ -9,8 +9,9 @@ from pretraining.checkpoint.state import Manifest
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw
-from pretraining.model.flops import parameter_count
+from pretraining.model.flops import flops_per_token, matmul_parameters, parameter_count
 from pretraining.observability.progress import format_seconds
+from pretraining.observability.throughput import device_name, peak_tflops
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.parallel.precision import compute_dtype
 from pretraining.train.parts import Parts
@@ -44,6 +45,8 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
         )
     note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
     note(f"length      {state.total_steps} steps, {parts.pace.tokens_at(state.total_steps):,} tokens")
+    for line in _describe_flops(parts):
+        note(line)
     if parts.weights is not None:
         note(f"start       at step 0 with the weights of {parts.weights.path}")
         for line in parts.weights.passed_over:
@@ -63,6 +66,25 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
     for path in parts.abandoned:
         note(f"            {path} is incomplete: ignored")
     note(f"run folder  {config.checkpoint.ckpt_save_path}")
+
+
+def _describe_flops(parts: Parts) -> list[str]:
+    """What MFU counts, and what it is a share of."""
+    shape, seq_length = parts.shape, parts.config.data.seq_length
+    operations = flops_per_token(shape, seq_length)
+    less = ", less in shorter documents" if parts.config.data.document_mask else ""
+    name = device_name(parts.processes.device)
+    peak = peak_tflops(name)
+    relative = (
+        f"no MFU: the peak of a {name} is not known, `pretrain doctor` measures what it reaches"
+        if peak is None
+        else f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
+    )
+    return [
+        f"FLOPs       {operations:.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
+        f"6 x {shape.num_hidden_layers} layers x {shape.num_attention_heads * shape.head_dim} x {seq_length}{less}",
+        f"            {relative}",
+    ]
 
 
 def conclude(
@@ -110,9 +132,18 @@ def conclude_preempted(state: TrainState) -> str:
 
 # What may change at every start without a word: where things are, how much is shown, how the work is laid out on the
 # machines.
-_UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report")
+_UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report", "profiler")
 _UNREMARKABLE = {
-    *("run_steps", "num_workers", "data_path", "index_path", "tokenizer_path", "sample_prompt", "sample_tokens"),
+    *(
+        "run_steps",
+        "gc_interval",
+        "num_workers",
+        "data_path",
+        "index_path",
+        "tokenizer_path",
+        "sample_prompt",
+        "sample_tokens",
+    ),
     *("sharding_strategy", "hsdp_group_size", "batch_size", "grad_accum_steps"),
     *("datasets", "weights", "global_batch_size", "skip_samples"),  # the lines about phases say these
 }

@@ -21,6 +21,7 @@ from pretraining.parallel.watchdog import Watchdog, collective_timeout
 from pretraining.train.build import build_run
 from pretraining.train.loop import Run
 from pretraining.train.messages import conclude, conclude_preempted
+from pretraining.train.out_of_memory import explain_out_of_memory
 from pretraining.train.preemption import StopRequests, reason_of
 from pretraining.train.rollback import train_to_the_end
 from pretraining.train.status import StatusKeeper
@@ -54,7 +55,10 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
         on_every_rank(lambda: _end_before_training(requests))
         config = with_run_path(config, on_rank_zero(lambda: settle_run_path(config)))
-        with hold_lease(Path(config.checkpoint.ckpt_save_path), processes) as lease:
+        with (
+            hold_lease(Path(config.checkpoint.ckpt_save_path), processes) as lease,
+            explain_out_of_memory(config, processes) as explainer,
+        ):
 
             def build(config: TrainConfig, mesh: DeviceMesh | None) -> Run:
                 nonlocal has_work
@@ -62,7 +66,7 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
                 on_every_rank(lambda: _end_before_training(requests))
                 has_work = has_work or not run.state.stopping or run.evaluator.owed
                 status.training(run.state)
-                return run
+                return explainer.watch(run)
 
             run = train_to_the_end(config, processes, build)
         if run.state.preempted and not (run.state.finished and not run.evaluator.owed):

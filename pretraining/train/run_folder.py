@@ -5,19 +5,17 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from pretraining.checkpoint.listing import CHECKPOINTS
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.intervals import Interval
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.model.flops import flops_per_token
+from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.observer import Observer
 from pretraining.observability.progress import ProgressDisplay, Silent, choose_display
 from pretraining.observability.stragglers import StragglerWatch
-from pretraining.observability.throughput import Stopwatch, peak_tflops
+from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
 from pretraining.observability.trackers import Tracker, open_trackers
 from pretraining.parallel.processes import on_every_rank
 from pretraining.parallel.waiting import is_waiting
@@ -56,14 +54,20 @@ def _not_writable(run: Path, error: OSError) -> CheckpointError:
     )
 
 
-def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState) -> Observer:
+def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState, recomputed_share: float = 0.0) -> Observer:
     """The run's observer, with rank 0's display and trackers; a collective call.
+
+    Args:
+        parts: of the run.
+        stopwatch: shared with whoever spends time on something else than training.
+        state: where the run stands.
+        recomputed_share: of the blocks' forward, how much activation checkpointing computes again.
 
     Raises:
         ConfigError: metrics or curves cannot be written; the same on all ranks.
     """
     config, device = parts.config, parts.processes.device
-    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = peak_tflops(device_name(device))
     display: ProgressDisplay = Silent()
     trackers = on_every_rank(lambda: _open_trackers(config, state.step) if parts.processes.is_main else [])
     if parts.processes.is_main:
@@ -72,6 +76,7 @@ def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState) -> Obs
         interval=Interval(config.report.report_interval, parts.training_tokens),
         total_steps=parts.total_steps,
         flops_per_token=partial(flops_per_token, parts.shape),
+        recomputed_flops_per_token=partial(recomputed_flops_per_token, parts.shape, recomputed_share),
         peak_tflops=peak,
         device=device,
         stopwatch=stopwatch,

@@ -18,7 +18,7 @@ ROWS = (
     ("model", "data", "optim", "parallel", "observability"),
     ("checkpoint", "evaluation"),
     ("train",),
-    ("planner",),
+    ("planner", "doctor"),
     ("cli", "__init__", "main_training"),
 )
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}

@@ -65,6 +65,19 @@ def config_of(**values: Any) -> TrainConfig:
             "--replica_check_interval=0, or --sharding_strategy=ddp or hsdp",
         ),
         (
+            {"use_profiler": True, "profile_steps": ("10-12", "9-7")},
+            "profile_steps=10-12,9-7: write the first and the last step of each range, numbered from 1, as in "
+            "--profile_steps=10-12,1000-1002",
+        ),
+        (
+            {"profile_steps": ("10-12",)},
+            "--profile_steps=10-12 needs --use_profiler=true: give it, or leave the steps out",
+        ),
+        (
+            {"profile_interval": Duration(100, "steps")},
+            "--profile_interval=100 needs --use_profiler=true: give it, or leave it out",
+        ),
+        (
             {"sep_token": 32000, "model_variant": "7b"},
             "--sep_token=32000 is outside a vocabulary of 32000 (0 to 31999): change --sep_token or --vocab_size",
         ),

@@ -8,7 +8,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.config.variants import VARIANTS, LlamaShape
-from pretraining.model.flops import flops_per_token, matmul_parameters, parameter_count
+from pretraining.model.flops import (
+    flops_per_token,
+    matmul_parameters,
+    parameter_count,
+    recomputed_flops_per_token,
+)
 from pretraining.model.llama import Llama
 
 every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
@@ -53,6 +58,19 @@ def test_documents_cost_what_a_row_of_their_mean_length_over_tokens_would() -> N
     operations.pop(torch.ops.aten.mm)
     span = sum(length**2 for length in lengths) / 256
     assert 3 * sum(operations.values()) / 2 == (flops_per_token(shape, span) - 6 * matmul_parameters(shape)) * 256
+
+
+@pytest.mark.parametrize("name", ["7b", "llama2_1.4b", "tiny"])
+def test_recomputed_blocks_cost_another_forward_of_them_without_the_head(name: str) -> None:
+    shape, length = VARIANTS[name], 256
+    with FlopCounterMode(display=False) as counter:
+        meta_model(shape).model(torch.zeros(1, length, dtype=torch.int64, device="meta"), None, None)
+    operations = counter.get_flop_counts()["Global"]
+    matrices = operations.pop(torch.ops.aten.mm)
+    forward = matrices + sum(operations.values()) / 2  # causality halves attention
+    assert recomputed_flops_per_token(shape, 1.0, length) * length == forward
+    assert recomputed_flops_per_token(shape, 0.25, length) * length == forward / 4
+    assert recomputed_flops_per_token(shape, 0.0, length) == 0
 
 
 @pytest.mark.parametrize(

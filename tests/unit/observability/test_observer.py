@@ -52,12 +52,14 @@ def observe(
     every: int,
     skipped: tuple[int, ...] = (),
     spans: tuple[float, ...] = (10.0,),
+    recomputed_share: float = 0.0,
 ) -> Observer:
     """Observe steps of 10 tokens and 2 seconds with the given mean losses."""
     observer = Observer(
         interval=Interval(Duration(every, "steps"), None),
         total_steps=len(losses),
         flops_per_token=lambda span: span * 1e11,
+        recomputed_flops_per_token=lambda span: span * recomputed_share * 1e11,
         peak_tflops=20.0,
         device=torch.device("cpu"),
         stopwatch=Stopwatch(lambda: recorder.now),
@@ -110,6 +112,14 @@ def test_mfu_counts_attention_as_far_as_it_reached_on_average_over_the_interval(
     recorder = Recorder()
     observe(recorder, [1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))
     assert [report.mfu for report in recorder.reports] == pytest.approx([0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0])
+
+
+def test_hfu_counts_what_is_computed_again_and_mfu_does_not() -> None:
+    for share in (0.0, 0.25):
+        recorder = Recorder()
+        observe(recorder, [1.0] * 4, every=2, recomputed_share=share)
+        report = recorder.reports[0]
+        assert report.mfu == pytest.approx(5.0 / 20.0) and report.hfu == pytest.approx((1 + share) * 5.0 / 20.0)
 
 
 def test_a_skipped_step_is_counted_and_does_not_spoil_the_mean() -> None:

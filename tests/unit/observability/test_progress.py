@@ -29,6 +29,7 @@ REPORT = Report(
     tokens_per_second_per_gpu_overall=12000.0,
     tokens_per_day=1e9,
     mfu=0.456,
+    hfu=0.456,
     data_share=0.01,
     memory_gib=12.34,
     memory_allocated_gib=None,
@@ -43,6 +44,11 @@ REPORT = Report(
 )
 def test_durations_read_as_a_person_says_them(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_hfu_is_shown_where_something_is_computed_again() -> None:
+    assert "HFU" not in summary(REPORT, 989.4, verbose=True)
+    assert "MFU 45.6% HFU 60.0% of 989.4 TFLOP/s" in summary(replace(REPORT, hfu=0.6), 989.4, verbose=True)
 
 
 def test_the_line_shows_loss_rate_mfu_with_its_peak_memory_and_time_left() -> None:

@@ -32,6 +32,11 @@ class Clock:
         ("NVIDIA L4", 121.0),
         ("NVIDIA GH200 480GB", 989.4),
         ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB300", 2500.0),
+        ("AMD Instinct MI300X OAM", 1307.4),
+        ("AMD Instinct MI350X", 2300.0),
+        ("AMD Instinct MI250X / MI250", 191.5),
+        ("cpu", None),
         ("Some CPU", None),
     ],
 )
@@ -64,6 +69,15 @@ def test_setting_up_belongs_to_no_lap() -> None:
     stopwatch.restart()
     clock.now += 2
     assert stopwatch.lap() == (2, {}) and stopwatch.overall_training_seconds == 2 and stopwatch.elapsed == 52
+
+
+def test_whoever_wants_to_be_told_what_begins_is() -> None:
+    told: list[str] = []
+    stopwatch = Stopwatch(Clock(), turn_to=lambda name: told.append(f"first {name}"))
+    stopwatch.also_tell(lambda name: told.append(f"second {name}"))
+    with stopwatch.activity("data"):
+        pass
+    assert told == ["first data", "second data", "first training", "second training"]
 
 
 def test_watching_items_books_the_time_that_each_takes() -> None:

@@ -34,6 +34,8 @@ def test_a_run_says_what_it_trains_and_where_everything_is(tmp_path: Path, capsy
     for part in (
         "float32, fsdp over 1 x cpu",
         "4 steps, 256 tokens",
+        "a token = 6 x 29,696 matmul parameters + 6 x 3 layers x 32 x 32",
+        "no MFU: the peak of a cpu is not known",
         "from initial weights, seed 2023",
         "step 4/4  loss",
         "step 2  evaluation_loss",

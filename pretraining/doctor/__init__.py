@@ -1,0 +1,1 @@
+"""Measures the machines before a run: `pretrain doctor`."""

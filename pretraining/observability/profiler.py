@@ -1,0 +1,259 @@
+"""Records what some steps of a run do, and says where their time went.
+
+    a range of steps is near --> torch.profiler warms up for a step --> records the range --> trace file, printed table
+
+Between ranges nothing is recorded and nothing is spent. The traces are Chrome's JSON, gzipped, as Kineto writes it:
+https://ui.perfetto.dev opens them, and so does TensorBoard with its profiler plugin.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pretraining.config.intervals import Interval, RunState
+from pretraining.observability.memory_history import write_snapshot
+from pretraining.observability.time_shares import TimeShares
+from pretraining.observability.trace_events import TraceSummary, summarise
+
+STEPS_OF_A_PROFILE = 3
+STEPS_BEFORE = 3
+"""Of each start that nobody wants to see: they compile, choose algorithms and fill caches."""
+OPERATIONS_SHOWN = 10
+
+
+class StepProfiler(Protocol):
+    """What the loop knows of a profiler."""
+
+    def __enter__(self) -> StepProfiler:
+        """Begin; the first step comes next."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End."""
+
+    def after_step(self, state: RunState) -> None:
+        """Called when all that belongs to a step is done."""
+
+
+class NoProfiler:
+    """Records nothing."""
+
+    def __enter__(self) -> NoProfiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Nothing to end."""
+
+    def after_step(self, state: RunState) -> None:
+        """Record nothing."""
+
+
+@dataclass
+class ProfiledSteps:
+    """Which steps are recorded, numbered from 1.
+
+    Attributes:
+        ranges: (first, last) of each range.
+        interval: how often another one is added; None = never.
+    """
+
+    ranges: list[tuple[int, int]]
+    interval: Interval | None = None
+
+    def following(self, state: RunState) -> tuple[int, int] | None:
+        """The range that the step after the next one begins, or that the next one is in."""
+        done = state.progress.steps
+        if self.interval is not None and self.interval.is_due(state):
+            self.ranges.append((done + 2, done + 1 + STEPS_OF_A_PROFILE))
+        return self.at(done + 1)
+
+    def at(self, step: int) -> tuple[int, int] | None:
+        """The range that a step is in, or right before, as far as it is not over."""
+        return next(((max(first, step), last) for first, last in self.ranges if first - 1 <= step <= last), None)
+
+
+def first_steps(restored_step: int) -> list[tuple[int, int]]:
+    """The range that is recorded where nobody has chosen one."""
+    first = restored_step + STEPS_BEFORE + 1
+    return [(first, first + STEPS_OF_A_PROFILE - 1)]
+
+
+@dataclass
+class _Recording:
+    """A range that is being recorded, or about to be."""
+
+    first: int
+    last: int
+    trace: torch.profiler.profile
+    stack: ExitStack = field(default_factory=ExitStack)
+
+
+class Profiler:
+    """Records ranges of steps, as a context around the loop.
+
+    Args:
+        steps: which.
+        next_step: the first step of this start.
+        folder: of the traces.
+        device: of the model.
+        everywhere: whether all ranks record; else only this one does.
+        with_memory: whether a snapshot of the device's memory is written beside each trace.
+        activity: books the time that a trace takes to be written.
+        note: shows a line; where all ranks record, rank 0's are shown.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: ProfiledSteps,
+        next_step: int,
+        folder: Path,
+        device: torch.device,
+        everywhere: bool,
+        with_memory: bool,
+        activity: Callable[[str], AbstractContextManager[None]],
+        note: Callable[[str], None],
+    ) -> None:
+        self._steps = steps
+        self._next_step = next_step
+        self._folder = folder
+        self._device = device
+        self._everywhere = everywhere
+        self._with_memory = with_memory
+        self._activity = activity
+        self._note = note
+        self._recording: _Recording | None = None
+        self._range: torch.profiler.record_function | None = None
+        self._profiled = 0
+
+    def __enter__(self) -> Profiler:
+        self._begin(self._steps.at(self._next_step))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recording, self._recording = self._recording, None
+        if recording is not None:  # an error came in between: what was recorded goes with it
+            recording.stack.close()
+        if error is None and not self._profiled:
+            ranges = ",".join(f"{first}-{last}" for first, last in self._steps.ranges) or "none"
+            self._note(f"profiler    no step was profiled: those to profile are {ranges} (--profile_steps)")
+
+    def after_step(self, state: RunState) -> None:
+        """Go on recording, begin, or end with a trace and a table; where all ranks record, a collective call then."""
+        recording, self._next_step = self._recording, state.progress.steps + 1
+        if recording is not None:
+            ends = state.stopping or state.progress.steps >= recording.last
+            if self._next_step == recording.first or ends:
+                self._wait_for_device()
+            if not ends:
+                recording.trace.step()
+                return
+            self._recording = None
+            recording.stack.close()
+            if state.progress.steps >= recording.first:
+                self._conclude(recording, state.progress.steps)
+        if not state.stopping:
+            self._begin(self._steps.following(state))
+
+    def turn_to(self, doing: str) -> None:
+        """Mark in the trace what the loop turns to; `training` is what it does when nothing else is said."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self._recording is not None and doing != "training":
+            self._range = torch.profiler.record_function(doing)
+            self._range.__enter__()
+
+    def _begin(self, steps: tuple[int, int] | None) -> None:
+        """Warm up for a range in the next step, or record it at once where that is its first."""
+        if steps is None:
+            return
+        first, last = steps
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._wait_for_device()
+        warmup_steps = first - self._next_step
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*won't be using warmup")  # no step is there to warm up in
+            schedule = torch.profiler.schedule(wait=0, warmup=warmup_steps, active=last - first + 1, repeat=1)
+        trace = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True)
+        self._recording = _Recording(first, last, trace)
+        self._recording.stack.enter_context(trace)
+
+    def _conclude(self, recording: _Recording, last: int) -> None:
+        """Write the trace, and say what is in it."""
+        self._profiled += 1
+        with self._activity("profiler"):
+            path = self._folder / f"steps_{recording.first}-{last}_rank{dist.get_rank()}.pt.trace.json.gz"
+            where = str(path)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                recording.trace.export_chrome_trace(where)
+                if self._with_memory:
+                    write_snapshot(path.with_name(path.name.replace(".pt.trace.json.gz", ".memory.pickle")))
+            except OSError as error:  # a full disk must not cost the run
+                where = f"{path} cannot be written ({error})"
+            events = recording.trace.events()
+            summary = summarise(events) if events is not None else None
+            everyone: list[TimeShares | None] = [summary.shares if summary else None]
+            if self._everywhere:
+                everyone = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, summary.shares if summary else None)
+        if summary is not None:
+            for line in describe(summary, [shares for shares in everyone if shares], self._device.type, where):
+                self._note(line)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str, where: str) -> list[str]:
+    """The lines that are printed about profiled steps.
+
+    Args:
+        summary: of this rank.
+        everyone: the shares of all ranks that have recorded.
+        device_type: cuda or cpu.
+        where: the trace is.
+    """
+    shares, seconds = summary.shares, summary.shares.seconds / summary.steps
+    steps = f"{summary.steps} steps" if summary.steps > 1 else "1 step"
+    idle = "the host is late with work" if device_type == "cuda" else "Python, and what has no operation"
+
+    def line(name: str, attribute: str, comment: str) -> str:
+        values = [getattr(each, attribute) for each in everyone]
+        among = f"  ({min(values):.1%} to {max(values):.1%} over {len(values)} ranks)" if len(values) > 1 else ""
+        share = getattr(shares, attribute)
+        return f"  {name:22} {share:6.1%}  {share * seconds * 1e3:9.2f} ms a step{among}{comment}"
+
+    communication = shares.exposed_communication + shares.hidden_communication
+    hidden = f"; {shares.hidden_communication * seconds * 1e3:.2f} ms more beside compute" if communication else ""
+    lines = [
+        f"profile of {steps}, {seconds * 1e3:.2f} ms each: {where}",
+        line("compute", "compute", ""),
+        line("exposed communication", "exposed_communication", hidden),
+        line("waiting for data", "data", ""),
+        line("idle", "idle", f"  {idle}"),
+        f"  {'ms a step':>10}  {'calls a step':>12}  operation",
+    ]
+    for operation in summary.operations[:OPERATIONS_SHOWN]:
+        name = operation.name if len(operation.name) <= 80 else operation.name[:77] + "..."
+        milliseconds, calls = operation.seconds * 1e3 / summary.steps, operation.calls / summary.steps
+        lines.append(f"  {milliseconds:10.2f}  {calls:12.1f}  {name}")
+    return lines

@@ -1,0 +1,25 @@
+"""`pretrain doctor` over several processes, some of which are slow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from helpers import run_distributed
+
+WORKER = Path(__file__).parent / "doctor_worker.py"
+
+
+def test_slow_ranks_are_named_by_what_is_slow_about_them(tmp_path: Path) -> None:
+    flags = ["--json", f"--disk_path={tmp_path}", "--disk_mib=1", "--message_mib=1", "--slow_factor=3"]
+    output = run_distributed(WORKER, 3, flags).stdout
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    slow = "\n".join(found["slow"])
+    for dtype in ("bfloat16", "float32"):
+        assert f"is slow: matmul {dtype} 128 " in slow
+    assert "rank 1 on " in slow and "rank 0 on " not in slow
+    assert "rank 2 on " in slow and "is slow: all its links are " in slow
+    assert [(link["one"], link["other"]) for link in found["links"]] == [(0, 1), (0, 2), (1, 2)]
+    assert {each["name"] for each in found["collectives"]} == {"all-reduce", "all-gather", "reduce-scatter"}
+    assert [len(rank["rates"]) for rank in found["ranks"]] == [5, 3, 3]  # one of a machine measures the disk
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,39 @@
+"""A step on a GPU, with PyTorch's own watch on operations that make the host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import TINY
+
+from pretraining.cli import main
+from pretraining.data.batch import StepBatch
+from pretraining.train import loop
+from pretraining.train.step import StepContext, StepOutcome, train_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From the third step on: the first ones choose kernels and make buffers."""
+
+    def watched(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
+        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+        try:
+            return train_step(context, batch, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    yield
+
+
+@pytest.mark.usefixtures("waiting_is_an_error")
+@pytest.mark.parametrize("flags", [[], ["document_mask=true"], ["spike_threshold=6"], ["mixed_precision=false"]])
+def test_the_host_waits_for_nothing_in_a_step(tmp_path: Path, flags: list[str]) -> None:
+    common = [flag for flag in TINY if not any(flag.startswith(name.partition("=")[0]) for name in flags)]
+    main(["train", *common, "use_dummy_dataset=true", "num_steps=6", f"ckpt_save_path={tmp_path}", *flags])

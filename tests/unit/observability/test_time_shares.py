@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.observability.time_shares import divide_time, length, subtract, unite
+
+WINDOW = (0.0, 40.0)
+spans = st.lists(st.tuples(st.integers(-5, 45), st.integers(0, 9)).map(lambda at: (at[0], at[0] + at[1])), max_size=8)
+
+
+def moments(stretches: list[tuple[float, float]]) -> set[int]:
+    """The whole microseconds that spans of whole numbers cover inside the window."""
+    return {moment for start, end in stretches for moment in range(int(start), int(end)) if 0 <= moment < 40}
+
+
+@given(spans, spans)
+def test_united_and_subtracted_spans_cover_the_moments_that_sets_would(
+    ones: list[tuple[float, float]], others: list[tuple[float, float]]
+) -> None:
+    united, excluded = unite(ones, WINDOW), unite(others, WINDOW)
+    assert moments(united) == moments(ones) and length(united) == len(moments(ones))
+    left = subtract(united, excluded)
+    assert moments(left) == moments(ones) - moments(others) and length(left) == len(moments(left))
+
+
+@given(spans, spans, spans)
+def test_every_moment_is_counted_once(
+    compute: list[tuple[float, float]], communication: list[tuple[float, float]], data: list[tuple[float, float]]
+) -> None:
+    shares = divide_time(WINDOW, compute, communication, data)
+    computing, communicating, waiting = moments(compute), moments(communication), moments(data)
+    assert shares.compute == pytest.approx(len(computing) / 40)
+    assert shares.exposed_communication == pytest.approx(len(communicating - computing) / 40)
+    assert shares.hidden_communication == pytest.approx(len(communicating & computing) / 40)
+    assert shares.data == pytest.approx(len(waiting - computing - communicating) / 40)
+    assert shares.compute + shares.exposed_communication + shares.data + shares.idle == pytest.approx(1)
+
+
+def test_communication_beside_compute_is_hidden_and_the_rest_of_it_exposed() -> None:
+    shares = divide_time((0, 100), [(0, 40), (60, 70)], [(30, 60)], [(60, 90)])
+    assert shares.seconds == pytest.approx(100e-6)
+    assert (shares.compute, shares.hidden_communication, shares.exposed_communication) == pytest.approx((0.5, 0.1, 0.2))
+    assert (shares.data, shares.idle) == pytest.approx((0.2, 0.1))

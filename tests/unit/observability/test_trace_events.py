@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from pretraining.observability.trace_events import DATA_RANGE, summarise
+
+
+def event(
+    name: str, start: float, end: float, *, cuda: bool = False, marked: bool = False, children: tuple[Any, ...] = ()
+) -> Any:
+    """A stand-in for torch.profiler's event."""
+    return SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start),
+        device_type=DeviceType.CUDA if cuda else DeviceType.CPU,
+        is_user_annotation=marked,
+        cpu_children=list(children),
+        self_cpu_time_total=end - start - sum(child.time_range.end - child.time_range.start for child in children),
+    )
+
+
+def test_on_a_gpu_kernels_count_and_ncclS_are_communication_wherever_no_other_kernel_runs() -> None:
+    events = [
+        event("ProfilerStep#1", 0, 100, marked=True),
+        event("aten::mm", 5, 10),  # a launch, no work
+        event("ProfilerStep#1", 0, 95, cuda=True, marked=True),
+        event("FSDP::all_gather", 10, 60, cuda=True, marked=True),
+        event("nccl:_all_gather_base", 10, 60, cuda=True, marked=True),
+        event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 60, cuda=True),
+        event("nvjet_tst_128x256", 40, 80, cuda=True),
+        event("Memcpy HtoD (Pinned -> Device)", 90, 120, cuda=True),
+        event(DATA_RANGE, 78, 88, marked=True),
+    ]
+    summary = summarise(events)
+    assert summary is not None and summary.steps == 1
+    shares = summary.shares
+    assert shares.seconds == pytest.approx(120e-6)  # the device ends after the host
+    assert shares.compute == pytest.approx((40 + 30) / 120)
+    assert (shares.exposed_communication, shares.hidden_communication) == pytest.approx((30 / 120, 20 / 120))
+    assert (shares.data, shares.idle) == pytest.approx((8 / 120, 12 / 120))
+    assert [operation.name[:6] for operation in summary.operations] == ["ncclDe", "nvjet_", "Memcpy"]
+
+
+def test_on_a_cpu_operations_count_and_gloos_collectives_are_communication() -> None:
+    matrix = event("aten::mm", 20, 40)
+    linear = event("aten::linear", 10, 40, children=(matrix,))
+    events = [
+        event("ProfilerStep#1", 0, 50, marked=True),
+        event("ProfilerStep#2", 50, 100, marked=True),
+        linear,
+        matrix,
+        event("autograd::engine::evaluate_function: Hook", 40, 90, children=(event("c10d::reduce_scatter_", 45, 46),)),
+        event("gloo:reduce_scatter", 40, 60, marked=True),
+        event(DATA_RANGE, 95, 100, marked=True),
+    ]
+    summary = summarise(events)
+    assert summary is not None and summary.steps == 2
+    shares = summary.shares
+    assert (shares.compute, shares.exposed_communication) == pytest.approx((0.3, 0.2))
+    assert (shares.data, shares.idle) == pytest.approx((0.05, 0.45))
+    own_seconds = {operation.name: operation.seconds for operation in summary.operations}
+    assert own_seconds["aten::linear"] == pytest.approx(1e-5)
+
+
+def test_a_trace_without_a_whole_step_has_no_summary() -> None:
+    assert summarise([event("aten::mm", 0, 1)]) is None
+
+
+def test_what_the_profiler_of_this_pytorch_records_can_be_read() -> None:
+    trace = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], schedule=torch.profiler.schedule(wait=0, warmup=1, active=2)
+    )
+    matrix = torch.randn(300, 300)
+    with trace:
+        for step in range(3):
+            with torch.profiler.record_function(DATA_RANGE):
+                sum(range(20_000))
+            matrix @ matrix
+            if step < 2:
+                trace.step()
+    events = trace.events()
+    assert events is not None
+    summary = summarise(events)
+    assert summary is not None and summary.steps == 2
+    assert summary.shares.compute > 0 and summary.shares.data > 0 and summary.shares.exposed_communication == 0
+    assert {operation.name: operation.calls for operation in summary.operations}["aten::mm"] == 2
+    assert not any("Profiler" in operation.name or operation.name == DATA_RANGE for operation in summary.operations)

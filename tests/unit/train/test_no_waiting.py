@@ -1,0 +1,117 @@
+"""The host never waits for the device in a step, as far as a CPU can show it; tests/gpu has the GPU's own check.
+
+Model inputs are derived with the tokens on the meta device, which has no numbers to give, and what lies on the host by
+design (lengths and places of documents) on the host. In the rest of a step nothing lies on the host: there the
+operations that would ask a GPU for a number, or for a size that depends on numbers, are errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from unit.train.test_step import CPU, context_for_step, micro_batches, sequences
+
+from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
+from pretraining.train.spikes import SpikeDetector
+from pretraining.train.step import StepContext, train_step
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+# What makes the host wait for a GPU: reading a number, and results whose size depends on numbers.
+WAITING = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"),
+    *("nonzero", "nonzero_numpy", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "argwhere"),
+    *("bincount", "repeat_interleave.Tensor"),
+}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations that a GPU would have to answer the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func).removeprefix("aten.")
+        asks = name.split(".")[0] in WAITING or name in WAITING
+        if name.startswith(("index.", "index_put", "_index_put")):  # a mask is turned into places, which are counted
+            asks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if name == "repeat_interleave.Tensor" and kwargs.get("output_size") is not None:
+            asks = False
+        if asks:
+            raise AssertionError(f"the host waits for the device: {func}")
+        return func(*args, **kwargs)
+
+
+def documents(batch: StepBatch) -> StepBatch:
+    """The batch with two documents a row."""
+    told_apart = []
+    for micro_batch in batch.micro_batches:
+        rows, length = micro_batch.tokens_BT.shape
+        starts = torch.tensor([row * length + place for row in range(rows) for place in (0, 4)])
+        told_apart.append(MicroBatch(micro_batch.tokens_BT, micro_batch.lengths_B, starts))
+    return StepBatch(batch.step, batch.first_sample, told_apart)
+
+
+def with_spikes(context: StepContext) -> StepContext:
+    return replace(context, spikes=SpikeDetector(6.0, 4, CPU, {}))
+
+
+FORMS = {"rows": lambda batch: batch, "documents": documents}
+batches = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+sizes = pytest.mark.parametrize("size", [2, 4], ids=["whole", "padded"])
+
+
+@batches
+@sizes
+def test_inputs_are_derived_without_the_tokens_being_looked_at(
+    form: Callable[[StepBatch], StepBatch], size: int
+) -> None:
+    for micro_batch in form(micro_batches(sequences(6), size)).micro_batches:
+        inputs = micro_batch.to("meta").model_inputs()
+        assert inputs.tokens_BS.device.type == inputs.labels_BS.device.type == "meta"
+        assert inputs.attention_span == (8 if inputs.document_lengths is None else 4)
+
+
+@pytest.mark.parametrize("change", [lambda context: context, with_spikes], ids=["plain", "spikes"])
+@batches
+@sizes
+def test_a_step_asks_the_device_for_nothing(
+    change: Callable[[StepContext], StepContext],
+    form: Callable[[StepBatch], StepBatch],
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    derive = MicroBatch.model_inputs
+
+    def derive_unwatched(micro_batch: MicroBatch) -> ModelInputs:  # the test above watches it
+        with _disable_current_modes():
+            return derive(micro_batch)
+
+    monkeypatch.setattr(MicroBatch, "model_inputs", derive_unwatched)
+    context = change(context_for_step())
+    train_step(context, form(micro_batches(sequences(6), size)), 0)  # makes the optimizer's state
+    with NoWaiting():
+        for step in (1, 2, 3):
+            outcome = train_step(context, form(micro_batches(sequences(6), size)), step)
+    assert not bool(outcome.skipped)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda tensor: tensor.sum().item(),
+        lambda tensor: float(tensor[0]),
+        lambda tensor: bool(tensor.any()),
+        lambda tensor: tensor.nonzero(),
+        lambda tensor: tensor[tensor > 0],
+        lambda tensor: torch.repeat_interleave(tensor.long()),
+        lambda tensor: tensor.masked_select(tensor > 0),
+    ],
+)
+def test_what_would_wait_is_seen(ask: Callable[[torch.Tensor], object]) -> None:
+    with NoWaiting(), pytest.raises(AssertionError, match="the host waits"):
+        ask(torch.arange(3.0))

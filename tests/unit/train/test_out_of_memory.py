@@ -1,0 +1,168 @@
+"""What a run says when memory runs out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from training_runs import TINY
+
+from pretraining.cli import main
+from pretraining.config.flags import load_train_config
+from pretraining.config.schema import settings_of
+from pretraining.config.training import TrainConfig
+from pretraining.observability.out_of_memory import MemoryUse, format_bytes, is_out_of_memory, memory_table
+from pretraining.train import build as build_module
+from pretraining.train import loop, out_of_memory
+from pretraining.train.out_of_memory import advise
+from pretraining.train.step import StepContext, train_step
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+def use_of(**changes: object) -> MemoryUse:
+    values = {
+        **{"device": "cuda:0 (a GPU)", "parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer_state": 8 * GIB},
+        **{"peak": 76 * GIB, "allocated": 70 * GIB, "reserved": 72 * GIB, "free": GIB, "total": 80 * GIB},
+        **changes,
+    }
+    return MemoryUse(**values)  # type: ignore[arg-type]
+
+
+def train_until_out_of_memory(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raise_it: object, *flags: str
+) -> str:
+    """Train; the third step runs out of memory. Returns what is printed as the error."""
+
+    def step_or_fail(context: StepContext, batch: object, step: int) -> object:
+        outcome = train_step(context, batch, step)  # type: ignore[arg-type]
+        if step == 2:
+            raise_it()  # type: ignore[operator]
+        return outcome
+
+    monkeypatch.setattr(loop, "train_step", step_or_fail)
+    with pytest.raises(SystemExit) as ending:
+        main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={run}", *flags])
+    dist.destroy_process_group()  # of a process that is alone with its error, and ends with it
+    assert ending.value.code == 1
+    return capsys.readouterr().err
+
+
+def too_large() -> None:
+    torch.empty(1 << 55, dtype=torch.uint8)
+
+
+def gpu_is_full() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
+
+
+@pytest.mark.parametrize("raise_it", [too_large, gpu_is_full])
+def test_a_run_without_memory_says_where_it_went_and_what_would_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raise_it: object
+) -> None:
+    said = train_until_out_of_memory(tmp_path, monkeypatch, capsys, raise_it, "batch_size=4")
+    assert said.startswith("error: rank 0: out of memory in step 3, at pretraining/train/loop.py:")
+    assert "allocate" in said.splitlines()[0]
+    parameters = sum(4 * size for size in (2 * 64 * 32, 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32), 32))
+    assert re.search(rf"parameters +{re.escape(format_bytes(parameters))}\n", said), said
+    assert re.search(r"optimizer state +[0-9.]+ KiB\n", said)
+    assert "--batch_size=2 in place of 4 (with --global_batch_size=" in said
+    assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "failed"
+
+
+def test_while_the_run_is_put_together_it_says_what_the_model_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build_module, "build_adamw", lambda *arguments: too_large())
+    with pytest.raises(SystemExit):
+        main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={tmp_path}"])
+    dist.destroy_process_group()
+    said = capsys.readouterr().err
+    assert "out of memory while the run was put together, at pretraining/train/build.py:" in said
+    assert "Parameters, gradients and AdamW's moments of this model take" in said
+
+
+def test_other_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={tmp_path}"])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error: ncclUnhandledCudaError\nLast error: Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_the_many_errors_are_known(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_the_allocators_own_error_is_known() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        too_large()
+    assert is_out_of_memory(raised.value)
+
+
+def test_the_table_adds_up() -> None:
+    lines = memory_table(use_of())
+    assert [line.split("  ")[-1].strip() for line in lines] == [
+        *("4.0 GiB", "4.0 GiB", "8.0 GiB", "60.0 GiB", "76.0 GiB", "70.0 GiB", "72.0 GiB", "1.0 GiB", "80.0 GiB")
+    ]
+    assert not any("allocator" in line for line in memory_table(use_of(reserved=None)))
+
+
+SETTINGS = [*TINY, "use_dummy_dataset=true"]
+NAMED = re.compile(r"--(\w+)=")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "hsdp"])
+@pytest.mark.parametrize("batch", ["batch_size=8", "batch_size=1"])
+@pytest.mark.parametrize(("world_size", "shard_size"), [(1, 1), (8, 8), (8, 4), (8, 1)])
+def test_every_flag_that_is_recommended_exists(strategy: str, batch: str, world_size: int, shard_size: int) -> None:
+    config = load_train_config([*SETTINGS, f"sharding_strategy={strategy}", batch], {})
+    text = "\n".join(advise(config, use_of(allocated=50 * GIB), world_size, shard_size, CPU))
+    flags = set(NAMED.findall(text))
+    assert flags and flags <= settings_of(TrainConfig).keys()
+    assert ("batch_size" in flags) == (batch != "batch_size=1")
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
+
+
+def test_what_saves_most_comes_first_with_what_it_saves() -> None:
+    config = load_train_config([*SETTINGS, "sharding_strategy=ddp", "batch_size=8", "global_batch_size=64"], {})
+    lines = advise(config, use_of(), 8, 1, CPU)
+    assert lines[0] == "--batch_size=4 in place of 8: about 30.0 GiB less"
+    assert "--sharding_strategy=fsdp in place of ddp: about 14.0 GiB less" in lines
+    few_activations = use_of(peak=18 * GIB)
+    assert advise(config, few_activations, 8, 1, CPU)[0].startswith("--sharding_strategy=fsdp")
+
+
+def test_snapshots_of_memory_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    with pytest.raises(SystemExit):
+        main(["train", *TINY, "use_dummy_dataset=true", f"ckpt_save_path={tmp_path}", "memory_snapshot=true"])
+    assert "--memory_snapshot=true is for GPUs" in capsys.readouterr().err
+
+
+def test_checkpointing_is_recommended_where_it_is_there_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_train_config([*SETTINGS, "sharding_strategy=fsdp", "batch_size=1"], {})
+    for is_on in (False, True):
+        monkeypatch.setattr(out_of_memory, "_has", lambda name: True)
+        monkeypatch.setattr(out_of_memory, "_value", lambda config, name, is_on=is_on: is_on)
+        text = "\n".join(advise(config, use_of(), 8, 8, CPU))
+        assert ("--fsdp_activation_checkpointing=true (slower by up to a third)" in text) is not is_on
