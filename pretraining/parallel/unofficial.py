@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import noop_context_fn
 
 
 def store_of_job(prefix: str) -> dist.Store:
@@ -21,3 +25,13 @@ def store_of_job(prefix: str) -> dist.Store:
 def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set after which a process that waits in a collective of the group gives up."""
     distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] = noop_context_fn) -> nn.Module:
+    """A module that does the same as `module`, under the same names of parameters, but does not keep what is inside.
+
+    Args:
+        module: draws no random numbers: it must compute the same again.
+        contexts: `context_fn` of `torch.utils.checkpoint.checkpoint`, to keep some results all the same.
+    """
+    return checkpoint_wrapper(module, preserve_rng_state=False, context_fn=contexts)

@@ -34,7 +34,9 @@ from pretraining.model.llama import Llama
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.adamw import build_adamw, materialise_state
 from pretraining.optim.schedules import WarmupCosine
+from pretraining.parallel.activation_checkpointing import checkpoint_activations
 from pretraining.parallel.agreement import Agreement
+from pretraining.parallel.compile import compile_blocks
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype, precision_policy
 from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
@@ -127,13 +129,16 @@ def build_model(
 
     Args:
         shape: dimensions.
-        config: strategy, precision and seed.
+        config: strategy, precision, levers and seed.
         mesh: with axes (replicate, shard).
         device: of this rank.
         initialize: whether to draw initial weights; a restored run overwrites them.
     """
     with torch.device("meta"):
         model = Llama(shape)
+    checkpoint_activations(model.model.layers, config.parallel)
+    if config.parallel.use_torch_compile:
+        compile_blocks(model.blocks)
     policy = precision_policy(compute_dtype(config.parallel.mixed_precision, device))
     shard_model(model, model.blocks, mesh, config.parallel.sharding_strategy, policy)
     model.to_empty(device=device)

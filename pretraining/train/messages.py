@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pretraining.checkpoint.state import Manifest
+from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw
@@ -34,6 +35,8 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
         f"model       {name}, {parameter_count(parts.shape):,} parameters, {precision}, "
         f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}"
     )
+    for line in _levers(config.parallel, parts.shape.num_hidden_layers):
+        note(f"            {line}")
     if parts.data is None:
         note("data        made up")
     else:
@@ -63,6 +66,17 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
     for path in parts.abandoned:
         note(f"            {path} is incomplete: ignored")
     note(f"run folder  {config.checkpoint.ckpt_save_path}")
+
+
+def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
+    """What is done to the model's blocks, a line each."""
+    selective = parallel.selective_checkpointing
+    if parallel.fsdp_activation_checkpointing:
+        count = len(checkpointed_blocks(selective, layers))
+        kept = ", but for matrix products and attention" if selective == PER_OPERATION else ""
+        yield f"{count} of {layers} blocks are computed again in the backward pass{kept}"
+    if parallel.use_torch_compile:
+        yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
 def conclude(
@@ -114,6 +128,7 @@ _UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report")
 _UNREMARKABLE = {
     *("run_steps", "num_workers", "data_path", "index_path", "tokenizer_path", "sample_prompt", "sample_tokens"),
     *("sharding_strategy", "hsdp_group_size", "batch_size", "grad_accum_steps"),
+    *("fsdp_activation_checkpointing", "selective_checkpointing", "use_torch_compile"),
     *("datasets", "weights", "global_batch_size", "skip_samples"),  # the lines about phases say these
 }
 

@@ -5,7 +5,8 @@ import torch
 from tiny_shape import TINY_SHAPE
 from torch import nn
 
-from pretraining.config.training import OptimizerConfig, ParallelConfig
+from pretraining.config.parallel import ParallelConfig
+from pretraining.config.training import OptimizerConfig
 from pretraining.data import batch as data_batch
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.model import loss as model_loss
