@@ -28,8 +28,19 @@ class ParallelConfig:
     hsdp_group_size: int | None = setting(None, "GPUs a sharding group of hsdp; none = the GPUs of a node", minimum=1)
     mixed_precision: bool | None = setting(
         None,
-        "compute in bfloat16; master weights, optimizer and gradient reduction stay in float32; "
-        "none = where the device has units for it (every supported GPU, some CPUs)",
+        "compute in mp_dtype; master weights, optimizer and gradient reduction stay in float32; "
+        "none = where the device has units for it (every supported GPU; of CPUs some, for bfloat16)",
+    )
+    mp_dtype: str = setting(
+        "bfloat16",
+        "what mixed_precision computes in. bfloat16; float16: for GPUs without bfloat16, with a scale of the loss that "
+        "is found on the way, and some updates left out for it",
+        choices=("bfloat16", "float16"),
+    )
+    low_cpu_fsdp: bool = setting(
+        True,
+        "make the model without memory, and give it memory and values shard by shard; false = make it whole on every "
+        "GPU first: the same weights, for the memory of the whole model in float32",
     )
     fsdp_activation_checkpointing: bool = setting(
         False,
@@ -97,6 +108,15 @@ def checkpointing_problems(parallel: ParallelConfig, num_hidden_layers: int | No
         yield (
             f"--selective_checkpointing={selective} says which blocks --fsdp_activation_checkpointing is for, and that "
             "is off: add --fsdp_activation_checkpointing=true, or leave --selective_checkpointing out"
+        )
+
+
+def precision_problems(parallel: ParallelConfig) -> Iterator[str]:
+    """What is wrong with the settings of precision."""
+    if parallel.mixed_precision is False and parallel.mp_dtype != "bfloat16":
+        yield (
+            f"--mp_dtype={parallel.mp_dtype} is what --mixed_precision computes in, and that is off: give "
+            "--mixed_precision=true, or leave --mp_dtype out"
         )
 
 

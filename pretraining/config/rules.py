@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from pretraining.config.durations import Duration
-from pretraining.config.parallel import checkpointing_problems
+from pretraining.config.parallel import checkpointing_problems, precision_problems
 from pretraining.config.schema import settings_of, values_of
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.values import format_value, limit_problem
@@ -234,6 +234,11 @@ def _compiled_blocks_see_fixed_shapes(config: TrainConfig) -> Problems:
             "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has the "
             "shapes of the documents, others in each step: it would compile in every step. Leave one of them out"
         )
+
+
+@_rule("mp_dtype", "mixed_precision")
+def _a_dtype_of_mixed_precision_is_used(config: TrainConfig) -> Problems:
+    yield from precision_problems(config.parallel)
 
 
 @_rule("ckpt_save_path", "col_name")

@@ -29,7 +29,7 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
         note: shows a line.
     """
     config, processes, plan, restorable = parts.config, parts.processes, parts.plan, parts.restorable
-    precision = str(compute_dtype(config.parallel.mixed_precision, processes.device)).removeprefix("torch.")
+    precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     name = config.model.model_variant or "llama"
     note(
         f"model       {name}, {parameter_count(parts.shape):,} parameters, {precision}, "

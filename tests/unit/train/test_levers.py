@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from training_runs import TINY, losses_of
 
+from pretraining.checkpoint.listing import MANIFEST
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 
@@ -59,3 +62,31 @@ def test_a_compiled_run_evaluates_and_shows_a_sample_of_its_text(
     assert out.count("evaluation_loss") == 3 and "a sample of its text" in out
     assert counters["stats"]["unique_graphs"] == 2  # with and without gradients
     assert not counters["graph_break"]
+
+
+FLOAT16 = ["mixed_precision=true", "mp_dtype=float16"]
+
+
+def test_a_float16_run_resumes_bit_for_bit_with_the_scale_of_its_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path / "whole", *FLOAT16)
+    assert "float16, fsdp over 1 x cpu" in capsys.readouterr().out
+    start(tmp_path / "stopped", *FLOAT16, "run_steps=3")
+    start(tmp_path / "stopped", *FLOAT16)
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "stopped")
+    states = [
+        json.loads((tmp_path / run / "checkpoints" / "step_6_ckp" / MANIFEST).read_text())["state"]["loss_scale"]
+        for run in ("whole", "stopped")
+    ]
+    assert states[0] == states[1] == {"scale": 2.0**16, "steps": 6}
+    for file in (tmp_path / "whole" / "checkpoints" / "step_6_ckp").glob("*.safetensors"):
+        other = load_file(tmp_path / "stopped" / "checkpoints" / "step_6_ckp" / file.name)
+        assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(file).items())
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_a_model_made_whole_has_the_same_weights_as_one_made_in_shards(tied: str, tmp_path: Path) -> None:
+    for whole in ("true", "false"):
+        start(tmp_path / whole, f"tie_word_embeddings={tied}", f"low_cpu_fsdp={whole}", "num_steps=3")
+    assert losses_of(tmp_path / "true") == losses_of(tmp_path / "false")
