@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape
@@ -47,7 +47,7 @@ def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> N
     if not parallel.fsdp_activation_checkpointing:
         return
     keeps_some = parallel.selective_checkpointing == PER_OPERATION
-    contexts = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS) if keeps_some else noop_context_fn
+    contexts = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS) if keeps_some else None
     for index in checkpointed_blocks(parallel.selective_checkpointing, len(blocks)):
         blocks[index] = recompute_in_backward(blocks[index], contexts)
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import noop_context_fn
 
 
 def store_of_job(prefix: str) -> dist.Store:
@@ -27,11 +26,13 @@ def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] = noop_context_fn) -> nn.Module:
+def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None = None) -> nn.Module:
     """A module that does the same as `module`, under the same names of parameters, but does not keep what is inside.
 
     Args:
         module: draws no random numbers: it must compute the same again.
         contexts: `context_fn` of `torch.utils.checkpoint.checkpoint`, to keep some results all the same.
     """
-    return checkpoint_wrapper(module, preserve_rng_state=False, context_fn=contexts)
+    # The compiler knows a context_fn only where it is not PyTorch's own default.
+    selection: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    return checkpoint_wrapper(module, preserve_rng_state=False, **selection)
