@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from pretraining.config.durations import Duration
+from pretraining.config.parallel import checkpointing_problems, precision_problems
 from pretraining.config.schema import settings_of, values_of
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.values import format_value, limit_problem
@@ -168,6 +169,14 @@ def _virtual_tokens_are_in_the_vocabulary(config: TrainConfig) -> Problems:
             )
 
 
+def _known_layers(model: ModelConfig) -> int | None:
+    """Blocks of the model; None where a checkpoint may say, which is looked at again once that is known."""
+    if model.num_hidden_layers is not None:
+        return model.num_hidden_layers
+    variant = VARIANTS.get((model.model_variant or "").lower())
+    return None if variant is None else variant.num_hidden_layers
+
+
 @_rule("global_batch_size", "grad_accum_steps")
 def _each_micro_batch_has_a_sequence(config: TrainConfig) -> Problems:
     size, steps = config.batch.global_batch_size, config.batch.grad_accum_steps
@@ -211,6 +220,25 @@ def _groups_belong_to_hsdp(config: TrainConfig) -> Problems:
             f"--hsdp_group_size={size} needs --sharding_strategy=hsdp or hsdp_zero2, which shard inside groups; "
             f"{strategy} has no groups. Change one or leave --hsdp_group_size out"
         )
+
+
+@_rule("fsdp_activation_checkpointing", "selective_checkpointing", "num_hidden_layers", "model_variant")
+def _checkpointed_blocks_exist(config: TrainConfig) -> Problems:
+    yield from checkpointing_problems(config.parallel, _known_layers(config.model))
+
+
+@_rule("use_torch_compile", "document_mask")
+def _compiled_blocks_see_fixed_shapes(config: TrainConfig) -> Problems:
+    if config.parallel.use_torch_compile and config.data.document_mask:
+        yield (
+            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has the "
+            "shapes of the documents, others in each step: it would compile in every step. Leave one of them out"
+        )
+
+
+@_rule("mp_dtype", "mixed_precision")
+def _a_dtype_of_mixed_precision_is_used(config: TrainConfig) -> Problems:
+    yield from precision_problems(config.parallel)
 
 
 @_rule("ckpt_save_path", "col_name")

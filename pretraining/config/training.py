@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pretraining.config.durations import Duration
 from pretraining.config.guards import GuardConfig
 from pretraining.config.loss import LossConfig
+from pretraining.config.parallel import ParallelConfig
 from pretraining.config.profiler import ProfilerConfig
 from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
 
@@ -183,24 +184,6 @@ class RunConfig:
     )
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
-    )
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How parameters, gradients and optimizer state are laid out over GPUs."""
-
-    sharding_strategy: str = setting(
-        "fsdp",
-        "ddp (zero0): everything everywhere; zero2: gradients and optimizer state sharded; fsdp (zero3): parameters "
-        "too; hsdp, hsdp_zero2: the same inside groups that are replicas of each other",
-        choices=("ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"),
-    )
-    hsdp_group_size: int | None = setting(None, "GPUs a sharding group of hsdp; none = the GPUs of a node", minimum=1)
-    mixed_precision: bool | None = setting(
-        None,
-        "compute in bfloat16; master weights, optimizer and gradient reduction stay in float32; "
-        "none = where the device has units for it (every supported GPU, some CPUs)",
     )
 
 

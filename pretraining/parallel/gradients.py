@@ -30,8 +30,17 @@ def gradient_norm(gradients: list[torch.Tensor], shard_group: dist.ProcessGroup)
 
 
 @torch.no_grad()
-def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, threshold: float) -> None:
-    """Scale the gradient so that its norm is at most `threshold`; 0 leaves it alone."""
-    if threshold > 0:
-        scale = torch.clamp(threshold / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, scale)
+def clip_gradients(
+    gradients: list[torch.Tensor], norm: torch.Tensor, threshold: float, loss_scale: torch.Tensor | float = 1.0
+) -> None:
+    """Scale the gradient so that its norm is at most a threshold.
+
+    Args:
+        gradients: of the loss times `loss_scale`; afterwards, of the loss.
+        norm: of the gradient of the loss.
+        threshold: the largest norm; 0 = any.
+        loss_scale: what the loss was multiplied by.
+    """
+    factor = torch.clamp(threshold / (norm + 1e-6), max=1.0) if threshold > 0 else torch.ones_like(norm)
+    if threshold > 0 or isinstance(loss_scale, torch.Tensor):
+        torch._foreach_mul_(gradients, factor / loss_scale)

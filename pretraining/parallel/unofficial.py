@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 
 def store_of_job(prefix: str) -> dist.Store:
@@ -21,3 +24,15 @@ def store_of_job(prefix: str) -> dist.Store:
 def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set after which a process that waits in a collective of the group gives up."""
     distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None = None) -> nn.Module:
+    """A module that does the same as `module`, under the same names of parameters, but does not keep what is inside.
+
+    Args:
+        module: draws no random numbers: it must compute the same again.
+        contexts: `context_fn` of `torch.utils.checkpoint.checkpoint`, to keep some results all the same.
+    """
+    # The compiler knows a context_fn only where it is not PyTorch's own default.
+    selection: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    return checkpoint_wrapper(module, preserve_rng_state=False, **selection)

@@ -33,7 +33,10 @@ from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.schedules import WarmupCosine
+from pretraining.parallel.activation_checkpointing import checkpoint_activations
 from pretraining.parallel.agreement import Agreement
+from pretraining.parallel.compile import compile_blocks
+from pretraining.parallel.loss_scaling import LossScaler
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype, precision_policy
 from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
@@ -120,20 +123,29 @@ def build_model(
 ) -> Llama:
     """The model on its devices: described on the meta device, sharded, then given memory and values shard by shard.
 
+    The order matters: the compiler has to see what is computed again, and sharding is of what was compiled.
+
     Args:
         shape: dimensions.
-        config: strategy, precision and seed.
+        config: strategy, precision, levers and seed.
         mesh: with axes (replicate, shard).
         device: of this rank.
         initialize: whether to draw initial weights; a restored run overwrites them.
     """
-    with torch.device("meta"):
+    in_shards = config.parallel.low_cpu_fsdp
+    with torch.device("meta") if in_shards else device:
         model = Llama(shape, config.loss)
-    policy = precision_policy(compute_dtype(config.parallel.mixed_precision, device))
+    if initialize and not in_shards:
+        initialize_weights(model, shape, config.run.seed, device)
+    checkpoint_activations(model.model.layers, config.parallel)
+    if config.parallel.use_torch_compile:
+        compile_blocks(model.blocks)
+    policy = precision_policy(compute_dtype(config.parallel, device))
     shard_model(model, model.blocks, mesh, config.parallel.sharding_strategy, policy)
-    model.to_empty(device=device)
-    model.tie_weights()
-    if initialize:
+    if in_shards:
+        model.to_empty(device=device)
+        model.tie_weights()
+    if initialize and in_shards:
         initialize_weights(model, shape, config.run.seed, device)
     return model
 
@@ -173,6 +185,8 @@ def _assemble(
     states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator}
     if spikes is not None:
         states["spikes"] = spikes
+    if context.scaler is not None:
+        states["loss_scale"] = context.scaler
     checkpoints = build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states, lease)
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
@@ -209,6 +223,7 @@ def _build_step(
     schedule = WarmupCosine(
         config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
     )
+    in_float16 = compute_dtype(config.parallel, parts.processes.device) == torch.float16
     return StepContext(
         model=model,
         sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
@@ -219,6 +234,7 @@ def _build_step(
         shard_group=mesh["shard"].get_group(),
         device=parts.processes.device,
         spikes=spikes,
+        scaler=LossScaler(parts.processes.device) if in_float16 else None,
     )
 
 

@@ -155,10 +155,12 @@ class Guards:
 def _ask(step: int, outcome: StepOutcome) -> _Pending:
     """Have what the host wants to know of a step brought to it, without waiting."""
     verdict = outcome.verdict
-    numbers = outcome.skipped.reshape(1)
+    # What is left out while the scale of the loss goes down does not go wrong: the next steps are to show.
+    skipped = outcome.skipped if outcome.rescaled is None else outcome.skipped & ~outcome.rescaled
+    numbers = skipped.reshape(1)
     if verdict is not None:
         numbers = torch.stack(
-            (outcome.skipped.float(), verdict.is_spike.float(), verdict.loss, verdict.mean, verdict.deviation)
+            (skipped.float(), verdict.is_spike.float(), verdict.loss, verdict.mean, verdict.deviation)
         )
     if numbers.device.type == "cpu":
         return _Pending(step, numbers, None)

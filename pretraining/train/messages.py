@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pretraining.checkpoint.state import Manifest
+from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw
@@ -29,12 +30,14 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
         note: shows a line.
     """
     config, processes, plan, restorable = parts.config, parts.processes, parts.plan, parts.restorable
-    precision = str(compute_dtype(config.parallel.mixed_precision, processes.device)).removeprefix("torch.")
+    precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     name = config.model.model_variant or "llama"
     note(
         f"model       {name}, {parameter_count(parts.shape):,} parameters, {precision}, "
         f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}"
     )
+    for line in _levers(config.parallel, parts.shape.num_hidden_layers):
+        note(f"            {line}")
     if parts.data is None:
         note("data        made up")
     else:
@@ -85,6 +88,17 @@ def _describe_flops(parts: Parts) -> list[str]:
         f"6 x {shape.num_hidden_layers} layers x {shape.num_attention_heads * shape.head_dim} x {seq_length}{less}",
         f"            {relative}",
     ]
+
+
+def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
+    """What is done to the model's blocks, a line each."""
+    selective = parallel.selective_checkpointing
+    if parallel.fsdp_activation_checkpointing:
+        count = len(checkpointed_blocks(selective, layers))
+        kept = ", but for matrix products and attention" if selective == PER_OPERATION else ""
+        yield f"{count} of {layers} blocks are computed again in the backward pass{kept}"
+    if parallel.use_torch_compile:
+        yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
 def conclude(
@@ -145,6 +159,7 @@ _UNREMARKABLE = {
         "sample_tokens",
     ),
     *("sharding_strategy", "hsdp_group_size", "batch_size", "grad_accum_steps"),
+    *("fsdp_activation_checkpointing", "selective_checkpointing", "use_torch_compile"),
     *("datasets", "weights", "global_batch_size", "skip_samples"),  # the lines about phases say these
 }
 

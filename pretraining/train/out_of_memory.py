@@ -125,7 +125,7 @@ def advise(config: TrainConfig, use: MemoryUse, world_size: int, shard_size: int
     shape = resolve_shape(config.model)
     found = [
         *_smaller_batch(config, use),
-        *_less_kept(config, use, shape, compute_dtype(config.parallel.mixed_precision, device)),
+        *_less_kept(config, use, shape, compute_dtype(config.parallel, device)),
         *_more_sharding(config, use, world_size, shard_size),
     ]
     lines = [f"{text}: about {format_bytes(saved)} less" for saved, text in sorted(found, reverse=True) if saved > 0]

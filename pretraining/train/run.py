@@ -16,6 +16,7 @@ from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, Preempted
 from pretraining.evaluation.generation import generate
 from pretraining.launch.layout import ProcessLayout
+from pretraining.parallel.compile import naming_the_flag, without_compiling
 from pretraining.parallel.processes import Processes, join_processes, on_every_rank, on_rank_zero
 from pretraining.parallel.watchdog import Watchdog, collective_timeout
 from pretraining.train.build import build_run
@@ -68,7 +69,8 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
                 status.training(run.state)
                 return explainer.watch(run)
 
-            run = train_to_the_end(config, processes, build)
+            with naming_the_flag(processes.rank if processes.world_size > 1 else None):
+                run = train_to_the_end(config, processes, build)
         if run.state.preempted and not (run.state.finished and not run.evaluator.owed):
             raise Preempted(conclude_preempted(run.state))
         _finish(config, processes, run, prompt, has_work)
@@ -104,7 +106,8 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[in
     sample: list[int] = []
     if prompt is not None:
         count, context = config.evaluation.sample_tokens, config.data.seq_length
-        sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
+        with without_compiling():  # every token makes the sequence longer
+            sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
     if not processes.is_main:
         return
     checkpoint = run.checkpoints.newest or run.restored_from

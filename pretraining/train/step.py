@@ -6,7 +6,8 @@ ranks changes floating-point order and nothing else.
 
 The host never waits for the device here. What must not become an update is found on the device, the same on all ranks,
 and the fused optimizer then leaves everything as it was: a gradient that is not finite, and with it a loss that is not,
-and spikes of the loss where a detector is on.
+and spikes of the loss where a detector is on. In float16 the loss is scaled; a scaled gradient that overflows is not
+finite either.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pretraining.data.batch import IGNORED_LABEL, StepBatch
 from pretraining.optim.adamw import set_learning_rate, skip_update_if
 from pretraining.optim.schedules import WarmupCosine
 from pretraining.parallel.gradients import clip_gradients, gradient_norm, local_gradients
+from pretraining.parallel.loss_scaling import LossScaler
 from pretraining.parallel.sharding import MicroBatchSync
 from pretraining.parallel.waiting import wait_for
 from pretraining.train.spikes import SpikeDetector, Verdict
@@ -43,6 +45,7 @@ class StepContext:
         shard_group: processes that hold the pieces of one copy of the gradient.
         device: of this rank.
         spikes: judges each loss by those before; None = losses need only be finite.
+        scaler: of the loss, in float16; None = it needs none.
     """
 
     model: nn.Module
@@ -54,6 +57,7 @@ class StepContext:
     shard_group: dist.ProcessGroup
     device: torch.device
     spikes: SpikeDetector | None = None
+    scaler: LossScaler | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class StepOutcome:
         attention_span: tokens of the document (without a document mask: the row) that a token of this rank is in, on
             average; on the host.
         verdict: on the loss, where spikes are looked for.
+        rescaled: whether the update was left out to go on with a smaller scale of the loss, in float16.
     """
 
     loss_sum: torch.Tensor
@@ -80,6 +85,7 @@ class StepOutcome:
     learning_rate: float
     attention_span: float
     verdict: Verdict | None = None
+    rescaled: torch.Tensor | None = None
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
@@ -97,6 +103,7 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     # One process would only wake a thread of gloo's beside those that compute.
     counting = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
     loss_sum, z_loss_sum = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(2))
+    scale = 1.0 if context.scaler is None else context.scaler.scale
     for index, inputs in enumerate(micro_batches):
         context.sync.next_backward(is_last=index == len(micro_batches) - 1)
         objective_sum, _, micro_z_loss_sum = context.model(
@@ -107,13 +114,14 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
             counting = None
         # The gradient of the mean over the global batch is 1 / valid tokens. A loss that is not finite adds NaN to it,
         # which the backward pass spreads: no rank makes an update of it, whatever way it came about.
-        objective_sum.backward(1.0 / valid_tokens.clamp(min=1) + 0.0 * objective_sum.detach())
+        objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * objective_sum.detach())
         loss_sum += objective_sum.detach() - micro_z_loss_sum
         z_loss_sum += micro_z_loss_sum
     gradients = local_gradients(context.parameters)
-    norm = gradient_norm(gradients, context.shard_group)
-    clip_gradients(gradients, norm, context.grad_clip_thresh)
+    norm = gradient_norm(gradients, context.shard_group) / scale
+    clip_gradients(gradients, norm, context.grad_clip_thresh, scale)
     skipped = ~torch.isfinite(norm)
+    rescaled = None if context.scaler is None else context.scaler.update(skipped)
     verdict = None
     if context.spikes is not None:
         verdict = context.spikes.judge(loss_sum, valid_tokens)
@@ -125,4 +133,6 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     context.optimizer.step()
     context.optimizer.zero_grad(set_to_none=True)
     attention_span = fmean(inputs.attention_span for inputs in micro_batches)
-    return StepOutcome(loss_sum, z_loss_sum, valid_tokens, norm, skipped, learning_rate, attention_span, verdict)
+    return StepOutcome(
+        loss_sum, z_loss_sum, valid_tokens, norm, skipped, learning_rate, attention_span, verdict, rescaled
+    )

@@ -64,7 +64,7 @@ def project(config: TrainConfig, turn: Turn) -> None:
 
 def trainer(config: TrainConfig, turn: Turn) -> None:
     shape, plan = resolve_shape(config.model), plan_batch(config.batch, 1)
-    in_bfloat16 = compute_dtype(config.parallel.mixed_precision, device()) == torch.bfloat16
+    in_bfloat16 = compute_dtype(config.parallel, device()) == torch.bfloat16
     arguments = transformers.TrainingArguments(
         output_dir=config.checkpoint.ckpt_save_path,
         per_device_train_batch_size=plan.micro_batch_size,

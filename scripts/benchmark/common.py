@@ -266,7 +266,7 @@ def _positive(text: str) -> int:
 
 def _describe(config: TrainConfig) -> str:
     shape, plan = resolve_shape(config.model), plan_batch(config.batch, 1)
-    precision = str(compute_dtype(config.parallel.mixed_precision, device())).removeprefix("torch.")
+    precision = str(compute_dtype(config.parallel, device())).removeprefix("torch.")
     return (
         f"{config.model.model_variant}, {parameter_count(shape):,} parameters, {precision}; a step is "
         f"{plan.grad_accum_steps} micro-batches of {plan.micro_batch_size} x {config.data.seq_length} tokens"

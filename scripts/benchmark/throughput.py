@@ -62,7 +62,7 @@ def measure(settings: list[str], steps: int) -> tuple[str, ...] | None:
         return statistics.median(report[name] for report in reports)
 
     shape = resolve_shape(config.model)
-    dtype = compute_dtype(config.parallel.mixed_precision, device())
+    dtype = compute_dtype(config.parallel, device())
     return (
         config.model.model_variant,
         f"{parameter_count(shape) / 1e6:,.0f}M",

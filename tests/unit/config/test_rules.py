@@ -126,6 +126,16 @@ def config_of(**values: Any) -> TrainConfig:
             "--weights_only=true begins with the weights of another run, and --ckpt_load_path names none: give it, or "
             "leave --weights_only out",
         ),
+        (
+            {"use_torch_compile": True, "document_mask": True},
+            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has the "
+            "shapes of the documents, others in each step: it would compile in every step. Leave one of them out",
+        ),
+        (
+            {"mixed_precision": False, "mp_dtype": "float16"},
+            "--mp_dtype=float16 is what --mixed_precision computes in, and that is off: give --mixed_precision=true, "
+            "or leave --mp_dtype out",
+        ),
         ({"ckpt_save_path": ""}, "--ckpt_save_path is empty: name the run's folder"),
         ({"col_name": ""}, "--col_name is empty: name the column that holds the token ids"),
     ],

@@ -32,6 +32,13 @@ def test_clipping_shortens_a_long_gradient_and_nothing_else(threshold: float, no
     assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(norm_after, rel=1e-5)
 
 
+@pytest.mark.parametrize(("threshold", "norm_after"), [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
+def test_clipping_undoes_the_scale_of_the_loss(threshold: float, norm_after: float) -> None:
+    gradients = [64 * gradient for gradient in gradients_of_norm_five()]
+    clip_gradients(gradients, torch.tensor(5.0), threshold, torch.tensor(64.0))
+    assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(norm_after, rel=1e-5)
+
+
 def test_parameters_without_a_gradient_are_left_out() -> None:
     layer = nn.Linear(2, 2)
     layer.weight.grad = torch.ones(2, 2)

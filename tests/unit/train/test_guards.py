@@ -51,11 +51,13 @@ class Watched:
             note=self.notes.append,
         )
 
-    def step(self, skipped: bool, verdict: Verdict | None = None) -> None:
+    def step(self, skipped: bool, verdict: Verdict | None = None, rescaled: bool | None = None) -> None:
         self.state.advance(0.0)
         scalar = torch.tensor(1.0)
+        down = None if rescaled is None else torch.tensor(rescaled)
         self.guards.after_step(
-            self.state, StepOutcome(scalar, scalar, torch.tensor(1), scalar, torch.tensor(skipped), 0.1, 1.0, verdict)
+            self.state,
+            StepOutcome(scalar, scalar, torch.tensor(1), scalar, torch.tensor(skipped), 0.1, 1.0, verdict, down),
         )
 
 
@@ -71,6 +73,17 @@ def test_so_many_in_a_row_end_the_run_one_step_later() -> None:
         watched.step(False)  # what the host learns now is of the step before
     assert (ending.value.first_step, ending.value.last_step, ending.value.samples) == (4, 6, (12, 24))
     assert "--skip_samples=12-23" in str(ending.value)
+
+
+def test_updates_left_out_while_the_scale_of_the_loss_goes_down_do_not_count() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=3))
+    for _ in range(16):
+        watched.step(skipped=True, rescaled=True)
+    assert watched.notes == []
+    for _ in range(3):
+        watched.step(skipped=True, rescaled=False)
+    with pytest.raises(DivergenceError, match=r"step 19: the updates since step 17 .* 3 in a row"):
+        watched.step(skipped=False, rescaled=False)
 
 
 def test_where_the_invocation_ends_the_last_step_counts() -> None:

@@ -8,7 +8,8 @@ from tiny_shape import TINY_SHAPE
 from torch import nn
 
 from pretraining.config.loss import LossConfig
-from pretraining.config.training import OptimizerConfig, ParallelConfig
+from pretraining.config.parallel import ParallelConfig
+from pretraining.config.training import OptimizerConfig
 from pretraining.data import batch as data_batch
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.model import loss as model_loss
@@ -16,6 +17,7 @@ from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.optim.adamw import build_adamw
 from pretraining.optim.schedules import WarmupCosine
+from pretraining.parallel.loss_scaling import LossScaler
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import precision_policy
 from pretraining.parallel.sharding import MicroBatchSync, shard_model
@@ -26,10 +28,10 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
-def context_for_step(loss: LossConfig = LossConfig()) -> StepContext:
+def context_for_step(dtype: torch.dtype = torch.float32, loss: LossConfig = LossConfig()) -> StepContext:
     mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
     model = Llama(TINY_SHAPE, loss)
-    shard_model(model, model.blocks, mesh, "fsdp", precision_policy(torch.float32))
+    shard_model(model, model.blocks, mesh, "fsdp", precision_policy(dtype))
     initialize_weights(model, TINY_SHAPE, 0, CPU)
     optimizer = build_adamw(model, OptimizerConfig(learning_rate=1e-2))
     return StepContext(
@@ -41,6 +43,7 @@ def context_for_step(loss: LossConfig = LossConfig()) -> StepContext:
         grad_clip_thresh=1.0,
         shard_group=mesh["shard"].get_group(),
         device=CPU,
+        scaler=LossScaler(CPU) if dtype == torch.float16 else None,
     )
 
 
@@ -130,6 +133,49 @@ def test_parameters_are_gathered_once_a_step_however_many_micro_batches(monkeypa
     assert len(gathers) == TINY_SHAPE.num_hidden_layers + 1  # each block, and the rest
     train_step(context, micro_batches(sequences(8), 2), 1)
     assert len(gathers) == 2 * (TINY_SHAPE.num_hidden_layers + 1)  # the update changed them
+
+
+def test_float16_follows_float32_whatever_the_scale_of_the_loss() -> None:
+    batch = micro_batches(sequences(4), 2)
+    exact = context_for_step()
+    expected = [train_step(exact, batch, step) for step in range(8)]
+    for scale in (2.0**16, 2.0**10):
+        context = context_for_step(torch.float16)
+        assert context.scaler is not None
+        context.scaler.load_state_dict({"scale": scale, "steps": 0})
+        for step, wanted in enumerate(expected):
+            outcome = train_step(context, batch, step)
+            assert float(outcome.loss_sum) == pytest.approx(float(wanted.loss_sum), rel=2e-3)
+            assert float(outcome.grad_norm) == pytest.approx(float(wanted.grad_norm), rel=1e-2)
+        assert float(context.scaler.scale) == scale
+
+
+def test_a_scale_too_large_is_halved_until_updates_are_made() -> None:
+    batch = micro_batches(sequences(2), 2)
+    context = context_for_step(torch.float16)
+    assert context.scaler is not None
+    context.scaler.load_state_dict({"scale": 2.0**24, "steps": 0})
+    before = values(context)  # of the parameters, there is nothing else yet
+    outcomes = [train_step(context, batch, 0)]
+    assert all(torch.equal(was, now) for was, now in zip(before, values(context), strict=False))
+    while bool(outcomes[-1].skipped):
+        assert bool(outcomes[-1].rescaled)
+        outcomes.append(train_step(context, batch, 0))
+    assert float(context.scaler.scale) == 2.0 ** (24 - len(outcomes) + 1)
+    assert not all(torch.equal(was, now) for was, now in zip(before, values(context), strict=False))
+
+
+def test_without_a_scale_small_gradients_would_vanish_in_float16() -> None:
+    batch = micro_batches(sequences(2), 2)
+    found = []
+    for scale in (2.0**16, 1.0):
+        context = context_for_step(torch.float16)
+        assert context.scaler is not None
+        context.scaler.load_state_dict({"scale": scale, "steps": 0})
+        head = context.model.lm_head  # type: ignore[union-attr]
+        head.register_forward_hook(lambda module, inputs, output: output * 1e-7)  # type: ignore[union-attr,operator]
+        found.append(float(train_step(context, batch, 0).grad_norm))
+    assert found[0] > 2 * found[1]
 
 
 def test_data_and_model_mean_the_same_by_an_ignored_label() -> None:

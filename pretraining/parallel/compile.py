@@ -1,0 +1,64 @@
+"""Compilation of a model's blocks with torch.compile.
+
+Block by block, because all blocks are alike: one is compiled, and the others use what came of it, so a model of 80
+blocks compiles as fast as one of 2. Each as a whole graph: whatever would break it into pieces, and cost speed in
+silence, is an error. After activation checkpointing, so that the compiler sees what is to be computed again, and before
+sharding, whose gathering of parameters stays outside of the graphs. Embedding, head and loss are not compiled: nearly
+all of their work is one matrix product.
+
+Nothing that changes from step to step is a number to the compiler: tokens and positions enter a block as tensors of
+fixed shape, so no step but the first compiles. (The first evaluation compiles the forward without gradients.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pretraining.errors import ConfigError
+
+_SHOWN_LINES = 6
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Have each block compiled, in place, when it is first used."""
+    # What an earlier model of this process has left, as before a rollback, counts against the limit on variants.
+    torch.compiler.reset()
+    for block in blocks:
+        block.compile(fullgraph=True)
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Use compiled blocks as they were written: what has another shape each time is not worth compiling."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def naming_the_flag(rank: int | None) -> Iterator[None]:
+    """Tell a user of an error of the compiler, which may come in any step.
+
+    Args:
+        rank: of this process; None where it is the only one.
+
+    Raises:
+        ConfigError: in place of the compiler's own.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
+            raise
+        lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+        said = "\n".join(f"    {line}" for line in lines[:_SHOWN_LINES])
+        explained = ConfigError(
+            f"--use_torch_compile=true: the model's blocks cannot be compiled here ({type(error).__name__}):\n{said}\n"
+            "  Train with --use_torch_compile=false, or mend what the compiler complains of; with TORCH_LOGS=+inductor "
+            "it says more. It needs a C++ compiler, and on GPUs Triton."
+        )
+        explained.rank = rank
+        raise explained from error

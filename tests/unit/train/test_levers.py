@@ -1,0 +1,92 @@
+"""Whole runs with what trades memory and speed: they train the same, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch._dynamo.utils import counters
+from training_runs import TINY, losses_of
+
+from pretraining.checkpoint.listing import MANIFEST
+from pretraining.cli import main
+from pretraining.data.tokenizer import train_tokenizer
+
+PER_OPERATION = ["fsdp_activation_checkpointing=true", "selective_checkpointing=op"]
+COMPILED = ["use_torch_compile=true"]
+
+
+@pytest.fixture
+def quick_compiler() -> Iterator[None]:
+    """Graphs are made and run by PyTorch, which spares the time of a C++ compiler."""
+    counters.clear()
+    with torch.compiler.set_stance(force_backend="aot_eager"):
+        yield
+    torch.compiler.reset()
+
+
+def start(run: Path, *flags: str) -> None:
+    names = {flag.partition("=")[0] for flag in flags}
+    common = [flag for flag in (*TINY, "num_steps=6") if flag.partition("=")[0] not in names]
+    main(["train", *common, "use_dummy_dataset=true", f"ckpt_save_path={run}", *flags])
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_run_may_change_its_levers_at_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path / "plain")
+    starts = ([*PER_OPERATION, *COMPILED], ["fsdp_activation_checkpointing=true", "selective_checkpointing=1/3"], [])
+    capsys.readouterr()
+    for levers in starts:
+        start(tmp_path / "moved", "run_steps=2", *levers)
+    out = capsys.readouterr().out
+    assert "3 of 3 blocks are computed again in the backward pass, but for matrix products and attention" in out
+    assert "1 of 3 blocks are computed again in the backward pass\n" in out
+    assert "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)" in out
+    assert "from here on" not in out
+    assert losses_of(tmp_path / "moved") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_compiled_run_evaluates_and_shows_a_sample_of_its_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    train_tokenizer(["a quick brown fox jumps over the lazy dog"] * 20, 270).save(tmp_path / "tokenizer")
+    common = ["held_out_fraction=0.1", "eval_interval=2", "eval_batches=2", "sample_tokens=12", "vocab_size=300"]
+    start(tmp_path / "run", *common, *COMPILED, *PER_OPERATION, f"tokenizer_path={tmp_path / 'tokenizer'}")
+    out = capsys.readouterr().out
+    assert out.count("evaluation_loss") == 3 and "a sample of its text" in out
+    assert counters["stats"]["unique_graphs"] == 2  # with and without gradients
+    assert not counters["graph_break"]
+
+
+FLOAT16 = ["mixed_precision=true", "mp_dtype=float16"]
+
+
+def test_a_float16_run_resumes_bit_for_bit_with_the_scale_of_its_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path / "whole", *FLOAT16)
+    assert "float16, fsdp over 1 x cpu" in capsys.readouterr().out
+    start(tmp_path / "stopped", *FLOAT16, "run_steps=3")
+    start(tmp_path / "stopped", *FLOAT16)
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "stopped")
+    states = [
+        json.loads((tmp_path / run / "checkpoints" / "step_6_ckp" / MANIFEST).read_text())["state"]["loss_scale"]
+        for run in ("whole", "stopped")
+    ]
+    assert states[0] == states[1] == {"scale": 2.0**16, "steps": 6}
+    for file in (tmp_path / "whole" / "checkpoints" / "step_6_ckp").glob("*.safetensors"):
+        other = load_file(tmp_path / "stopped" / "checkpoints" / "step_6_ckp" / file.name)
+        assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(file).items())
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_a_model_made_whole_has_the_same_weights_as_one_made_in_shards(tied: str, tmp_path: Path) -> None:
+    for whole in ("true", "false"):
+        start(tmp_path / whole, f"tie_word_embeddings={tied}", f"low_cpu_fsdp={whole}", "num_steps=3")
+    assert losses_of(tmp_path / "true") == losses_of(tmp_path / "false")
