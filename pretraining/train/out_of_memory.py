@@ -29,6 +29,8 @@ from pretraining.parallel.processes import Processes
 from pretraining.train.build_profiler import TRACES
 from pretraining.train.loop import Run
 
+LOGITS_AT_ONCE = 2**28
+"""Where the loss is taken in chunks."""
 PACKAGE = Path(__file__).parent.parent
 
 
@@ -155,10 +157,17 @@ def _smaller_batch(config: TrainConfig, use: MemoryUse) -> Advice:
 def _less_kept(config: TrainConfig, use: MemoryUse, shape: LlamaShape, dtype: torch.dtype) -> Advice:
     """What the forward pass leaves for the backward pass."""
     tokens = config.batch.batch_size * config.data.seq_length
-    # The logits stand outside the blocks: as computed, in float32, and their gradient.
-    logits = tokens * shape.vocab_size * (dtype.itemsize + 8)
-    in_blocks = max(0, use.rest - logits)
     found: Advice = []
+    # The logits stand outside the blocks: as computed, in float32, and their gradient.
+    bytes_a_token = shape.vocab_size * (dtype.itemsize + 8)
+    logits = tokens * bytes_a_token
+    if _has("loss_chunk_tokens"):
+        chunk = LOGITS_AT_ONCE // shape.vocab_size
+        if _value(config, "loss_chunk_tokens") == 0:
+            found.append((logits - min(tokens, chunk) * bytes_a_token, _flag("loss_chunk_tokens", None)))
+        else:
+            logits = min(tokens, chunk) * bytes_a_token
+    in_blocks = max(0, use.rest - logits)
     if _has("fsdp_activation_checkpointing") and not _value(config, "fsdp_activation_checkpointing"):
         # Each block keeps its input, and one at a time is computed again.
         inputs = shape.num_hidden_layers * tokens * shape.hidden_size * dtype.itemsize

@@ -69,6 +69,17 @@ def gradient_is_infinite(job: Run, rank: int) -> None:
         norm.register_forward_hook(at_steps(job, range(3, 4), change))
 
 
+def memory_runs_out(job: Run, rank: int) -> None:
+    """Rank 1 asks for more memory than there is in step 3."""
+
+    def allocate(output: torch.Tensor) -> torch.Tensor:
+        return output + torch.empty(1 << 55, dtype=torch.uint8)
+
+    if rank == 1:
+        norm: Any = job.context.model.model.norm  # type: ignore[union-attr]
+        norm.register_forward_hook(at_steps(job, range(3, 4), allocate))
+
+
 def loss_stays_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN from step 3 on."""
     if rank == 1:

@@ -166,3 +166,12 @@ def test_checkpointing_is_recommended_where_it_is_there_and_off(monkeypatch: pyt
         monkeypatch.setattr(out_of_memory, "_value", lambda config, name, is_on=is_on: is_on)
         text = "\n".join(advise(config, use_of(), 8, 8, CPU))
         assert ("--fsdp_activation_checkpointing=true (slower by up to a third)" in text) is not is_on
+
+
+def test_chunks_of_the_loss_are_recommended_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_train_config([*SETTINGS, "vocab_size=128256", "batch_size=1", "seq_length=8192"], {})
+    monkeypatch.setattr(out_of_memory, "_has", lambda name: True)
+    for chunk, wanted in ((0, True), (None, False), (256, False)):
+        monkeypatch.setattr(out_of_memory, "_value", lambda config, name, chunk=chunk: chunk)
+        text = "\n".join(advise(config, use_of(), 8, 8, CPU))
+        assert ("--loss_chunk_tokens=none: about " in text) is wanted
