@@ -13,8 +13,8 @@ class LossConfig:
 
     loss_chunk_tokens: int | None = setting(
         None,
-        "tokens whose logits are in memory at once: fewer need less memory, and more time; 0 = all of a micro-batch; "
-        "none = as many as have 2^28 logits (1 GiB in float32), a power of two",
+        "tokens whose logits are in memory at once: fewer need less memory; 0 = all of a micro-batch; "
+        "none = 256 on a CPU, else as many as have 2^28 logits (1 GiB in float32)",
         minimum=0,
     )
     z_loss_weight: float = setting(

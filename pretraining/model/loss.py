@@ -50,7 +50,7 @@ def head_loss(
     """
     hidden_ND, labels_N = hidden_BSD.flatten(0, 1), labels_BS.flatten()
     if chunk_tokens is None:
-        chunk_tokens = choose_chunk_tokens(head_VD.size(0))
+        chunk_tokens = choose_chunk_tokens(head_VD.device, head_VD.size(0))
     arguments = (hidden_ND, head_VD, labels_N, chunk_tokens or max(1, labels_N.numel()), z_loss_weight)
     if torch.is_grad_enabled():
         objective_sum, z_loss_sum = _HeadLoss.apply(*arguments)
@@ -59,13 +59,17 @@ def head_loss(
     return objective_sum, (labels_N != IGNORED_LABEL).sum(), z_loss_sum
 
 
-def choose_chunk_tokens(vocab_size: int) -> int:
-    """A power of two, so that chunks come out even: as many tokens as have 2^28 logits, 1 GiB in float32, at most.
+def choose_chunk_tokens(device: torch.device, vocab_size: int) -> int:
+    """Tokens of a chunk: 256 on a CPU; elsewhere as many as have 2^28 logits (1 GiB in float32) at most.
 
-    Each chunk adds to the head's gradient, at a cost that grows with V D however few its tokens are. So chunks are as
-    large as memory does not mind, and no smaller than 128 (docs/model.md has the numbers).
+    On a CPU small chunks are the faster ones, since their logits are still in its caches when they are needed again
+    (docs/model.md has the numbers). Each chunk also adds to the head's gradient, at a cost in memory traffic of V D,
+    however few its tokens are: with a GPU's small caches that is all that counts, so chunks are as large as its memory
+    does not mind; a power of two, so that they come out even, and no smaller than 256.
     """
-    return 2 ** max(7, 28 - (vocab_size - 1).bit_length())
+    if device.type == "cpu":
+        return 256
+    return 2 ** max(8, 28 - (vocab_size - 1).bit_length())
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -30,14 +30,14 @@ CASES_ON_CPU = (  # N, D, V
     ((512, 256, 4096), torch.float32),
     ((512, 256, 4096), torch.bfloat16),
     ((2048, 256, 32000), torch.float32),
-    ((2048, 256, 32000), torch.bfloat16),
-    ((4096, 256, 128256), torch.bfloat16),
+    ((2048, 768, 32000), torch.bfloat16),
+    ((2048, 256, 128256), torch.bfloat16),
 )
 CASES_ON_GPU = tuple(
     (size, torch.bfloat16)
     for size in ((16384, 768, 32000), (8192, 4096, 32000), (8192, 2048, 128256), (8192, 4096, 128256))
 )
-CHUNKS = (256, 1024)
+CHUNKS = (64, 1024, 0)
 LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 Size = tuple[int, int, int]
 
@@ -63,7 +63,7 @@ def contenders() -> dict[str, LossOf]:
     found: dict[str, LossOf] = {"chosen": in_chunks, "plain": all_at_once}
     if hasattr(F, "linear_cross_entropy"):  # since PyTorch 2.13
         found["of PyTorch"] = of_pytorch
-    return found | {f"chunks of {n}": partial(in_chunks, chunk_tokens=n) for n in CHUNKS}
+    return found | {f"chunks of {n}" if n else "one chunk": partial(in_chunks, chunk_tokens=n) for n in CHUNKS}
 
 
 def draw(size: Size, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -129,7 +129,7 @@ def measure(size: Size, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
     ratios = [statistics.median(turn[way] / turn[0] for turn in turns) for way in range(len(ways))]
     peaks = [in_new_process(name, size, dtype) for name in ways]
     tokens, hidden_size, vocab_size = size
-    chunk = min(tokens, choose_chunk_tokens(vocab_size))
+    chunk = min(tokens, choose_chunk_tokens(device(), vocab_size))
     own = f"{1000 * seconds[0]:,.0f} ms, {peaks[0]:,.0f} MiB"
     others = (f"{ratio:.2f}x, {peak:,.0f}" for ratio, peak in zip(ratios[1:], peaks[1:], strict=True))
     where = f"N {tokens}, D {hidden_size}, V {vocab_size}, {str(dtype).removeprefix('torch.')}"
