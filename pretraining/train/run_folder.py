@@ -17,6 +17,7 @@ from pretraining.observability.progress import ProgressDisplay, Silent, choose_d
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
 from pretraining.observability.trackers import Tracker, open_trackers
+from pretraining.parallel.activation_checkpointing import recomputed_share
 from pretraining.parallel.processes import on_every_rank
 from pretraining.parallel.waiting import is_waiting
 from pretraining.train.parts import Parts
@@ -54,20 +55,20 @@ def _not_writable(run: Path, error: OSError) -> CheckpointError:
     )
 
 
-def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState, recomputed_share: float = 0.0) -> Observer:
+def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState) -> Observer:
     """The run's observer, with rank 0's display and trackers; a collective call.
 
     Args:
         parts: of the run.
         stopwatch: shared with whoever spends time on something else than training.
         state: where the run stands.
-        recomputed_share: of the blocks' forward, how much activation checkpointing computes again.
 
     Raises:
         ConfigError: metrics or curves cannot be written; the same on all ranks.
     """
     config, device = parts.config, parts.processes.device
     peak = peak_tflops(device_name(device))
+    again = recomputed_share(config.parallel, parts.shape, config.data.seq_length)
     display: ProgressDisplay = Silent()
     trackers = on_every_rank(lambda: _open_trackers(config, state.step) if parts.processes.is_main else [])
     if parts.processes.is_main:
@@ -76,7 +77,7 @@ def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState, recomp
         interval=Interval(config.report.report_interval, parts.training_tokens),
         total_steps=parts.total_steps,
         flops_per_token=partial(flops_per_token, parts.shape),
-        recomputed_flops_per_token=partial(recomputed_flops_per_token, parts.shape, recomputed_share),
+        recomputed_flops_per_token=partial(recomputed_flops_per_token, parts.shape, again),
         peak_tflops=peak,
         device=device,
         stopwatch=stopwatch,

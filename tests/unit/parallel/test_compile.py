@@ -44,7 +44,7 @@ def loss_and_gradients(model: Llama, seed: int = 0) -> tuple[torch.Tensor, list[
     tokens = torch.randint(TINY_SHAPE.vocab_size, (2, 17), generator=generator)
     positions = torch.randint(16, (2, 16), generator=generator)
     model.zero_grad()
-    loss, _ = model(tokens[:, :-1], tokens[:, 1:], positions)
+    loss, _, _ = model(tokens[:, :-1], tokens[:, 1:], positions)
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     return loss, [gradient.to_local() for gradient in gradients if gradient is not None]  # type: ignore[attr-defined]

@@ -16,8 +16,7 @@ from pretraining.config.flags import load_train_config
 from pretraining.config.schema import settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.observability.out_of_memory import MemoryUse, format_bytes, is_out_of_memory, memory_table
-from pretraining.train import build as build_module
-from pretraining.train import loop, out_of_memory
+from pretraining.train import build_origin, loop, out_of_memory
 from pretraining.train.out_of_memory import advise
 from pretraining.train.step import StepContext, train_step
 
@@ -78,12 +77,12 @@ def test_a_run_without_memory_says_where_it_went_and_what_would_help(
 def test_while_the_run_is_put_together_it_says_what_the_model_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build_module, "build_adamw", lambda *arguments: too_large())
+    monkeypatch.setattr(build_origin, "build_adamw", lambda *arguments: too_large())
     with pytest.raises(SystemExit):
         main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={tmp_path}"])
     dist.destroy_process_group()
     said = capsys.readouterr().err
-    assert "out of memory while the run was put together, at pretraining/train/build.py:" in said
+    assert "out of memory while the run was put together, at pretraining/train/build_origin.py:" in said
     assert "Parameters, gradients and AdamW's moments of this model take" in said
 
 
@@ -145,7 +144,10 @@ def test_every_flag_that_is_recommended_exists(strategy: str, batch: str, world_
 def test_what_saves_most_comes_first_with_what_it_saves() -> None:
     config = load_train_config([*SETTINGS, "sharding_strategy=ddp", "batch_size=8", "global_batch_size=64"], {})
     lines = advise(config, use_of(), 8, 1, CPU)
-    assert lines[0] == "--batch_size=4 in place of 8: about 30.0 GiB less"
+    assert lines[0].startswith(
+        "--fsdp_activation_checkpointing=true (slower by up to a third); --selective_checkpointing=2"
+    )
+    assert lines[1] == "--batch_size=4 in place of 8: about 30.0 GiB less"
     assert "--sharding_strategy=fsdp in place of ddp: about 14.0 GiB less" in lines
     few_activations = use_of(peak=18 * GIB)
     assert advise(config, few_activations, 8, 1, CPU)[0].startswith("--sharding_strategy=fsdp")

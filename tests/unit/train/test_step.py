@@ -172,8 +172,8 @@ def test_without_a_scale_small_gradients_would_vanish_in_float16() -> None:
         context = context_for_step(torch.float16)
         assert context.scaler is not None
         context.scaler.load_state_dict({"scale": scale, "steps": 0})
-        head = context.model.lm_head  # type: ignore[union-attr]
-        head.register_forward_hook(lambda module, inputs, output: output * 1e-7)  # type: ignore[union-attr,operator]
+        norm = context.model.model.norm  # type: ignore[union-attr]
+        norm.register_forward_hook(lambda module, inputs, output: output * 1e-7)  # type: ignore[union-attr,operator]
         found.append(float(train_step(context, batch, 0).grad_norm))
     assert found[0] > 2 * found[1]
 
@@ -193,7 +193,7 @@ def test_only_the_models_own_parameters_are_stepped() -> None:
 
 
 def test_z_loss_is_minimised_and_reported_apart() -> None:
-    plain, regularised = context_for_step(), context_for_step(LossConfig(z_loss_weight=0.1))
+    plain, regularised = context_for_step(), context_for_step(loss=LossConfig(z_loss_weight=0.1))
     outcomes = [train_step(context, micro_batches(sequences(4), 2), 0) for context in (plain, regularised)]
     assert float(outcomes[1].loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
     assert float(outcomes[0].z_loss_sum) == 0
