@@ -227,15 +227,6 @@ def _checkpointed_blocks_exist(config: TrainConfig) -> Problems:
     yield from checkpointing_problems(config.parallel, _known_layers(config.model))
 
 
-@_rule("use_torch_compile", "document_mask")
-def _compiled_blocks_see_fixed_shapes(config: TrainConfig) -> Problems:
-    if config.parallel.use_torch_compile and config.data.document_mask:
-        yield (
-            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has the "
-            "shapes of the documents, others in each step: it would compile in every step. Leave one of them out"
-        )
-
-
 @_rule("mp_dtype", "mixed_precision")
 def _a_dtype_of_mixed_precision_is_used(config: TrainConfig) -> Problems:
     yield from precision_problems(config.parallel)

@@ -27,8 +27,9 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch
 from pretraining.data.loader import Loader
-from pretraining.errors import DataError, PretrainError
+from pretraining.errors import ConfigError, DataError, PretrainError
 from pretraining.evaluation.held_out import Evaluator
+from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.throughput import Stopwatch
@@ -138,9 +139,11 @@ def build_model(
     if initialize and not in_shards:
         initialize_weights(model, shape, config.run.seed, device)
     checkpoint_activations(model.model.layers, config.parallel)
+    dtype = compute_dtype(config.parallel, device)
     if config.parallel.use_torch_compile:
+        _check_shapes_are_fixed(config, shape, device, dtype)
         compile_blocks(model.blocks)
-    policy = precision_policy(compute_dtype(config.parallel, device))
+    policy = precision_policy(dtype)
     shard_model(model, model.blocks, mesh, config.parallel.sharding_strategy, policy)
     if in_shards:
         model.to_empty(device=device)
@@ -148,6 +151,17 @@ def build_model(
     if initialize and in_shards:
         initialize_weights(model, shape, config.run.seed, device)
     return model
+
+
+def _check_shapes_are_fixed(config: TrainConfig, shape: LlamaShape, device: torch.device, dtype: torch.dtype) -> None:
+    """A compiled block serves all steps only where attention takes all documents at once."""
+    if config.data.document_mask and not has_kernel_for_documents(device, dtype, shape.head_dim):
+        raise ConfigError(
+            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has those of "
+            f"the documents here, others in each step ({device.type}, {str(dtype).removeprefix('torch.')}, head size "
+            f"{shape.head_dim}; a GPU of compute capability 8.0 takes all at once, in bfloat16 or float16, at head "
+            "sizes of 8, 16, ... 256). Leave one of them out"
+        )
 
 
 def _assemble(

@@ -127,11 +127,6 @@ def config_of(**values: Any) -> TrainConfig:
             "leave --weights_only out",
         ),
         (
-            {"use_torch_compile": True, "document_mask": True},
-            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has the "
-            "shapes of the documents, others in each step: it would compile in every step. Leave one of them out",
-        ),
-        (
             {"mixed_precision": False, "mp_dtype": "float16"},
             "--mp_dtype=float16 is what --mixed_precision computes in, and that is off: give --mixed_precision=true, "
             "or leave --mp_dtype out",

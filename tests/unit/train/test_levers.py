@@ -90,3 +90,13 @@ def test_a_model_made_whole_has_the_same_weights_as_one_made_in_shards(tied: str
     for whole in ("true", "false"):
         start(tmp_path / whole, f"tie_word_embeddings={tied}", f"low_cpu_fsdp={whole}", "num_steps=3")
     assert losses_of(tmp_path / "true") == losses_of(tmp_path / "false")
+
+
+def test_blocks_are_not_compiled_anew_for_the_documents_of_each_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        start(tmp_path, *COMPILED, "document_mask=true")
+    said = capsys.readouterr().err
+    assert "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true" in said
+    assert "cpu, float32, head size 8" in said
