@@ -15,6 +15,7 @@ from training_runs import TINY, losses_of
 from pretraining.checkpoint.listing import MANIFEST
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.model.llama import FeedForward
 
 PER_OPERATION = ["fsdp_activation_checkpointing=true", "selective_checkpointing=op"]
 COMPILED = ["use_torch_compile=true"]
@@ -90,3 +91,18 @@ def test_a_model_made_whole_has_the_same_weights_as_one_made_in_shards(tied: str
     for whole in ("true", "false"):
         start(tmp_path / whole, f"tie_word_embeddings={tied}", f"low_cpu_fsdp={whole}", "num_steps=3")
     assert losses_of(tmp_path / "true") == losses_of(tmp_path / "false")
+
+
+def test_what_cannot_be_compiled_ends_a_run_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreadable(self: FeedForward, x_BSD: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x_BSD
+
+    monkeypatch.setattr(FeedForward, "forward", unreadable)
+    with pytest.raises(SystemExit):
+        start(tmp_path, *COMPILED)
+    error = capsys.readouterr().err
+    assert error.startswith("error: --use_torch_compile=true: the model's blocks cannot be compiled here (Unsupported)")
+    assert "Train with --use_torch_compile=false" in error and "Traceback" not in error
