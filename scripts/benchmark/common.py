@@ -166,7 +166,7 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], rounds: i
     config = read_settings([*RACE, *defaults, f"num_steps={(rounds + 1) * steps + 1}", *settings])
     print(f"model     {_describe(config)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        lanes = _run_race(contenders, config, Path(folder), rounds, steps)
+        lanes = run_race(contenders, config, Path(folder), rounds, steps)
     tokens = plan_batch(config.batch, 1).global_batch_size * config.data.seq_length * steps
     rows = [
         (name, *spread([tokens / s for s in lane.seconds], ",.0f"), f"{lane.loss:.4f}") for name, lane in lanes.items()
@@ -219,9 +219,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(cells) for cells in (header, rule, *rows))
 
 
-def _run_race(
+def run_race(
     contenders: Mapping[str, Contender], config: TrainConfig, folder: Path, rounds: int, steps: int
 ) -> dict[str, Lane]:
+    """Let contenders train in turns, each in its own folder under `folder`; returns their results."""
     processes = multiprocessing.get_context("spawn")
     ends: dict[str, Connection] = {}
     for name, contender in contenders.items():

@@ -15,6 +15,7 @@ from training_runs import TINY, losses_of
 from pretraining.checkpoint.listing import MANIFEST
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.model.llama import FeedForward
 
 PER_OPERATION = ["fsdp_activation_checkpointing=true", "selective_checkpointing=op"]
 COMPILED = ["use_torch_compile=true"]
@@ -100,3 +101,18 @@ def test_blocks_are_not_compiled_anew_for_the_documents_of_each_step(
     said = capsys.readouterr().err
     assert "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true" in said
     assert "cpu, float32, head size 8" in said
+
+
+def test_what_cannot_be_compiled_ends_a_run_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreadable(self: FeedForward, x_BSD: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x_BSD
+
+    monkeypatch.setattr(FeedForward, "forward", unreadable)
+    with pytest.raises(SystemExit):
+        start(tmp_path, *COMPILED)
+    error = capsys.readouterr().err
+    assert error.startswith("error: --use_torch_compile=true: the model's blocks cannot be compiled here (Unsupported)")
+    assert "Train with --use_torch_compile=false" in error and "Traceback" not in error
