@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import ROOT, plain_environment, run_distributed
+from helpers import ROOT, free_ports, plain_environment, run_distributed
 from safetensors.torch import load_file
-from training_runs import TINY, free_ports
+from training_runs import TINY
 
 WORKER = ROOT / "tests" / "faults" / "signals_worker.py"
 

@@ -6,10 +6,13 @@ Import it as `from helpers import run_distributed` (pyproject.toml puts this fol
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +23,23 @@ LAUNCHER_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nothing listens on now.
+
+    From below those that the system gives to outgoing connections, which come and go until a port is used.
+    """
+    ports: list[int] = []
+    with ExitStack() as stack:  # all open at once, so that they differ
+        while len(ports) < count:
+            candidate = stack.enter_context(socket.socket())
+            try:
+                candidate.bind(("127.0.0.1", random.randrange(15_000, 32_000)))
+            except OSError:
+                continue
+            ports.append(candidate.getsockname()[1])
+    return ports
 
 
 def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

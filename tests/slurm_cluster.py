@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers import plain_environment, run_command
+from helpers import free_ports, plain_environment, run_command
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scancel", "sinfo", "scontrol")
 SBIN = "/usr/sbin"
@@ -34,15 +34,6 @@ def reason_to_skip() -> str | None:
     if os.geteuid() != 0:
         return "only root can start a SLURM"
     return None
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports that nothing listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
 
 
 @dataclass

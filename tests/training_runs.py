@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from helpers import run_distributed
+from helpers import free_ports, run_distributed
 
 VOCABULARY = 64
 
@@ -70,15 +68,6 @@ def train_runs(processes: int, data_path: Path, runs: Sequence[Sequence[str]], t
     worker = Path(__file__).parent / "distributed" / "training_worker.py"
     jobs = [(port, [*common, *run]) for port, run in zip(free_ports(len(runs)), runs, strict=True)]
     run_distributed(worker, processes, [json.dumps(jobs)], timeout=timeout)
-
-
-def free_ports(count: int) -> list[int]:
-    """TCP ports that nothing listens on now; all open at once, so that they differ."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def losses_of(run: Path) -> list[float]:

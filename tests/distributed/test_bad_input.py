@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers import ROOT, run_distributed
-from training_runs import TINY, free_ports, train_runs, write_dataset
+from helpers import ROOT, free_ports, run_distributed
+from training_runs import TINY, train_runs, write_dataset
 
 from pretraining.cli import main
 

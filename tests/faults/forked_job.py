@@ -20,7 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from training_runs import TINY, free_ports
+from helpers import free_ports
+from training_runs import TINY
 
 Fault = tuple[Any, ...]  # name of a function of `storage_faults`, and its arguments
 

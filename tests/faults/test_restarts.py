@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from faulty_runs import WORKER, assert_same_tensors, checkpoints_of, job, status_of, train_with_faults
-from helpers import ROOT, plain_environment, run_command
-from training_runs import free_ports, losses_of
+from helpers import ROOT, free_ports, plain_environment, run_command
+from training_runs import losses_of
 
 TORCHRUN = [sys.executable, str(ROOT / "scripts" / "torchrun.py")]
 
