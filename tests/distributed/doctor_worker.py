@@ -10,6 +10,7 @@ import torch
 
 from pretraining.cli import main
 from pretraining.doctor import devices, links
+from pretraining.launch.program import run_as_program
 
 
 def times(measure: Callable[..., float], factor: float) -> Callable[..., float]:
@@ -24,4 +25,4 @@ if __name__ == "__main__":
         devices.matmul_tflops = times(devices.matmul_tflops, 0.05)
     if os.environ["RANK"] == "2":
         links.seconds_of = times(links.seconds_of, 100.0)
-    main(["doctor", *sys.argv[1:]])
+    run_as_program(lambda: main(["doctor", *sys.argv[1:]]))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pretraining.config.variants import LlamaShape
+from pretraining.launch.program import run_as_program
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
 
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_as_program(main)  # many process groups: their threads would be there at the interpreter's end
