@@ -11,6 +11,7 @@ import torch
 from emulated_float8 import emulate_float8, needs_torchao
 from tiny_shape import TINY_SHAPE
 from torch import Tensor, nn
+from torch._inductor import config
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import TINY, VOCABULARY
 
@@ -26,6 +27,13 @@ from pretraining.train.build import build_model
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SCALINGS = ["tensorwise", "rowwise"]
 CHECKPOINTED = "fsdp_activation_checkpointing=true"
+
+
+@pytest.fixture(autouse=True)
+def same_compiler_settings() -> Iterator[None]:
+    """What float8 sets for the rest of a process is set for the time of a test."""
+    with config.patch(emulate_precision_casts=False):
+        yield
 
 
 def gpu_of(capability: tuple[int, int], patch: pytest.MonkeyPatch) -> None:
@@ -96,19 +104,17 @@ def test_without_a_scaling_blocks_are_left_alone() -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, single_process: None) -> Iterator[None]:
     """Float8 on the CPU, and graphs that are run by PyTorch, which spares the time of a C++ compiler."""
-    from torch._inductor import config
-
     emulate_float8(monkeypatch)
-    with config.patch(emulate_precision_casts=False), torch.compiler.set_stance(force_backend="aot_eager"):
+    with torch.compiler.set_stance(force_backend="aot_eager"):
         yield
     torch.compiler.reset()
 
 
 def model_with(*flags: str) -> Llama:
     common = [flag for flag in TINY if not flag.startswith("mixed_precision")]
-    config = load_train_config([*common, "mixed_precision=true", "use_dummy_dataset=true", *flags])
-    mesh = build_mesh(config.parallel, 1, 1, "cpu")
-    return build_model(resolve_shape(config.model), config, mesh, CPU, initialize=True)
+    settings = load_train_config([*common, "mixed_precision=true", "use_dummy_dataset=true", *flags])
+    mesh = build_mesh(settings.parallel, 1, 1, "cpu")
+    return build_model(resolve_shape(settings.model), settings, mesh, CPU, initialize=True)
 
 
 def loss_and_gradients(model: Llama) -> dict[str, Tensor]:
@@ -186,8 +192,6 @@ def test_blocks_compile_as_whole_graphs(scaling: str, selective: str | None) -> 
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 def test_compiled_blocks_scaled_by_row_round_as_others_do() -> None:
-    from torch._inductor import config
-
     model_with("float8=tensorwise")
     assert not config.emulate_precision_casts
     model_with("float8=rowwise")

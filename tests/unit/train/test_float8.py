@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from emulated_float8 import emulate_float8, needs_torchao
 from safetensors.torch import load_file
+from torch._inductor import config
 from training_runs import TINY, losses_of, write_dataset
 
 from pretraining.cli import main
@@ -18,12 +20,10 @@ TOLERANCE = 5e-3
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config
-
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     emulate_float8(monkeypatch)
-    monkeypatch.setattr("pretraining.parallel.float8.round_in_compiled_code_as_outside", lambda: None)
-    assert not config.emulate_precision_casts
+    with config.patch(emulate_precision_casts=False):  # float8 sets it for the rest of a process
+        yield
 
 
 @pytest.fixture(scope="module")
