@@ -30,6 +30,8 @@ setup(
     extras_require={
         # Reading Hugging Face datasets in `pretrain prepare`.
         "hf": ["datasets>=4.0"],
+        # Float8 training. 0.18 is for all of these versions of torch, and avoids kernels that gave NaN once compiled.
+        "float8": ["torchao>=0.18,<0.19"],
         # transformers and accelerate are what the model and the speed are compared with; training needs neither.
         "dev": [
             "accelerate>=1.1",
@@ -39,6 +41,7 @@ setup(
             "pytest>=8.2",
             "pytest-timeout>=2.3",
             "ruff>=0.12",
+            "torchao>=0.18,<0.19",
             "transformers>=5.0",
             "types-PyYAML",
         ],

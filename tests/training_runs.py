@@ -62,12 +62,17 @@ def write_dataset(folder: Path, documents: int = 400, seed: int = 0) -> None:
         writer.write_table(table)
 
 
-def train_runs(processes: int, data_path: Path, runs: Sequence[Sequence[str]], timeout: float = 240.0) -> None:
+def train_runs(
+    processes: int,
+    data_path: Path,
+    runs: Sequence[Sequence[str]],
+    timeout: float = 240.0,
+    worker: str = "training_worker.py",
+) -> None:
     """Train several runs in one job of `processes` processes; each run is a list of overrides on top of `TINY`."""
     common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8"]
-    worker = Path(__file__).parent / "distributed" / "training_worker.py"
     jobs = [(port, [*common, *run]) for port, run in zip(free_ports(len(runs)), runs, strict=True)]
-    run_distributed(worker, processes, [json.dumps(jobs)], timeout=timeout)
+    run_distributed(Path(__file__).parent / "distributed" / worker, processes, [json.dumps(jobs)], timeout=timeout)
 
 
 def losses_of(run: Path) -> list[float]:

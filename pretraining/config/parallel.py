@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
@@ -12,6 +12,7 @@ from pretraining.errors import ConfigError
 
 ALL_BLOCKS = "1"
 PER_OPERATION = "op"
+FLOAT8_MULTIPLE = 16
 _HALF = Fraction(1, 2)
 
 
@@ -36,6 +37,13 @@ class ParallelConfig:
         "what mixed_precision computes in. bfloat16; float16: for GPUs without bfloat16, with a scale of the loss that "
         "is found on the way, and some updates left out for it",
         choices=("bfloat16", "float16"),
+    )
+    float8: str | None = setting(
+        None,
+        "multiply the matrices of the blocks in float8, with a scale for each tensor (tensorwise) or for each row "
+        "(rowwise: finer); for large matrices, with use_torch_compile. Needs torchao and GPUs of compute capability "
+        "8.9 or more; none = in mp_dtype",
+        choices=("tensorwise", "rowwise"),
     )
     low_cpu_fsdp: bool = setting(
         True,
@@ -118,6 +126,29 @@ def precision_problems(parallel: ParallelConfig) -> Iterator[str]:
             f"--mp_dtype={parallel.mp_dtype} is what --mixed_precision computes in, and that is off: give "
             "--mixed_precision=true, or leave --mp_dtype out"
         )
+
+
+def float8_problems(parallel: ParallelConfig, sides: Mapping[str, int]) -> Iterator[str]:
+    """What is wrong with the settings of float8.
+
+    Args:
+        parallel: the settings.
+        sides: of the matrices that are multiplied, by how they come about.
+    """
+    if parallel.float8 is None:
+        return
+    if parallel.mixed_precision is False or parallel.mp_dtype != "bfloat16":
+        other = "--mixed_precision=false" if parallel.mixed_precision is False else f"--mp_dtype={parallel.mp_dtype}"
+        yield (
+            f"--float8={parallel.float8} goes with computing all else in bfloat16, and {other} is given: leave one of "
+            "them out"
+        )
+    for origin, side in sides.items():
+        if side % FLOAT8_MULTIPLE:
+            yield (
+                f"--float8={parallel.float8} multiplies matrices whose sides are multiples of {FLOAT8_MULTIPLE}; "
+                f"{origin}: {side} / {FLOAT8_MULTIPLE} = {side / FLOAT8_MULTIPLE:g}. Change it, or leave --float8 out"
+            )
 
 
 def _number_in(selective: str) -> Fraction:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from pretraining.config.durations import Duration
-from pretraining.config.parallel import checkpointing_problems, precision_problems
+from pretraining.config.parallel import checkpointing_problems, float8_problems, precision_problems
 from pretraining.config.schema import settings_of, values_of
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.values import format_value, limit_problem
@@ -230,6 +230,24 @@ def _checkpointed_blocks_exist(config: TrainConfig) -> Problems:
 @_rule("mp_dtype", "mixed_precision")
 def _a_dtype_of_mixed_precision_is_used(config: TrainConfig) -> Problems:
     yield from precision_problems(config.parallel)
+
+
+@_rule("float8", "mp_dtype", "mixed_precision", "seq_length", *settings_of(ModelConfig))
+def _matrices_fit_float8(config: TrainConfig) -> Problems:
+    model, sides = config.model, {f"--seq_length={config.data.seq_length}": config.data.seq_length}
+    given = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
+    if model.model_variant is not None or None not in given:  # otherwise a checkpoint may say the rest
+        try:
+            shape = resolve_shape(model)
+        except ConfigError:  # the rule about the model says so
+            return
+        heads, size = shape.num_key_value_heads, shape.head_dim
+        sides |= {
+            f"--hidden_size={shape.hidden_size}": shape.hidden_size,
+            f"--intermediate_size={shape.intermediate_size}": shape.intermediate_size,
+            f"--num_key_value_heads={heads} x head size {size} = {heads * size}": heads * size,
+        }
+    yield from float8_problems(config.parallel, sides)
 
 
 @_rule("ckpt_save_path", "col_name")

@@ -32,7 +32,7 @@ KEPT_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-"""What a block does with most of its arithmetic: matrix products, and attention by whichever kernel the device has."""
+"""What a block does with most of its arithmetic: matrix products (float8 ones, too), attention by whichever kernel."""
 
 
 def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> None:

@@ -36,3 +36,13 @@ def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, A
     # The compiler knows a context_fn only where it is not PyTorch's own default.
     selection: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     return checkpoint_wrapper(module, preserve_rng_state=False, **selection)
+
+
+def round_in_compiled_code_as_outside() -> None:
+    """Have compiled kernels round to bfloat16 wherever code that is not compiled does, for the rest of the process.
+
+    They would keep float32 between operations that they fuse, and fuse other ones where a result is computed again.
+    """
+    from torch._inductor import config  # here, because it takes its time and few need it
+
+    config.emulate_precision_casts = True

@@ -37,6 +37,7 @@ from pretraining.optim.schedules import WarmupCosine
 from pretraining.parallel.activation_checkpointing import checkpoint_activations
 from pretraining.parallel.agreement import Agreement
 from pretraining.parallel.compile import compile_blocks
+from pretraining.parallel.float8 import check_float8, multiply_in_float8
 from pretraining.parallel.loss_scaling import LossScaler
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype, precision_policy
@@ -85,6 +86,8 @@ def build_run(
     processes.pulse.restart(step=0)
     if config.run.deterministic:
         _use_deterministic_kernels()
+    if (scaling := config.parallel.float8) is not None:
+        on_every_rank(lambda: check_float8(scaling, processes.device))
     shape = resolve_shape(config.model)
     origin = choose_origin(config, shape, status)
     abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
@@ -124,7 +127,8 @@ def build_model(
 ) -> Llama:
     """The model on its devices: described on the meta device, sharded, then given memory and values shard by shard.
 
-    The order matters: the compiler has to see what is computed again, and sharding is of what was compiled.
+    The order matters: what multiplies in float8 is also computed again so, the compiler has to see both, and sharding
+    is of what was compiled.
 
     Args:
         shape: dimensions.
@@ -138,6 +142,7 @@ def build_model(
         model = Llama(shape, config.loss)
     if initialize and not in_shards:
         initialize_weights(model, shape, config.run.seed, device)
+    multiply_in_float8(model.model.layers, config.parallel.float8)
     checkpoint_activations(model.model.layers, config.parallel)
     dtype = compute_dtype(config.parallel, device)
     if config.parallel.use_torch_compile:

@@ -92,6 +92,8 @@ def _describe_flops(parts: Parts) -> list[str]:
 
 def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
     """What is done to the model's blocks, a line each."""
+    if parallel.float8 is not None:
+        yield f"linear layers of the blocks multiply in float8, {parallel.float8} scaled"
     selective = parallel.selective_checkpointing
     if parallel.fsdp_activation_checkpointing:
         count = len(checkpointed_blocks(selective, layers))

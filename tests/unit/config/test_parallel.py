@@ -8,6 +8,7 @@ import pytest
 
 from pretraining.config.flags import load_train_config
 from pretraining.config.parallel import ParallelConfig, checkpointed_blocks, checkpointing_problems
+from pretraining.config.variants import VARIANTS
 from pretraining.errors import ConfigError
 
 
@@ -74,3 +75,59 @@ def test_a_selection_that_takes_no_block_is_refused(selective: str, problem: str
 def test_a_selection_without_checkpointing_is_refused() -> None:
     with pytest.raises(ConfigError, match="add --fsdp_activation_checkpointing=true, or leave"):
         load_train_config(["use_dummy_dataset=true", "selective_checkpointing=op"])
+
+
+MULTIPLES = "--float8=rowwise multiplies matrices whose sides are multiples of 16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        (
+            ["model_variant=tiny", "intermediate_size=1000", "seq_length=100"],
+            (
+                f"{MULTIPLES}; --seq_length=100: 100 / 16 = 6.25. Change it, or leave --float8 out",
+                f"{MULTIPLES}; --intermediate_size=1000: 1000 / 16 = 62.5. Change it, or leave --float8 out",
+            ),
+        ),
+        (
+            ["model_variant=tiny", "hidden_size=72", "num_attention_heads=9", "num_key_value_heads=3"],
+            (
+                f"{MULTIPLES}; --hidden_size=72: 72 / 16 = 4.5. Change it, or leave --float8 out",
+                f"{MULTIPLES}; --num_key_value_heads=3 x head size 8 = 24: 24 / 16 = 1.5. Change it, or leave "
+                "--float8 out",
+            ),
+        ),
+        (
+            ["mixed_precision=false"],
+            (
+                "--float8=rowwise goes with computing all else in bfloat16, and --mixed_precision=false is given: "
+                "leave one of them out",
+            ),
+        ),
+        (
+            ["mp_dtype=float16"],
+            (
+                "--float8=rowwise goes with computing all else in bfloat16, and --mp_dtype=float16 is given: leave one "
+                "of them out",
+            ),
+        ),
+    ],
+)
+def test_what_does_not_go_with_float8_is_refused(flags: list[str], problems: tuple[str, ...]) -> None:
+    load_train_config(["use_dummy_dataset=true", *[flag for flag in flags if "=false" not in flag]])
+    with pytest.raises(ConfigError) as error:
+        load_train_config(["use_dummy_dataset=true", "float8=rowwise", *flags])
+    assert error.value.problems == problems
+
+
+def test_matrices_that_a_checkpoint_may_change_are_looked_at_once_they_are_known() -> None:
+    flags = ["use_dummy_dataset=true", "float8=tensorwise", "hidden_size=40", "num_attention_heads=5"]
+    load_train_config(flags)
+    with pytest.raises(ConfigError, match=r"--hidden_size=40: 40 / 16 = 2\.5"):
+        load_train_config([*flags, "num_key_value_heads=5", "intermediate_size=64"])
+
+
+def test_every_variant_can_be_trained_in_float8() -> None:
+    for name in VARIANTS:
+        load_train_config(["use_dummy_dataset=true", "float8=rowwise", f"model_variant={name}"])
