@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pretraining.config.ranges import parse_range
 from pretraining.config.setting import setting
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
@@ -32,9 +33,12 @@ class InspectSettings:
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """First and last of `steps`."""
-        first, _, last = (self.steps or "").partition("-")
-        return int(first), int(last or first)
+        """First and last of `steps`.
+
+        Raises:
+            ValueError: it is no range of steps.
+        """
+        return parse_range(self.steps or "", smallest=1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def check_inspect_config(config: InspectConfig) -> None:
 
 def _is_range(asked: InspectSettings) -> bool:
     try:
-        first, last = asked.step_range
+        _, last = asked.step_range
     except ValueError:
         return False
-    return 1 <= first <= last <= 10**12
+    return last <= 10**12

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretraining.config.durations import Duration
+from pretraining.config.ranges import parse_range
 from pretraining.config.setting import INTERVAL, setting
 
 
@@ -39,10 +40,4 @@ class ProfilerConfig:
         Raises:
             ValueError: they are no ranges of steps.
         """
-        ranges = []
-        for text in self.profile_steps:
-            first, _, last = text.partition("-")
-            ranges.append((int(first), int(last or first)))
-            if not 1 <= ranges[-1][0] <= ranges[-1][1]:
-                raise ValueError(text)
-        return ranges
+        return [parse_range(text, smallest=1) for text in self.profile_steps]

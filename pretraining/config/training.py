@@ -15,6 +15,7 @@ from pretraining.config.guards import GuardConfig
 from pretraining.config.loss import LossConfig
 from pretraining.config.parallel import ParallelConfig
 from pretraining.config.profiler import ProfilerConfig
+from pretraining.config.ranges import parse_range
 from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
 
 
@@ -132,13 +133,8 @@ class DataConfig:
         Raises:
             ValueError: they are no ranges of samples.
         """
-        ranges = []
-        for text in self.skip_samples:
-            first, _, last = text.partition("-")
-            ranges.append((int(first), int(last or first) + 1))
-            if not 0 <= ranges[-1][0] < ranges[-1][1]:
-                raise ValueError(text)
-        return ranges
+        ranges = (parse_range(text, smallest=0) for text in self.skip_samples)
+        return [(first, last + 1) for first, last in ranges]
 
 
 @dataclass(frozen=True)

@@ -36,48 +36,36 @@ def kill_in_save(rank: int, place: str, number: int) -> None:
     """
     if _rank() != rank:
         return
-    saves = 0
-    save_share = manager.save_share
 
-    def counted(*args: Any, **more: Any) -> None:
-        nonlocal saves
-        saves += 1
-        if saves == number:
-            if place == "shard":
-                write_all = tensor_files._write_all
+    def prepare(more: dict[str, Any]) -> None:
+        if place == "shard":
+            write_all = tensor_files._write_all
 
-                def half(descriptor: int, content: memoryview) -> None:
-                    write_all(descriptor, content[: len(content) // 2])
-                    _die()
+            def half(descriptor: int, content: memoryview) -> None:
+                write_all(descriptor, content[: len(content) // 2])
+                _die()
 
-                tensor_files._write_all = half
-            elif place == "manifest":
-                store._write_flushed = _die
-            elif place == "commit":
-                more["before_commit"] = _die
-            else:
-                assert place == "retention"
-                manager.tidy_up = _die
-        save_share(*args, **more)
+            tensor_files._write_all = half
+        elif place == "manifest":
+            store._write_flushed = _die
+        elif place == "commit":
+            more["before_commit"] = _die
+        else:
+            assert place == "retention"
+            manager.tidy_up = _die
 
-    manager.save_share = counted
+    _before_save(number, prepare)
 
 
 def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> None:
     """Let this rank's writes wait for ever from one save on, and SIGKILL it at a later step."""
     if _rank() != rank:
         return
-    saves = 0
-    save_share = manager.save_share
 
-    def counted(*args: Any, **more: Any) -> None:
-        nonlocal saves
-        saves += 1
-        if saves == write:
-            tensor_files._write_all = lambda *_: threading.Event().wait()  # type: ignore[assignment]
-        save_share(*args, **more)
+    def hang(_: dict[str, Any]) -> None:
+        tensor_files._write_all = lambda *_: threading.Event().wait()  # type: ignore[assignment]
 
-    manager.save_share = counted
+    _before_save(write, hang)
     _at_step(step, _die)
 
 
@@ -138,6 +126,20 @@ def keep_rows(path: str) -> None:
         return train_step(context, batch, step)
 
     loop.train_step = noting
+
+
+def _before_save(number: int, prepare: Callable[[dict[str, Any]], None]) -> None:
+    """Call `prepare` ahead of the save with this number, with its keyword arguments."""
+    saves, save_share = 0, manager.save_share
+
+    def counted(*args: Any, **more: Any) -> None:
+        nonlocal saves
+        saves += 1
+        if saves == number:
+            prepare(more)
+        save_share(*args, **more)
+
+    manager.save_share = counted
 
 
 def _at_step(step: int, action: Callable[[], object]) -> None:
