@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
+from pretraining.parallel.host_memory import keep_freed_memory
 from pretraining.parallel.meeting import meet
 from pretraining.parallel.pulse import Pulse
 
@@ -81,6 +82,8 @@ def join_processes(
     device = _device_of(local_rank, local_world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         # A store inside the process: no port that another job could hold.
