@@ -73,13 +73,14 @@ def data_parallel(config: TrainConfig, turn: Turn) -> None:
     with join() as processes:
         shape, device = resolve_shape(config.model), processes.device
         with torch.device("meta"):
-            model: nn.Module = Llama(shape, config.loss)
-        model.to_empty(device=device)
-        initialize_weights(model, shape, config.run.seed, device)
-        if (dtype := compute_dtype(config.parallel, device)) != torch.float32:
-            model = InComputeDtype(model, dtype)
+            llama = Llama(shape, config.loss)
+        llama.to_empty(device=device)
+        initialize_weights(llama, shape, config.run.seed, device)
+        dtype = compute_dtype(config.parallel, device)
         wrapped = DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            llama if dtype == torch.float32 else InComputeDtype(llama, dtype),
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,  # without a copy of all gradients
         )
 
         def before_micro_batch(is_last: bool) -> AbstractContextManager[None]:

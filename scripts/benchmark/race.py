@@ -30,7 +30,7 @@ from common import Over, announce, device, markdown_table, read_settings, spread
 from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.launch.ports import free_port
+from pretraining.launch.ports import port_of_name
 from pretraining.model.flops import parameter_count
 from pretraining.parallel.precision import compute_dtype
 
@@ -153,7 +153,7 @@ def run_race(
 def _start(contender: Contender, config: TrainConfig, steps: int, processes: int, log: Path) -> list[Connection]:
     """Start a contender's processes; returns the referee's ends of their pipes, in the order of ranks."""
     context = multiprocessing.get_context("spawn")
-    port = free_port()
+    port = port_of_name(str(log))  # the folder is new, and outgoing connections are given none of these ports
     ends: list[Connection] = []
     for rank in range(processes):
         end, other_end = context.Pipe()
@@ -172,9 +172,8 @@ def _take_turn(team: list[Connection]) -> tuple[float, float]:
     outcomes: dict[Connection, tuple[float, float]] = {}
     while len(outcomes) < len(team):
         # Whoever is done, or gone, first: a process whose peer is gone may not be done for long.
-        for end in wait([end for end in team if end not in outcomes]):
-            assert isinstance(end, Connection)
-            outcomes[end] = end.recv()
+        ready = wait([end for end in team if end not in outcomes])
+        outcomes |= {end: end.recv() for end in team if end in ready}
     return max(seconds for seconds, _ in outcomes.values()), outcomes[team[0]][1]
 
 
