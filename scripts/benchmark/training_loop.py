@@ -4,9 +4,10 @@
     python scripts/benchmark/training_loop.py --processes=2
     python scripts/benchmark/training_loop.py --model_variant=125m --seq_length=1024 --batch_size=16
 
-Both train the same model class with the same fully_shard wrapping and fused AdamW on the same micro-batches, clip
-gradients and report every 10 steps. The project does it with all that belongs to a run: loader, observer, metrics and
-TensorBoard files, evaluator, checkpoint manager. The bare loop does nothing else, and has its batches in memory.
+Both train the same model class with the same fully_shard wrapping and fused AdamW on the same micro-batches, reduce
+gradients in the same of them, clip, and report every 10 steps. The project does it with all that belongs to a run:
+loader, observer, metrics and TensorBoard files, evaluator, checkpoint manager. The bare loop does nothing else, and has
+its batches in memory.
 """
 
 from __future__ import annotations
