@@ -88,7 +88,7 @@ def trainer(config: TrainConfig, turn: Turn) -> None:
         max_grad_norm=config.optimizer.grad_clip_thresh,
         bf16=in_bfloat16,
         use_cpu=device().type == "cpu",
-        ddp_backend="gloo" if device().type == "cpu" else "nccl",
+        ddp_backend="gloo" if ranks > 1 and device().type == "cpu" else None,
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=device().type == "cuda",
         logging_steps=int(config.report.report_interval.amount),

@@ -1,4 +1,4 @@
-"""Races: contenders of several processes train on the same sequences and come to the same losses."""
+"""Races: contenders, of one process or several, train on the same sequences and come to the same losses."""
 
 from __future__ import annotations
 
@@ -15,24 +15,31 @@ SHORT = ("--rounds=1", "--steps=2", "--report_interval=2", "--global_batch_size=
 
 
 def race(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark" / script), "--processes=2", *SMALLER, *SHORT, *flags]
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark" / script), *SMALLER, *SHORT, *flags]
     return subprocess.run(command, env=plain_environment(), capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("script", ["against_ddp.py", "against_trainer.py"])
-def test_with_two_processes_each_both_contenders_end_at_the_same_loss(script: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "processes", "a_step"),
+    [
+        ("against_ddp.py", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
+        ("against_trainer.py", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
+        ("against_trainer.py", 1, "4 micro-batches of 2 x 32 tokens"),
+    ],
+)
+def test_both_contenders_end_at_the_same_loss(script: str, processes: int, a_step: str) -> None:
     if script == "against_trainer.py":
         pytest.importorskip("accelerate")
-    done = race(script)
+    done = race(script, f"--processes={processes}")
     assert done.returncode == 0, done.stderr
-    assert "2 micro-batches of 2 x 32 tokens on each of 2 processes" in done.stdout
+    assert f"a step is {a_step}\n" in done.stdout
     first, second = (line.split("|")[4] for line in done.stdout.splitlines() if re.match(r"\| \w", line))
     assert first == second
     assert re.search(r"^.+ / .+: \d\.\d{3} \(-\), median of 1 rounds", done.stdout, re.MULTILINE)
 
 
 def test_a_contender_that_fails_ends_the_race() -> None:
-    done = race("training_loop.py", "--sharding_strategy=hsdp", "--hsdp_group_size=3")
+    done = race("training_loop.py", "--processes=2", "--sharding_strategy=hsdp", "--hsdp_group_size=3")
     assert done.returncode == 1
     assert "needs groups of equal size" in done.stderr
     assert "a contender ended early: project. Its error stands above." in done.stderr
