@@ -1,6 +1,7 @@
 """Tokens/s of the project against `transformers`: LlamaForCausalLM and its Trainer.
 
     python scripts/benchmark/against_trainer.py
+    python scripts/benchmark/against_trainer.py --processes=2
     python scripts/benchmark/against_trainer.py --model_variant=125m --seq_length=1024 --batch_size=16
 
 Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient
@@ -11,11 +12,13 @@ from its loader, and its reports go to metrics.jsonl and TensorBoard, as they al
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
 import transformers
-from common import Turn, batches_in_memory, device, parse, race, train_project
+from common import batches_in_memory, device, parse, place, train_project
+from race import Turn, race
 
 from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
@@ -26,12 +29,16 @@ from pretraining.parallel.precision import compute_dtype
 
 
 class Rows(torch.utils.data.Dataset):
-    """Sequences in memory; the labels are shifted already, so that both sides learn from as many."""
+    """Sequences in memory; the labels are shifted already, so that both sides learn from as many.
+
+    The Trainer deals its batches out to the ranks one by one, so micro-batches of different ranks take turns here.
+    """
 
     def __init__(self, config: TrainConfig, shape: LlamaShape) -> None:
         self._rows: list[dict[str, torch.Tensor]] = []
-        for micro_batches in batches_in_memory(config, shape):
-            for micro_batch in micro_batches:
+        _, ranks = place()
+        for step in zip(*(batches_in_memory(config, shape, rank, ranks) for rank in range(ranks)), strict=True):
+            for micro_batch in chain.from_iterable(zip(*step, strict=True)):
                 inputs = micro_batch.model_inputs()  # made-up rows are a document each: a document mask changes nothing
                 for inputs_S, labels_S in zip(inputs.tokens_BS, inputs.labels_BS, strict=True):
                     self._rows.append({"input_ids": inputs_S, "labels": labels_S, "shift_labels": labels_S})
@@ -63,7 +70,8 @@ def project(config: TrainConfig, turn: Turn) -> None:
 
 
 def trainer(config: TrainConfig, turn: Turn) -> None:
-    shape, plan = resolve_shape(config.model), plan_batch(config.batch, 1)
+    _, ranks = place()
+    shape, plan = resolve_shape(config.model), plan_batch(config.batch, ranks)
     in_bfloat16 = compute_dtype(config.parallel, device()) == torch.bfloat16
     arguments = transformers.TrainingArguments(
         output_dir=config.checkpoint.ckpt_save_path,
@@ -80,6 +88,8 @@ def trainer(config: TrainConfig, turn: Turn) -> None:
         max_grad_norm=config.optimizer.grad_clip_thresh,
         bf16=in_bfloat16,
         use_cpu=device().type == "cpu",
+        ddp_backend="gloo" if ranks > 1 and device().type == "cpu" else None,
+        ddp_find_unused_parameters=False,
         dataloader_pin_memory=device().type == "cuda",
         logging_steps=int(config.report.report_interval.amount),
         save_strategy="no",
@@ -118,6 +128,7 @@ if __name__ == "__main__":
         "The project against LlamaForCausalLM and the Trainer of transformers.",
         rounds=(16, "turns of each that count"),
         steps=(10, "optimizer steps of a turn"),
+        processes=(1, "of each contender, on this machine"),
     )
     print(f"against   transformers {transformers.__version__}")
-    race({"project": project, "Trainer": trainer}, settings, flags.rounds, flags.steps)
+    race({"project": project, "Trainer": trainer}, settings, flags.rounds, flags.steps, flags.processes)

@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import ON_CPU, ON_GPU, RACE, Lane, Turn, announce, markdown_table, parse, read_settings, run_race, spread
+from common import announce, markdown_table, parse, read_settings, spread
 from common import train_project as train
+from race import ON_CPU, ON_GPU, RACE, Lane, Turn, run_race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape

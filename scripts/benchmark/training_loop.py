@@ -1,23 +1,27 @@
 """Tokens/s of the project's training loop against a bare PyTorch loop.
 
     python scripts/benchmark/training_loop.py
+    python scripts/benchmark/training_loop.py --processes=2
     python scripts/benchmark/training_loop.py --model_variant=125m --seq_length=1024 --batch_size=16
 
-Both train the same model class with the same fully_shard wrapping and fused AdamW on the same micro-batches, clip
-gradients and report every 10 steps. The project does it with all that belongs to a run: loader, observer, metrics and
-TensorBoard files, evaluator, checkpoint manager. The bare loop does nothing else, and has its batches in memory.
+Both train the same model class with the same fully_shard wrapping and fused AdamW on the same micro-batches, reduce
+gradients in the same of them, clip, and report every 10 steps. The project does it with all that belongs to a run:
+loader, observer, metrics and TensorBoard files, evaluator, checkpoint manager. The bare loop does nothing else, and has
+its batches in memory.
 """
 
 from __future__ import annotations
 
 import torch
-from common import Turn, batches_in_memory, parse, race, train_project
+import torch.distributed as dist
+from common import batches_in_memory, join, parse, train_project
+from race import Turn, race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.optim.adamw import build_adamw
 from pretraining.parallel.mesh import build_mesh
-from pretraining.parallel.processes import join_processes
+from pretraining.parallel.sharding import MicroBatchSync
 from pretraining.train.build import build_model
 
 
@@ -26,31 +30,35 @@ def project(config: TrainConfig, turn: Turn) -> None:
 
 
 def bare(config: TrainConfig, turn: Turn) -> None:
-    """What one would write by hand for a single device."""
-    with join_processes(0, 1, 0, 1, {}) as processes:
-        device = processes.device
+    """What one would write by hand."""
+    with join() as processes:
+        device, ranks = processes.device, processes.world_size
         shape = resolve_shape(config.model)
-        mesh = build_mesh(config.parallel, 1, 1, device.type)
+        mesh = build_mesh(config.parallel, ranks, ranks, device.type)
         model = build_model(shape, config, mesh, device, initialize=True)
+        sync = MicroBatchSync(model, mesh, config.parallel.sharding_strategy)
         optimizer = build_adamw(model, config.optimizer)
-        steps = batches_in_memory(config, shape)
+        steps = batches_in_memory(config, shape, processes.rank, ranks)
         report_steps = int(config.report.report_interval.amount)
         reported: float | None = None
         losses = torch.zeros((), device=device)
         for number, step in enumerate(steps, start=1):
             turn.before_step(reported)
-            for micro_batch in step:
+            for index, micro_batch in enumerate(step):
+                sync.next_backward(is_last=index == len(step) - 1)
                 inputs = micro_batch.to(device, non_blocking=True).model_inputs()
                 loss_sum, valid_tokens, _ = model(
                     inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
                 )
-                loss = loss_sum / (valid_tokens * len(step))
+                loss = loss_sum / (valid_tokens * len(step) * ranks)
                 loss.backward()
                 losses += loss.detach()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip_thresh)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if number % report_steps == 0:
+                if ranks > 1:
+                    dist.all_reduce(losses)
                 reported = losses.item() / report_steps
                 losses.zero_()
                 print(f"step {number}  loss {reported:.4f}", flush=True)
@@ -61,5 +69,6 @@ if __name__ == "__main__":
         "The project's training loop against a bare PyTorch loop.",
         rounds=(16, "turns of each that count"),
         steps=(10, "optimizer steps of a turn"),
+        processes=(1, "of each contender, on this machine"),
     )
-    race({"project": project, "bare loop": bare}, settings, flags.rounds, flags.steps)
+    race({"project": project, "bare loop": bare}, settings, flags.rounds, flags.steps, flags.processes)
