@@ -2,16 +2,18 @@
 
     python scripts/benchmark/against_trainer.py
     python scripts/benchmark/against_trainer.py --processes=2
-    python scripts/benchmark/against_trainer.py --model_variant=125m --seq_length=1024 --batch_size=16
+    python scripts/benchmark/against_trainer.py --model_variant=125m --batch_size=16 --use_torch_compile=true
 
 Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient
-clipping, SDPA attention, in the same precision, and report every 10 steps; the losses at the end show that the work was
-the same. Nobody evaluates or saves. The Trainer has its rows in memory and writes no curves; the project's batches come
-from its loader, and its reports go to metrics.jsonl and TensorBoard, as they always do.
+clipping, SDPA attention, in the same precision, both compiled or not, both with activation checkpointing or without,
+and report every 10 steps; the losses at the end show that the work was the same. Nobody evaluates or saves. The Trainer
+has its rows in memory and writes no curves; the project's batches come from its loader, and its reports go to
+metrics.jsonl and TensorBoard, as they always do.
 """
 
 from __future__ import annotations
 
+import sys
 from itertools import chain
 from typing import Any
 
@@ -21,6 +23,7 @@ from common import batches_in_memory, device, parse, place, train_project
 from race import Turn, race
 
 from pretraining.config.batch import plan_batch
+from pretraining.config.parallel import ALL_BLOCKS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.model.init import initialize_weights
@@ -73,6 +76,8 @@ def trainer(config: TrainConfig, turn: Turn) -> None:
     _, ranks = place()
     shape, plan = resolve_shape(config.model), plan_batch(config.batch, ranks)
     in_bfloat16 = compute_dtype(config.parallel, device()) == torch.bfloat16
+    if config.parallel.selective_checkpointing != ALL_BLOCKS:
+        sys.exit("error: the Trainer computes all blocks again or none: leave --selective_checkpointing out")
     arguments = transformers.TrainingArguments(
         output_dir=config.checkpoint.ckpt_save_path,
         per_device_train_batch_size=plan.micro_batch_size,
@@ -87,6 +92,8 @@ def trainer(config: TrainConfig, turn: Turn) -> None:
         adam_epsilon=config.optimizer.adam_epsilon,
         max_grad_norm=config.optimizer.grad_clip_thresh,
         bf16=in_bfloat16,
+        torch_compile=config.parallel.use_torch_compile,
+        activation_checkpointing=config.parallel.fsdp_activation_checkpointing,
         use_cpu=device().type == "cpu",
         ddp_backend="gloo" if ranks > 1 and device().type == "cpu" else None,
         ddp_find_unused_parameters=False,
