@@ -26,6 +26,7 @@ from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpoin
 from pretraining.config.variants import LlamaShape
 from pretraining.parallel.unofficial import recompute_in_backward
 
+
 def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> None:
     """Exchange those of the blocks whose activations are not to be kept, in place, for ones that compute them again.
 
@@ -45,7 +46,7 @@ def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> N
 
 def _kept_operations() -> list[Any]:
     """What a block does with most of its arithmetic: matrix products (float8 ones, too), attention by any kernel."""
-    import torch.nn.attention.varlen  # here, since it takes a second; it makes the last of these operations
+    from torch.nn.attention import varlen  # noqa: F401  it makes the last of these; here, since it takes a second
 
     return [
         torch.ops.aten.mm.default,
