@@ -26,7 +26,8 @@ pytestmark = [
 ]
 
 STEPS = 100
-TOLERANCE = 0.02  # of a loss, relative
+TOLERANCE = 0.05
+"""Of a loss, relative; with two blocks, emulated on a CPU, the largest difference was 0.013."""
 MODEL = [
     *("model_variant=tiny", "hidden_size=512", "intermediate_size=1408", "num_hidden_layers=4", "vocab_size=1024"),
     *("num_attention_heads=8", "num_key_value_heads=4", "seq_length=512", "batch_size=8", "use_dummy_dataset=true"),
