@@ -108,8 +108,8 @@ def train_all(combinations: Sequence[Combination], steps: int, folder: Path) -> 
     ]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={combinations[0][0]}"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, WORKER: json.dumps(jobs)}
-    done = subprocess.run([*launcher, __file__], env=environment, capture_output=True, text=True)
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, WORKER: json.dumps(jobs)}
+    done = subprocess.run([*launcher, __file__], env={**os.environ, **own}, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stdout}\n{done.stderr}")
     return {each: losses_of(run) for each, run in runs.items()}

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, reason_to_skip
 
 # Before any test imports torch: tests are small, and threads of several processes only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Where there is a GPU, only the tests of `gpu/` use it: the others count on a CPU, and start many processes."""
+    if Path(__file__).with_name("gpu") in item.path.parents:
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
+        if "torch" in sys.modules:
+            patch.setattr("torch.cuda.is_available", lambda: False)
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

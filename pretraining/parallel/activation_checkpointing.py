@@ -16,6 +16,7 @@ keep most of it anyway, so there it gains little.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,15 +25,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape
 from pretraining.parallel.unofficial import recompute_in_backward
-
-KEPT_OPERATIONS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-"""What a block does with most of its arithmetic: matrix products (float8 ones, too), attention by whichever kernel."""
 
 
 def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> None:
@@ -47,9 +39,23 @@ def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> N
     if not parallel.fsdp_activation_checkpointing:
         return
     keeps_some = parallel.selective_checkpointing == PER_OPERATION
-    contexts = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS) if keeps_some else None
+    contexts = partial(create_selective_checkpoint_contexts, _kept_operations()) if keeps_some else None
     for index in checkpointed_blocks(parallel.selective_checkpointing, len(blocks)):
         blocks[index] = recompute_in_backward(blocks[index], contexts)
+
+
+def _kept_operations() -> list[Any]:
+    """What a block does with most of its arithmetic: matrix products (float8 ones, too), attention by any kernel."""
+    from torch.nn.attention import varlen  # noqa: F401  it makes the last of these; here, since it takes a second
+
+    return [
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
 
 
 def recomputed_share(parallel: ParallelConfig, shape: LlamaShape, seq_length: float) -> float:

@@ -35,7 +35,8 @@ def shard_model(
     fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # else it would divide by 1, a pass over all gradients
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and a scale of 1 needs none
 
 

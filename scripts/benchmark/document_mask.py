@@ -115,7 +115,7 @@ def measure(rows: int, length: int, mean: int, heads: int, dtype: torch.dtype, r
 
 if __name__ == "__main__":
     flags, settings = parse(
-        "Attention inside documents: a call a document against other ways.",
+        "Attention inside documents: the project's way against others.",
         rounds=(10, "rounds that count"),
         heads=(4, f"heads of {HEAD_DIM}"),
     )
@@ -127,5 +127,5 @@ if __name__ == "__main__":
         for rows in ROWS
         for mean in MEAN_LENGTHS
     ]
-    header = ("rows, documents", "a call a document", "whole rows", "dense mask", "padded, to 1.25 times", "to 2 times")
+    header = ("rows, documents", "the project's way", "whole rows", "dense mask", "padded, to 1.25 times", "to 2 times")
     print("\n" + markdown_table(header, lines))

@@ -23,6 +23,7 @@ import torch
 from common import Over, announce, device, markdown_table, parse, read_settings, train_project
 
 from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.observability.out_of_memory import is_out_of_memory
 from pretraining.parallel.precision import compute_dtype
 
 COMMON = ("use_dummy_dataset=true", "report_interval=5", "tracker=none", "progress=plain")
@@ -53,7 +54,9 @@ def measure(settings: list[str], steps: int) -> tuple[str, ...] | None:
         with Path(folder, "log").open("w") as log, redirect_stdout(log):
             try:
                 train_project(config, enough)
-            except torch.OutOfMemoryError:
+            except Exception as error:  # cuBLAS and NCCL have errors of their own for it
+                if not is_out_of_memory(error):
+                    raise
                 return None
         lines = Path(folder, "run", "logs", "metrics.jsonl").read_text().splitlines()
     reports = [json.loads(line) for line in lines][1:]

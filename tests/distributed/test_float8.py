@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from emulated_float8 import needs_torchao
 from training_runs import losses_of, train_runs, write_dataset
 
@@ -45,7 +44,6 @@ def test_two_processes_learn_as_one_does_and_leave_it_a_checkpoint(data_path: Pa
         assert losses_of(tmp_path / f"{scaling}_stopped") == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about devices without float8")
 def test_every_process_is_refused_with_the_same_words(data_path: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failure:
         train_runs(2, data_path, [[*COMMON, "float8=rowwise", f"ckpt_save_path={tmp_path}/run"]])

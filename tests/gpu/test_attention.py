@@ -36,12 +36,11 @@ def test_outputs_and_gradients_are_those_of_one_call_a_document(
     exact = [each.detach().float().requires_grad_() for each in inputs]
     expected = document_attention(*exact, lengths)
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
-    for ours, right in zip(
-        torch.autograd.grad(found, inputs, gradient),
-        torch.autograd.grad(expected, exact, gradient.float()),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours.float(), right, atol=2e-2 * float(right.abs().max()), rtol=2e-2)
+    right = torch.autograd.grad(expected, exact, gradient.float())
+    # Of all three: those of queries and keys are zero where a document is one token, but for rounding.
+    largest = max(float(each.abs().max()) for each in right)
+    for ours, theirs in zip(torch.autograd.grad(found, inputs, gradient), right, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, atol=2e-2 * largest, rtol=2e-2)
 
 
 def test_the_host_does_not_wait_for_the_device() -> None:

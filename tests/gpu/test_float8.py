@@ -26,11 +26,13 @@ pytestmark = [
 ]
 
 STEPS = 100
-TOLERANCE = 0.02  # of a loss, relative
+TOLERANCE = 0.05
+"""Of a loss, relative; with two blocks, emulated on a CPU, the largest difference was 0.013."""
 MODEL = [
     *("model_variant=tiny", "hidden_size=512", "intermediate_size=1408", "num_hidden_layers=4", "vocab_size=1024"),
     *("num_attention_heads=8", "num_key_value_heads=4", "seq_length=512", "batch_size=8", "use_dummy_dataset=true"),
-    *("learning_rate=1e-3", f"num_steps={STEPS}", "report_interval=1", "tracker=none", "progress=plain"),
+    # A low rate: the made-up data are learned so quickly that losses would be too small to be compared.
+    *("learning_rate=1e-4", f"num_steps={STEPS}", "report_interval=1", "tracker=none", "progress=plain"),
 ]
 SCALINGS = ["tensorwise", "rowwise"]
 

@@ -33,7 +33,20 @@ def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("waiting_is_an_error")
-@pytest.mark.parametrize("flags", [[], ["document_mask=true"], ["spike_threshold=6"], ["mixed_precision=false"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["mixed_precision=false"],
+        ["mp_dtype=float16"],
+        ["document_mask=true"],
+        ["spike_threshold=6"],
+        ["batch_size=2", "grad_accum_steps=3"],
+        ["fsdp_activation_checkpointing=true", "selective_checkpointing=op"],
+        ["use_torch_compile=true"],
+    ],
+    ids=" ".join,
+)
 def test_the_host_waits_for_nothing_in_a_step(tmp_path: Path, flags: list[str]) -> None:
-    common = [flag for flag in TINY if not any(flag.startswith(name.partition("=")[0]) for name in flags)]
+    common = [flag for flag in TINY if not flag.startswith("mixed_precision")]
     main(["train", *common, "use_dummy_dataset=true", "num_steps=6", f"ckpt_save_path={tmp_path}", *flags])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT, run_command
 from safetensors.torch import load_file
 from training_runs import TINY, losses_of
 
@@ -15,13 +17,15 @@ from pretraining.cli import main
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def start(run: Path, *flags: str) -> None:
-    common = [flag for flag in TINY if not flag.startswith(("mixed_precision", *(f.partition("=")[0] for f in flags)))]
-    main(["train", *common, "use_dummy_dataset=true", "num_steps=6", f"ckpt_save_path={run}", *flags])
+def settings(run: Path, *flags: str) -> list[str]:
+    common = [flag for flag in TINY if not flag.startswith("mixed_precision")]
+    names = {flag.partition("=")[0] for flag in flags}
+    own = [flag for flag in (*common, "num_steps=6") if flag.partition("=")[0] not in names]
+    return [*own, "use_dummy_dataset=true", f"ckpt_save_path={run}", *flags]
 
 
 def test_a_gpu_trains_in_bfloat16_and_reports_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    start(tmp_path, "learning_rate=1e-2", "num_steps=40")
+    main(["train", *settings(tmp_path, "learning_rate=1e-2", "num_steps=40")])
     out = capsys.readouterr().out
     assert "bfloat16, fsdp over 1 x cuda" in out and "matmul parameters" in out
     assert "MFU is the share of" in out or "no MFU: the peak of a NVIDIA" in out
@@ -32,12 +36,10 @@ def test_a_gpu_trains_in_bfloat16_and_reports_its_memory(tmp_path: Path, capsys:
 
 
 def test_a_deterministic_run_on_a_gpu_resumes_bit_for_bit(tmp_path: Path) -> None:
-    try:
-        start(tmp_path / "whole", "deterministic=true")
-        start(tmp_path / "stopped", "deterministic=true", "run_steps=3")
-        start(tmp_path / "stopped", "deterministic=true")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    """Each start in a process of its own: PyTorch asks once a process whether cuBLAS may be called so."""
+    for run, *more in (("whole",), ("stopped", "run_steps=3"), ("stopped",)):
+        flags = settings(tmp_path / run, "deterministic=true", *more)
+        run_command([sys.executable, ROOT / "main_training.py", *flags], timeout=90)
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "stopped")
     for file in (tmp_path / "whole" / "checkpoints" / "step_6_ckp").glob("*.safetensors"):
         other = load_file(tmp_path / "stopped" / "checkpoints" / "step_6_ckp" / file.name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_varlen import emulated_varlen
 from tiny_shape import TINY_SHAPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -165,6 +166,16 @@ def test_the_share_that_is_recomputed_is_what_is_counted(plain: Llama, selective
     forward = flops_of_blocks(SHAPE)
     assert more / (64 * forward) == pytest.approx(recomputed_share(checkpointing(selective), SHAPE, 0))
     assert recomputed_share(ParallelConfig(), SHAPE, 0) == 0
+
+
+@pytest.mark.parametrize(("selective", "times"), [(None, 1), ("op", 1), ("1", 2)])
+def test_attention_over_all_documents_at_once_is_computed_again_with_the_whole_block_only(
+    plain: Llama, selective: str | None, times: int
+) -> None:
+    with emulated_varlen() as calls:
+        checkpointed(plain, selective)(*batch(), None, (10, 54, 64))[0].backward()
+    layers = SHAPE.num_hidden_layers
+    assert (calls.count("forward"), calls.count("backward")) == (times * layers, layers)
 
 
 def flops_of_blocks(shape: LlamaShape) -> float:

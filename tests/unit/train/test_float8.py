@@ -101,7 +101,6 @@ def test_initial_weights_and_exports_are_those_without_float8(tmp_path: Path, da
     assert all(torch.equal(tensor, float8[name]) for name, tensor in none.items())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a device without float8")
 def test_a_run_in_float8_on_a_cpu_ends_before_it_starts(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_varlen import emulated_varlen
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
-from training_runs import TINY, losses_of
+from training_runs import TINY, losses_of, write_dataset
 
 from pretraining.checkpoint.listing import MANIFEST
 from pretraining.cli import main
@@ -101,6 +102,21 @@ def test_blocks_are_not_compiled_anew_for_the_documents_of_each_step(
     said = capsys.readouterr().err
     assert "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true" in said
     assert "cpu, float32, head size 8" in said
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("levers", [[], COMPILED, [*COMPILED, *PER_OPERATION]], ids=["plain", "compiled", "op"])
+def test_one_kernel_for_all_documents_trains_as_a_call_a_document(levers: list[str], tmp_path: Path) -> None:
+    write_dataset(tmp_path / "data" / "texts", documents=100)
+    common = ["use_dummy_dataset=false", f"data_path={tmp_path / 'data'}", "document_mask=true", "logical_shards=4"]
+    common += ["sep_token=0", "batch_size=2", "held_out_fraction=0.1", "eval_batches=2"]
+    start(tmp_path / "one_by_one", *common)
+    with emulated_varlen() as calls:
+        start(tmp_path / "at_once", *common, *levers)
+    assert losses_of(tmp_path / "at_once") == pytest.approx(losses_of(tmp_path / "one_by_one"), rel=1e-5)
+    assert (calls.count("forward"), calls.count("backward")) == (3 * (6 + 2), 3 * 6)  # blocks x (steps + evaluations)
+    if levers:  # for the first batch and for any documents, with gradients; the same without
+        assert 0 < counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
 
 
 def test_what_cannot_be_compiled_ends_a_run_with_one_message(

@@ -1,0 +1,63 @@
+"""The flash kernel for sequences of various lengths on a CPU, which has none: a plain call a document.
+
+It stands below PyTorch's own operation, with its gradient, its shapes for the compiler and its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import _scoped_library
+
+from pretraining.model import llama
+from pretraining.model.attention import bounds_of, document_attention
+from pretraining.train import build
+
+
+@contextmanager
+def emulated_varlen() -> Iterator[list[str]]:
+    """Have models take all documents at once, as on a GPU; gives "forward" and "backward" as they are called."""
+    calls: list[str] = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, **more: Any) -> tuple[Tensor, ...]:
+        calls.append("forward")
+        lengths = _lengths(options, more)
+        mixed = document_attention(q[None], k[None], v[None], lengths)[0].contiguous()
+        state = torch.zeros(2, dtype=torch.uint64)
+        return mixed, q.new_zeros(q.size(1), q.size(0), dtype=torch.float32), state, q.new_zeros(0), q.new_zeros(0)
+
+    def backward(
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any, **more: Any
+    ) -> tuple[Tensor, ...]:
+        calls.append("backward")
+        with ThreadPoolExecutor(1) as another_thread:  # autograd is off inside of an operation, but there
+            return another_thread.submit(_gradients, gradient, (q, k, v), _lengths(options, more)).result()
+
+    with _scoped_library("aten", "IMPL") as library, pytest.MonkeyPatch.context() as patch:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        patch.setattr(build, "has_kernel_for_documents", lambda *_: True)
+        patch.setattr(llama, "locate_documents", lambda lengths, *_: None if lengths is None else bounds_of(lengths))
+        yield calls
+
+
+def _gradients(gradient: Tensor, inputs: tuple[Tensor, ...], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        q, k, v = (each.detach()[None].requires_grad_() for each in inputs)
+        mixed = document_attention(q, k, v, lengths)
+    return tuple(each[0] for each in torch.autograd.grad(mixed, (q, k, v), gradient[None]))
+
+
+def _lengths(options: tuple[Any, ...], more: dict[str, Any]) -> tuple[int, ...]:
+    bounds, bounds_of_keys, longest, longest_of_keys, dropout, is_causal, *_ = options
+    assert bounds is bounds_of_keys or torch.equal(bounds, bounds_of_keys)
+    assert dropout == 0 and is_causal and (more["window_size_left"], more["window_size_right"]) == (-1, 0)
+    lengths = tuple(bounds.diff().tolist())
+    assert max(lengths) <= longest == longest_of_keys
+    return lengths
