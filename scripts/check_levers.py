@@ -4,8 +4,9 @@
     python scripts/check_levers.py --cover    few of them, in which any two values of any two factors meet
 
 The model is tiny, in float32, on the CPU, with made-up data; the reference is one process without any lever. A batch of
-12 sequences is cut into micro-batches of 1 or 3 and among the processes, so accumulation goes from 1 to 12. There is
-one launch for each number of processes. Ends with 1 if a loss of any run differs by more than the tolerance.
+6 sequences is cut among the processes (unevenly among 4) and into micro-batches of 1 or 2, so accumulation goes from 1
+to 6. There is one launch for each number of processes. Ends with 1 if a loss of any run differs by more than the
+tolerance.
 """
 
 from __future__ import annotations
@@ -13,30 +14,31 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GLOBAL_BATCH = 12
+GLOBAL_BATCH = 6
 TOLERANCE = 1e-5
 """Largest relative difference of a loss: float32 rounds to 6e-8, and AdamW makes much of the last bits."""
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "processes": ("1", "2", "4"),
     "sharding_strategy": ("ddp", "fsdp", "zero2", "hsdp", "hsdp_zero2"),
-    "selective_checkpointing": ("none", "1", "op", "2", "1/3"),
-    "batch_size": ("3", "1"),
+    "selective_checkpointing": ("none", "1", "op", "2", "2/3"),
+    "batch_size": ("2", "1"),
     "use_torch_compile": ("false", "true"),
 }
 SETTINGS = (
-    *("model_variant=tiny", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=3"),
+    *("model_variant=tiny", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2"),
     *("num_attention_heads=4", "num_key_value_heads=2", "vocab_size=64", "seq_length=32", "use_dummy_dataset=true"),
     *("mixed_precision=false", "learning_rate=1e-3", f"global_batch_size={GLOBAL_BATCH}"),
     *("report_interval=1", "checkpoint_interval=0", "tracker=none", "progress=plain"),
@@ -53,6 +55,9 @@ def main() -> int:
     arguments = parser.parse_args()
     everything = list(itertools.product(*FACTORS.values()))
     chosen = cover_pairs(everything) if arguments.cover else everything
+    # For the processes to come. The compiler's own processes would import torch once more, each of them.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ.update(PYTHONPATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
     with tempfile.TemporaryDirectory() as folder:
         losses: dict[Combination, list[float]] = {}
         for processes in FACTORS["processes"]:
@@ -102,16 +107,23 @@ def settings_of(combination: Combination) -> Iterator[str]:
 
 def train_all(combinations: Sequence[Combination], steps: int, folder: Path) -> dict[Combination, list[float]]:
     """Train combinations of as many processes in one launch; returns the losses of each."""
+    world_size = int(combinations[0][0])
     runs = {combination: folder / "_".join(combination).replace("/", ":") for combination in combinations}
     jobs = [
         (free_port(), [*settings_of(each), f"num_steps={steps}", f"ckpt_save_path={run}"]) for each, run in runs.items()
     ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={combinations[0][0]}"]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, WORKER: json.dumps(jobs)}
-    done = subprocess.run([*launcher, __file__], env={**os.environ, **own}, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{done.stdout}\n{done.stderr}")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pretraining.train.run", "torch._inductor.compile_fx"])  # once for all
+    logs = [folder / f"{world_size}_{rank}.log" for rank in range(world_size)]
+    ranks = [
+        context.Process(target=work, args=(rank, world_size, jobs, log), daemon=True) for rank, log in enumerate(logs)
+    ]
+    for process in ranks:
+        process.start()
+    while left := [process.sentinel for process in ranks if process.exitcode is None]:
+        connection.wait(left)
+        if any(process.exitcode for process in ranks):
+            sys.exit("\n".join(log.read_text() for log in logs))  # which ends the others, too
     return {each: losses_of(run) for each, run in runs.items()}
 
 
@@ -146,11 +158,13 @@ def difference(curve: Sequence[float], reference: Sequence[float]) -> float:
     return max(abs(loss / wanted - 1) for loss, wanted in zip(curve, reference, strict=True))
 
 
-WORKER = "CHECK_LEVERS_JOBS"
-
-
-def work(jobs: Sequence[tuple[int, list[str]]]) -> None:
-    """Train one run after the other, as one process of several."""
+def work(rank: int, world_size: int, jobs: Sequence[tuple[int, list[str]]], log: Path) -> None:
+    """Train one run after the other, as one process of several, which prints to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     import torch
 
     from pretraining.config.flags import load_train_config
@@ -158,16 +172,10 @@ def work(jobs: Sequence[tuple[int, list[str]]]) -> None:
     from pretraining.train.run import train
 
     torch.set_num_threads(1)
-    # A run needs a meeting place of its own: in torchrun's, it would find the addresses that the run before it left.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for port, settings in jobs:
         os.environ["MASTER_PORT"] = str(port)
         train(load_train_config(settings), resolve_layout(os.environ))
-    sys.stdout.flush()
-    os._exit(0)  # after several process groups, the usual end may abort
 
 
 if __name__ == "__main__":
-    if WORKER in os.environ:
-        work(json.loads(os.environ[WORKER]))
     sys.exit(main())

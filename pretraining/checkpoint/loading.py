@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.layout import Box, local_box, local_tensor
 from pretraining.checkpoint.retries import with_retries
-from pretraining.checkpoint.sources import inside
+from pretraining.checkpoint.sources import content_fault, inside
 from pretraining.checkpoint.state import FileEntry, crc32_text
 from pretraining.checkpoint.store import complain
 from pretraining.checkpoint.tensor_files import Header, StoredPiece, checksum_file, read_header, read_piece
@@ -190,11 +190,7 @@ def _fault_of(path: Path, entry: FileEntry, read: Callable[[Path], FileEntry]) -
         found = with_retries(lambda: read(path), f"reading {path}", complain)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    if found.bytes != entry.bytes:
-        return f"{path} has {found.bytes} bytes in place of {entry.bytes}"
-    if found.crc32 != entry.crc32:
-        return f"{path} is damaged: its checksum is {found.crc32} in place of {entry.crc32}"
-    return None
+    return content_fault(path, found, entry)
 
 
 def _extent(pieces: Iterable[StoredPiece]) -> dict[tuple[torch.dtype, int], int]:

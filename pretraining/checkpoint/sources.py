@@ -143,11 +143,18 @@ def check_content(path: Path, entry: FileEntry) -> None:
         CheckpointError: it is another one.
         OSError: it cannot be read.
     """
-    found = checksum_file(path)
-    if found.bytes != entry.bytes:
-        raise CheckpointError(f"{path} has {found.bytes:,} bytes in place of {entry.bytes:,}")
-    if found != entry:
-        raise CheckpointError(f"{path} is damaged: its bytes have the checksum {found.crc32}, not {entry.crc32}")
+    fault = content_fault(path, checksum_file(path), entry)
+    if fault is not None:
+        raise CheckpointError(fault)
+
+
+def content_fault(path: Path, found: FileEntry, written: FileEntry) -> str | None:
+    """In what a file is not what was written, if it is not."""
+    if found.bytes != written.bytes:
+        return f"{path} has {found.bytes:,} bytes in place of {written.bytes:,}"
+    if found.crc32 != written.crc32:
+        return f"{path} is damaged: its checksum is {found.crc32} in place of {written.crc32}"
+    return None
 
 
 def extent(boxes: Iterable[Box]) -> tuple[int, ...]:

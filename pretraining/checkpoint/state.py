@@ -25,9 +25,6 @@ from pretraining.errors import CheckpointError
 
 FORMAT_VERSION = 2
 OPTIMIZER_PREFIX = "optimizer."
-KINDS = ("interval", "final", "preempt", "best")
-
-
 NOT_COMPUTED_WITH = ("max_position_embeddings",)
 """Dimensions that the same weights may have another of."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pretraining.config.durations import Duration
 from pretraining.config.ranges import parse_range
 from pretraining.config.setting import INTERVAL, setting
+from pretraining.config.values import format_value
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,25 @@ class ProfilerConfig:
             ValueError: they are no ranges of steps.
         """
         return [parse_range(text, smallest=1) for text in self.profile_steps]
+
+
+def step_problems(profiler: ProfilerConfig) -> Iterator[str]:
+    """What is wrong with the steps to profile: they are ranges."""
+    try:
+        _ = profiler.step_ranges
+    except ValueError:
+        yield (
+            f"profile_steps={','.join(profiler.profile_steps)}: write the first and the last step of each "
+            "range, numbered from 1, as in --profile_steps=10-12,1000-1002"
+        )
+
+
+def profiling_problems(profiler: ProfilerConfig) -> Iterator[str]:
+    """What is wrong with settings of a profiler that is off."""
+    if profiler.use_profiler:
+        return
+    if profiler.profile_steps:
+        steps = format_value(profiler.profile_steps)
+        yield f"--profile_steps={steps} needs --use_profiler=true: give it, or leave the steps out"
+    if profiler.profile_interval.amount:
+        yield f"--profile_interval={profiler.profile_interval} needs --use_profiler=true: give it, or leave it out"

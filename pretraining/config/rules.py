@@ -8,12 +8,13 @@ before a run starts; what needs the number of GPUs or the data is checked where 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from pretraining.config.data import skip_problems, source_problems, weights_problems
 from pretraining.config.durations import Duration
 from pretraining.config.parallel import checkpointing_problems, float8_problems, precision_problems
+from pretraining.config.profiler import profiling_problems, step_problems
 from pretraining.config.schema import settings_of, values_of
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.values import format_value, limit_problem
@@ -102,14 +103,7 @@ def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
 
 @_rule("data_path", "use_dummy_dataset")
 def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
-    data = config.data
-    if data.data_path is None and not data.use_dummy_dataset:
-        yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
-    if data.data_path is not None and data.use_dummy_dataset:
-        yield (
-            f"two sources of data: --data_path={data.data_path} and --use_dummy_dataset=true, which makes its tokens "
-            "up; give --data_path=none or --use_dummy_dataset=false"
-        )
+    yield from source_problems(config.data)
 
 
 @_rule("use_dummy_dataset", *_DURATIONS)
@@ -134,22 +128,7 @@ def _made_up_data_has_no_datasets(config: TrainConfig) -> Problems:
 
 @_rule("datasets", "weights")
 def _weights_belong_to_datasets(config: TrainConfig) -> Problems:
-    datasets, weights = config.data.datasets, config.data.weights
-    if weights and not datasets:
-        yield f"--weights={format_value(weights)} are proportions of nothing: give --datasets, in the same order"
-    elif weights and len(weights) != len(datasets):
-        yield (
-            f"{len(weights)} weights for {len(datasets)} datasets: --weights={format_value(weights)} needs one for "
-            f"each of --datasets={format_value(datasets)}, in the same order"
-        )
-    for position, weight in enumerate(weights, start=1):
-        if weight < 0:
-            yield f"--weights={format_value(weights)}: number {position} is {weight:g}, and proportions are at least 0"
-    if weights and not any(weights):
-        yield f"--weights={format_value(weights)} leave every dataset out: give one of them more than 0"
-    for name, times in Counter(datasets).items():
-        if times > 1:
-            yield f"--datasets={format_value(datasets)} names {name} {times} times; give it once, with a larger weight"
+    yield from weights_problems(config.data)
 
 
 @_rule("bos_token", "sep_token", "vocab_size", "model_variant")
@@ -278,13 +257,7 @@ def _unsharded_checkpoints_are_waited_for(config: TrainConfig) -> Problems:
 
 @_rule("skip_samples")
 def _skipped_samples_are_ranges(config: TrainConfig) -> Problems:
-    try:
-        _ = config.data.skipped_ranges
-    except ValueError:
-        yield (
-            f"skip_samples={','.join(config.data.skip_samples)}: write the first and the last sample of each range, "
-            "as in --skip_samples=307200-309759,400000-400255"
-        )
+    yield from skip_problems(config.data)
 
 
 @_rule("max_rollbacks", "max_skipped_steps")
@@ -308,21 +281,9 @@ def _compared_replicas_exist(config: TrainConfig) -> Problems:
 
 @_rule("profile_steps")
 def _profiled_steps_are_ranges(config: TrainConfig) -> Problems:
-    try:
-        _ = config.profiler.step_ranges
-    except ValueError:
-        yield (
-            f"profile_steps={','.join(config.profiler.profile_steps)}: write the first and the last step of each "
-            "range, numbered from 1, as in --profile_steps=10-12,1000-1002"
-        )
+    yield from step_problems(config.profiler)
 
 
 @_rule("use_profiler", "profile_steps", "profile_interval")
 def _profiled_steps_need_the_profiler(config: TrainConfig) -> Problems:
-    profiler = config.profiler
-    if not profiler.use_profiler:
-        if profiler.profile_steps:
-            steps = format_value(profiler.profile_steps)
-            yield f"--profile_steps={steps} needs --use_profiler=true: give it, or leave the steps out"
-        if profiler.profile_interval.amount:
-            yield f"--profile_interval={profiler.profile_interval} needs --use_profiler=true: give it, or leave it out"
+    yield from profiling_problems(config.profiler)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pretraining.config.data import DataConfig
 from pretraining.config.durations import Duration
 from pretraining.config.guards import GuardConfig
 from pretraining.config.loss import LossConfig
 from pretraining.config.parallel import ParallelConfig
 from pretraining.config.profiler import ProfilerConfig
-from pretraining.config.ranges import parse_range
 from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
 
 
@@ -53,88 +53,6 @@ class ModelConfig:
     )
     rms_norm_eps: float | None = setting(None, "epsilon of RMSNorm; none = the variant's", minimum=0)
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where tokens come from and how they are cut into samples."""
-
-    data_path: str | None = setting(None, "root folder; each dataset is a sub-folder with token files")
-    datasets: tuple[str, ...] = setting(
-        (), "sub-folders of data_path to train on, comma list; empty = every sub-folder with token files"
-    )
-    weights: tuple[float, ...] = setting(
-        (), "proportions of the datasets, comma list in their order; empty = in proportion to their tokens"
-    )
-    seq_length: int = setting(4096, "tokens a sequence", minimum=1)
-    packing: str = setting(
-        "stream",
-        "how documents make samples. stream: laid end to end and cut, without padding; the others: as many whole "
-        "documents as fit, and padding, only longer documents are cut; best_fit pads least, greedy most",
-        choices=("stream", "greedy", "first_fit", "best_fit"),
-    )
-    bos_token: int | None = setting(
-        None,
-        "token id that begins every document (not doubled where it is there already); none = nothing before documents",
-        minimum=0,
-    )
-    sep_token: int | None = setting(
-        None,
-        "token id that ends every document (not doubled where it is there already); none = nothing between documents",
-        minimum=0,
-    )
-    strip_tokens: tuple[int, ...] = setting(
-        (),
-        "token ids removed at both ends of every document, as many as there are, before bos_token and sep_token are "
-        "looked at, comma list",
-        minimum=0,
-    )
-    min_length: int = setting(
-        1, "documents that hold fewer tokens, after strip_tokens, are left out; 1 = only empty ones are", minimum=1
-    )
-    logical_shards: int = setting(
-        1024,
-        "pieces a dataset is cut into; the order of the data depends on it, the number of GPUs does not",
-        minimum=1,
-    )
-    document_mask: bool = setting(
-        False, "attention stays inside documents, positions restart at each, and no label crosses from one to the next"
-    )
-    num_workers: int = setting(
-        1, "threads that read ahead in each process; 0 = read in the training loop. The data is the same", minimum=0
-    )
-    file_type: str = setting("arrow", "format of the token files", choices=("arrow",))
-    col_name: str = setting("tokens", "column of the token files that holds the token ids")
-    tokenizer_path: str | None = setting(None, "folder or tokenizer.json, to print generated samples as text")
-    held_out_fraction: float = setting(
-        0.0, "fraction of the documents kept for evaluation and never trained on", minimum=0, below=1
-    )
-    index_path: str | None = setting(
-        None,
-        "folder for document indices; none = inside each dataset's, or the user's cache folder where that is read-only",
-    )
-    skip_samples: tuple[str, ...] = setting(
-        (),
-        "samples never to train on: global indices A-B as `pretrain inspect` shows them, both included, comma list; "
-        "those of a checkpoint stay skipped",
-    )
-    bad_documents: str = setting(
-        "stop",
-        "when a sample cannot be read (damaged file, token beyond the vocabulary): stop and name it, or quarantine: "
-        "go on without its labels and say so; no other sample moves",
-        choices=("stop", "quarantine"),
-    )
-    use_dummy_dataset: bool = setting(False, "made-up tokens, no files: for quick tests and performance benchmarks")
-
-    @property
-    def skipped_ranges(self) -> list[tuple[int, int]]:
-        """`skip_samples` as (first, end).
-
-        Raises:
-            ValueError: they are no ranges of samples.
-        """
-        ranges = (parse_range(text, smallest=0) for text in self.skip_samples)
-        return [(first, last + 1) for first, last in ranges]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pretraining.config.batch import BatchPlan
-from pretraining.config.training import DataConfig
+from pretraining.config.data import DataConfig
 from pretraining.data.bin_counts import BinCounts, build_bin_counts, find_bin_counts
 from pretraining.data.dummy import DummySamples
 from pretraining.data.files import DatasetFiles, Listing
@@ -164,22 +164,12 @@ def build_loader(
         ConfigError: weights do not match the datasets, or bos_token or sep_token is not in the vocabulary.
         DataError: a dataset has too few tokens for one sample.
     """
-    for name, token in (("bos_token", config.bos_token), ("sep_token", config.sep_token)):
-        if token is not None and token >= vocab_size:
-            raise ConfigError(
-                f"{name}={token} is not in the vocabulary of {vocab_size} tokens: give a smaller --{name}"
-            )
-    sources: list[Samples]
+    _check_virtual_tokens(config, vocab_size)
     if opened is None:
-        sources = [DummySamples(config.seq_length, config.logical_shards, seed, split, vocab_size)]
-        weights = {sources[0].name: 1}
-        changes: dict[str, str] = {}
+        sources: list[Samples] = [DummySamples(config.seq_length, config.logical_shards, seed, split, vocab_size)]
+        weights, changes = {sources[0].name: 1}, dict[str, str]()
     else:
-        given = _given_weights(opened, config)
-        # A dataset of weight 0 gives nothing; without weights every dataset has to give something.
-        used = [dataset for dataset in opened.datasets if given is None or given[dataset.files.name]]
-        _check_enough(used, config, split)
-        weights = given or integer_weights({dataset.files.name: dataset.pass_tokens("train") for dataset in used})
+        used, weights = _weighted_datasets(opened, config, split)
         sources = [_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
@@ -195,12 +185,10 @@ def build_loader(
         document_mask=config.document_mask,
         quarantine=Quarantine(note) if config.bad_documents == "quarantine" else None,
     )
-    fingerprints = {source.name: source.fingerprint() for source in sources}
-    reading = {} if opened is None else _reading_settings(config)
     order = describe_order(
-        fingerprints,
+        {source.name: source.fingerprint() for source in sources},
         phase,
-        reading,
+        {} if opened is None else _reading_settings(config),
         skipped=skipped,
         seed=seed,
         seq_length=config.seq_length,
@@ -208,6 +196,14 @@ def build_loader(
         split=split,
     )
     return Loader(reader, order, num_workers=config.num_workers, limit_steps=limit_steps, changes=changes)
+
+
+def _check_virtual_tokens(config: DataConfig, vocab_size: int) -> None:
+    for name, token in (("bos_token", config.bos_token), ("sep_token", config.sep_token)):
+        if token is not None and token >= vocab_size:
+            raise ConfigError(
+                f"{name}={token} is not in the vocabulary of {vocab_size} tokens: give a smaller --{name}"
+            )
 
 
 def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
@@ -244,6 +240,17 @@ def _samples(
     return PackedSamples(
         *parts, counts=dataset.counts, logical_shards=pieces, seed=seed, orders=orders, cache=opened.bins
     )
+
+
+def _weighted_datasets(
+    opened: OpenedDatasets, config: DataConfig, split: SplitName
+) -> tuple[list[OpenedDataset], dict[str, int]]:
+    """The datasets that samples come from, and their weights."""
+    given = _given_weights(opened, config)
+    # A dataset of weight 0 gives nothing; without weights every dataset has to give something.
+    used = [dataset for dataset in opened.datasets if given is None or given[dataset.files.name]]
+    _check_enough(used, config, split)
+    return used, given or integer_weights({dataset.files.name: dataset.pass_tokens("train") for dataset in used})
 
 
 def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int] | None:

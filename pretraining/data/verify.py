@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.config.training import DataConfig
+from pretraining.config.data import DataConfig
 from pretraining.config.verify import VerifyConfig
 from pretraining.data.arrow import DocumentLayout, read_document_layout
 from pretraining.data.files import DatasetFiles, list_datasets

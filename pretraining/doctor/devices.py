@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from pretraining.doctor.environment import last_level_cache_bytes, memory_bytes
 from pretraining.doctor.timing import seconds_of
 from pretraining.errors import ConfigError
 
 GIB = 2.0**30
+MIB = 2**20
 MATMUL_SIZES = {"cpu": (512, 1024), "cuda": (2048, 4096, 8192)}
-COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
+LEAST_COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # the caches of GPUs end at some 256 MiB (MI300), those of H200 at 50
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,27 @@ class Rate:
         name: what.
         value: how much a second.
         unit: of the value.
+        counted: what a call was taken for, in words.
     """
 
     name: str
     value: float
     unit: str
+    counted: str = ""
 
 
-def measure_device(device: torch.device) -> list[Rate]:
-    """Matrix products in bfloat16 and float32, and copies of memory."""
+def measure_device(device: torch.device, local_world_size: int) -> list[Rate]:
+    """Matrix products in bfloat16 and float32, and copies of memory.
+
+    Args:
+        device: to measure.
+        local_world_size: processes on this machine, which all measure at once.
+    """
     rates = []
     for dtype in (torch.bfloat16, torch.float32):
         for size in MATMUL_SIZES[device.type]:
             rates.append(Rate(f"matmul {str(dtype)[6:]} {size}", matmul_tflops(device, dtype, size), "TFLOP/s"))
-    rates += [Rate(name, _copy_rate(copy, size, device), "GiB/s") for name, copy, size in _copies(device)]
-    return rates
+    return rates + _measure_copies(device, copy_bytes(device, local_world_size))
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
@@ -51,24 +58,36 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / seconds_of(lambda: torch.mm(one, other, out=out), device) / 1e12
 
 
-def _copies(device: torch.device) -> list[tuple[str, Callable[[], object], int]]:
-    """Name, copy, and the bytes that it reads and writes."""
-    size = COPY_BYTES[device.type]
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    found: list[tuple[str, Callable[[], object], int]] = [
-        ("memory copy", lambda: target.copy_(source), 2 * size)  # each byte is read and written
-    ]
+def copy_bytes(device: torch.device, local_world_size: int) -> int:
+    """Size of a buffer of which a cache holds next to nothing, as far as there is memory for two of them.
+
+    Args:
+        device: where the buffer will be.
+        local_world_size: processes on this machine, which share its memory.
+    """
     if device.type == "cuda":
-        host = torch.empty(size // 4, dtype=torch.uint8, pin_memory=True)
-        piece = source[: size // 4]
-        found.append(("host to device", lambda: piece.copy_(host, non_blocking=True), size // 4))
-        found.append(("device to host", lambda: host.copy_(piece, non_blocking=True), size // 4))
-    return found
+        wanted, room = LEAST_COPY_BYTES["cuda"], torch.cuda.mem_get_info(device)[0] // 8
+    else:
+        wanted = max(LEAST_COPY_BYTES["cpu"], 4 * last_level_cache_bytes())
+        room = memory_bytes() // 16 // local_world_size
+    return min(wanted, max(1, room // MIB) * MIB)
 
 
-def _copy_rate(copy: Callable[[], object], size: int, device: torch.device) -> float:
-    return size / GIB / seconds_of(copy, device)
+def _measure_copies(device: torch.device, size: int) -> list[Rate]:
+    # Written, because memory that never was is one page of zeros to the system, and that page is in the cache.
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+
+    def rate(name: str, target: torch.Tensor, source: torch.Tensor, counted: int, words: str) -> Rate:
+        seconds = seconds_of(lambda: target.copy_(source, non_blocking=True), device)
+        return Rate(name, counted / GIB / seconds, "GiB/s", f"{words} a copy")
+
+    rates = [rate("memory copy", target, source, 2 * size, f"{size // MIB} MiB read, {size // MIB} MiB written")]
+    if device.type == "cuda":
+        host, piece = torch.ones(size // 4, dtype=torch.uint8).pin_memory(), source[: size // 4]
+        rates.append(rate("host to device", piece, host, len(piece), f"{len(piece) // MIB} MiB"))
+        rates.append(rate("device to host", host, piece, len(piece), f"{len(piece) // MIB} MiB"))
+    return rates
 
 
 def measure_disk(folder: Path, mib: int, name: str) -> list[Rate]:

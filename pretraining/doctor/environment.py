@@ -7,7 +7,7 @@ import platform
 import resource
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ import torch
 OPEN_FILES_WANTED = 4096
 SHARED_MEMORY_WANTED = 2**30
 CLOCK_SKEW_SECONDS = 1.0
+CORES_FOLDER = "/sys/devices/system/cpu"
 
 SLOWING_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
@@ -37,7 +38,8 @@ def facts_of(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "device": device.type,
         "cores": f"{_cores()}, {torch.get_num_threads()} threads a process",
-        "memory": _size(_memory_bytes()),
+        "memory": _size(memory_bytes()),
+        "last-level cache": _size(cache) if (cache := last_level_cache_bytes()) else "unknown",
         "open files": "any number" if soft_files == resource.RLIM_INFINITY else str(soft_files),
         "locked memory": "any amount" if soft_locked == resource.RLIM_INFINITY else _size(soft_locked),
         "/dev/shm": _size(_shared_memory_bytes()),
@@ -83,8 +85,8 @@ def warnings_of(device: torch.device, local_world_size: int, environment: Mappin
         )
     if _cores() < local_world_size:
         found.append(f"{local_world_size} processes share {_cores()} cores: ask for more (--cpus-per-task)")
-    governor = _text_of("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    if governor == "powersave" and _text_of("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver") == "acpi-cpufreq":
+    governor = _text_of(f"{CORES_FOLDER}/cpu0/cpufreq/scaling_governor")
+    if governor == "powersave" and _text_of(f"{CORES_FOLDER}/cpu0/cpufreq/scaling_driver") == "acpi-cpufreq":
         found.append("the cores are kept at their lowest clock: cpupower frequency-set -g performance")
     for name, consequence in SLOWING_VARIABLES.items():
         if environment.get(name, "0") not in ("", "0"):
@@ -119,12 +121,7 @@ def warnings_across(facts: list[dict[str, str]], clocks: list[float]) -> list[st
     return found
 
 
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Memory of the machine, or of the control group that this process is in, where that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -132,6 +129,27 @@ def _memory_bytes() -> int:
         if limit.isdigit():
             total = min(total, int(limit))
     return total
+
+
+def last_level_cache_bytes() -> int:
+    """Caches right before the memory, of all cores that this process may use; 0 where the system does not say."""
+    sizes: dict[tuple[str, str], int] = {}  # by level and the cores that share it
+    for core in _allowed_cores():
+        by_level = {_text_of(f"{each}/level"): each for each in Path(CORES_FOLDER).glob(f"cpu{core}/cache/index*")}
+        if by_level:
+            last = max(by_level)
+            size = _text_of(f"{by_level[last]}/size").removesuffix("K")
+            sizes[last, _text_of(f"{by_level[last]}/shared_cpu_list")] = int(size) * 2**10 if size.isdigit() else 0
+    return sum(sizes.values())
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(_allowed_cores())
+
+
+def _allowed_cores() -> Collection[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _shared_memory_bytes() -> int:

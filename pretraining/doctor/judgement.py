@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise, zip_longest
 from typing import TypeVar
 
 Who = TypeVar("Who")
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -61,29 +63,48 @@ def find_slow_links(rates: Mapping[Link, float], factor: float) -> tuple[dict[in
     return ranks, links
 
 
-def rounds_of_pairs(world_size: int, local_world_size: int, most_for_all: int = 16) -> list[list[tuple[int, int]]]:
+def rounds_of_pairs(hosts: Sequence[str], most_for_all: int = 16) -> list[list[Pair]]:
     """Pairs of ranks that exchange messages, round by round; in a round no rank is in two pairs.
 
-    Few ranks meet all others (the circle method of tournaments). Of many, each meets its neighbours in the ring of all
-    ranks and its counterparts on the machines beside, which is where collectives send.
+    First the ranks inside each machine, then those of two machines, all against all. So a machine's network carries as
+    many messages in one round as in any other, and a link is not slow only for the company that it had. Few ranks all
+    meet each other; of many, each its machine's ranks and its counterparts on the machines beside.
 
     Args:
-        world_size: number of ranks.
-        local_world_size: ranks of a machine.
-        most_for_all: how many ranks are few.
+        hosts: machine of each rank.
+        most_for_all: how many ranks are few; a machine that has more takes neighbours for all.
     """
-    if world_size <= most_for_all:
-        places = [*range(world_size), *([None] if world_size % 2 else [])]
-        rounds = []
-        for _ in range(len(places) - 1):
-            couples = zip(places[: len(places) // 2], reversed(places[len(places) // 2 :]), strict=True)
-            rounds.append([(min(a, b), max(a, b)) for a, b in couples if a is not None and b is not None])
-            places = [places[0], places[-1], *places[1:-1]]
-        return rounds
+    machines = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+    inside = [_all_against_all(ranks) if len(ranks) <= most_for_all else _neighbours(ranks) for ranks in machines]
+    rounds = [list(chain(*at_once)) for at_once in zip_longest(*inside, fillvalue=[])]
+    is_few = len(hosts) <= most_for_all
+    numbers = range(len(machines))
+    for meetings in _all_against_all(numbers) if is_few else _neighbours(numbers):
+        size = max((len(machines[number]) for meeting in meetings for number in meeting), default=0)
+        for shift in range(size if is_few else 1):
+            rounds.append([pair for a, b in meetings for pair in _across(machines[a], machines[b], size, shift)])
+    return [pairs for pairs in rounds if pairs]
+
+
+def _all_against_all(players: Sequence[int]) -> list[list[Pair]]:
+    """Rounds in which each meets each other once: the circle method of tournaments."""
+    places = [*players, *([None] if len(players) % 2 else [])]
     rounds = []
-    for distance in sorted({1, local_world_size}):
-        if distance < world_size:
-            pairs = [(rank, rank + distance) for rank in range(world_size - distance)]
-            for parity in (0, 1):
-                rounds.append([pair for pair in pairs if pair[0] // distance % 2 == parity])
+    for _ in range(len(places) - 1):
+        couples = zip(places[: len(places) // 2], reversed(places[len(places) // 2 :]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in couples if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
     return rounds
+
+
+def _neighbours(players: Sequence[int]) -> list[list[Pair]]:
+    pairs = list(pairwise(players))
+    return [pairs[::2], pairs[1::2]]
+
+
+def _across(ones: Sequence[int], others: Sequence[int], size: int, shift: int) -> Iterator[Pair]:
+    """Ranks of two machines, of `size` ranks at most, so that over all shifts each meets each."""
+    for place, one in enumerate(ones):
+        if (place + shift) % size < len(others):
+            other = others[(place + shift) % size]
+            yield min(one, other), max(one, other)

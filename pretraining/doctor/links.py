@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,6 @@ from pretraining.doctor.judgement import Link, rounds_of_pairs
 from pretraining.doctor.timing import meet, seconds_of, wait_for
 
 SMALLEST_BYTES = 1024
-CALLS = {"cpu": 3, "cuda": 20}
-"""In each of a few stretches, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def _measure_collectives(device: torch.device, largest_bytes: int) -> list[Colle
         ]
         for name, call, passes in kinds:
             meet()
-            own = torch.tensor([seconds_of(call, device, calls=CALLS[device.type])], dtype=torch.float64)
+            own = torch.tensor([seconds_of(call, device, together=True)], dtype=torch.float64)
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
             seconds = own.item()
             bus = whole.nbytes * passes * (ranks - 1) / ranks / seconds / 2**30
@@ -75,30 +74,27 @@ def _measure_collectives(device: torch.device, largest_bytes: int) -> list[Colle
     return times
 
 
-def measure_links(device: torch.device, size: int, hosts: list[str], local_world_size: int) -> dict[Link, float]:
+def measure_links(device: torch.device, size: int, hosts: list[str]) -> dict[Link, float]:
     """GiB/s each way between pairs of ranks, all pairs of a round at once; a collective call, the same on all ranks.
 
     Args:
         device: of this rank.
         size: bytes of a message.
         hosts: machine of each rank.
-        local_world_size: ranks of a machine.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     own: dict[tuple[int, int], float] = {}
-    for pairs in rounds_of_pairs(world_size, local_world_size):
+    for pairs in rounds_of_pairs(hosts):
         meet()
-        for pair in pairs:
-            if rank in pair:
-                other = pair[1] if rank == pair[0] else pair[0]
-                seconds = seconds_of(
-                    lambda other=other: _exchange(sent, received, other),  # type: ignore[misc]
-                    device,
-                    calls=CALLS[device.type],
-                )
-                own[pair] = size / 2**30 / seconds
+        mine = next((pair for pair in pairs if rank in pair), None)
+        if mine is None:
+            seconds_of(lambda: None, device, together=True)  # the others ask all ranks how many calls to make
+            continue
+        other = mine[1] if rank == mine[0] else mine[0]
+        exchange = partial(_exchange, sent, received, other)
+        own[mine] = size / 2**30 / seconds_of(exchange, device, together=True)
     wait_for(device)
     everyone: list[dict[tuple[int, int], float]] = [{}] * world_size
     dist.all_gather_object(everyone, own)

@@ -106,8 +106,10 @@ def _rates(diagnosis: Diagnosis) -> Iterator[str]:
         median = statistics.median(values.values())
         of_peak = f", {median / peak:.0%} of the peak of {peak:g}" if peak and "matmul bfloat16" in name else ""
         among = f" (slowest: rank {slowest})" if len(values) > 1 else ""
-        unit = next(iter(rates.values())).unit
-        yield (f"  {name:22} {median:9.3g} {values[slowest]:9.3g} {max(values.values()):9.3g} {unit}{of_peak}{among}")
+        first = next(iter(rates.values()))
+        counted = f"; {first.counted}" if first.counted else ""
+        numbers = f"{median:9.3g} {values[slowest]:9.3g} {max(values.values()):9.3g}"
+        yield f"  {name:22} {numbers} {first.unit}{of_peak}{among}{counted}"
 
 
 def _collectives(diagnosis: Diagnosis) -> Iterator[str]:

@@ -53,7 +53,7 @@ def diagnose(config: DoctorConfig, processes: Processes) -> Diagnosis:
     if processes.world_size > 1:
         largest = (config.message_mib or LARGEST_MIB[device.type]) * 2**20
         collectives = measure_collectives(device, largest)
-        links = measure_links(device, largest, [rank.host for rank in ranks], processes.local_world_size)
+        links = measure_links(device, largest, [rank.host for rank in ranks])
     warnings = warnings_across([rank.facts for rank in ranks], [rank.clock for rank in ranks])
     for sentence in dict.fromkeys(sentence for rank in ranks for sentence in rank.warnings):
         named = [number for number, rank in enumerate(ranks) if sentence in rank.warnings]
@@ -65,7 +65,7 @@ def diagnose(config: DoctorConfig, processes: Processes) -> Diagnosis:
 def _examine(config: DoctorConfig, processes: Processes, clock: float) -> RankReport:
     """What this rank measures by itself; one rank of a machine measures the disk."""
     facts = facts_of(processes.device)
-    rates = measure_device(processes.device)
+    rates = measure_device(processes.device, processes.local_world_size)
     if config.disk_path is not None and processes.local_rank == 0:
         folder = Path(config.disk_path)
         if not folder.is_dir():

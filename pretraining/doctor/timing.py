@@ -10,24 +10,34 @@ import torch
 import torch.distributed as dist
 
 REPEATS = 5
+BUDGET_SECONDS = 0.3
+MOST_CALLS = 2**14
 
 
-def seconds_of(
-    function: Callable[[], object], device: torch.device, budget_seconds: float = 0.3, calls: int | None = None
-) -> float:
-    """Seconds of a call: the median of a few stretches of calls, after a first one that does not count.
+def seconds_of(function: Callable[[], object], device: torch.device, together: bool = False) -> float:
+    """Seconds of a call: the median of a few stretches of calls that take `BUDGET_SECONDS`, about.
+
+    The median, not the best: a device that is slow now and then is slow in training.
 
     Args:
         function: what to call.
         device: that it works on; waited for at the end of each stretch.
-        budget_seconds: how long to measure, about.
-        calls: in a stretch; None = as many as the budget allows. Collectives need the same number on all ranks.
+        together: all ranks measure at once and make the same number of calls, as collectives need.
     """
-    function()  # the first call chooses algorithms and makes buffers
-    if calls is None:
-        once = _stretch(function, device, 1)
-        calls = max(1, min(10_000, int(budget_seconds / REPEATS / max(once, 1e-7))))
+    calls = _calls_of_a_stretch(function, device, together)
     return statistics.median(_stretch(function, device, calls) for _ in range(REPEATS)) / calls
+
+
+def _calls_of_a_stretch(function: Callable[[], object], device: torch.device, together: bool) -> int:
+    """As many as its part of the budget allows, found by doubling: that brings caches, buffers and clocks up, too."""
+    function()  # chooses algorithms, makes buffers and connections
+    calls = 1
+    while calls < MOST_CALLS:
+        seconds = _stretch(function, device, calls)
+        if (_slowest(seconds) if together else seconds) > BUDGET_SECONDS / REPEATS / 2:
+            break
+        calls *= 2
+    return calls
 
 
 def _stretch(function: Callable[[], object], device: torch.device, calls: int) -> float:
@@ -48,3 +58,9 @@ def wait_for(device: torch.device) -> None:
 def meet() -> None:
     """Wait until all ranks are here; over the hosts, so that no device is asked."""
     dist.all_reduce(torch.zeros(1))
+
+
+def _slowest(seconds: float) -> float:
+    everyone = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
+    return everyone.item()

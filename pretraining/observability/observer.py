@@ -1,8 +1,8 @@
 """Collects what steps leave behind and reports it when a report is due.
 
 Between reports everything stays on the device: adding to running sums needs no answer from it. A report is the one
-    place where the host waits: one all-reduce of the sums, one of the peaks of memory, and the numbers go to the
-    display and the trackers of rank 0.
+place where the host waits: one all-reduce of the sums, one of the peaks of memory, and the numbers go to the display
+and the trackers of rank 0.
 """
 
 from __future__ import annotations

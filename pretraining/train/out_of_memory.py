@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.config.schema import settings_of, values_of
+from pretraining.config.schema import settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
@@ -161,21 +161,19 @@ def _less_kept(config: TrainConfig, use: MemoryUse, shape: LlamaShape, dtype: to
     # The logits stand outside the blocks: as computed, in float32, and their gradient.
     bytes_a_token = shape.vocab_size * (dtype.itemsize + 8)
     logits = tokens * bytes_a_token
-    if _has("loss_chunk_tokens"):
-        chunk = LOGITS_AT_ONCE // shape.vocab_size
-        if _value(config, "loss_chunk_tokens") == 0:
-            found.append((logits - min(tokens, chunk) * bytes_a_token, _flag("loss_chunk_tokens", None)))
-        else:
-            logits = min(tokens, chunk) * bytes_a_token
+    in_a_chunk = min(tokens, LOGITS_AT_ONCE // shape.vocab_size) * bytes_a_token
+    if config.loss.loss_chunk_tokens == 0:
+        found.append((logits - in_a_chunk, _flag("loss_chunk_tokens", None)))
+    else:
+        logits = in_a_chunk
     in_blocks = max(0, use.rest - logits)
-    if _has("fsdp_activation_checkpointing") and not _value(config, "fsdp_activation_checkpointing"):
+    if not config.parallel.fsdp_activation_checkpointing:
         # Each block keeps its input, and one at a time is computed again.
         inputs = shape.num_hidden_layers * tokens * shape.hidden_size * dtype.itemsize
         saved = in_blocks * (1 - 1 / shape.num_hidden_layers) - inputs
         text = f"{_flag('fsdp_activation_checkpointing', True)} (slower by up to a third)"
-        if _has("selective_checkpointing"):
-            text += f"; {_flag('selective_checkpointing', 2)}, for every second block, saves half of that"
-        found.append((saved, text))
+        half = f"{_flag('selective_checkpointing', 2)}, for every second block, saves half of that"
+        found.append((saved, f"{text}; {half}"))
     if dtype == torch.float32 and config.parallel.mixed_precision is not None:
         found.append((in_blocks / 2, _flag("mixed_precision", True)))
     return found
@@ -217,15 +215,7 @@ def _place_of(error: BaseException) -> str:
     return f"at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}"
 
 
-def _has(name: str) -> bool:
-    return name in settings_of(TrainConfig)
-
-
-def _value(config: TrainConfig, name: str) -> object:
-    return values_of(config)[name]
-
-
 def _flag(name: str, value: object) -> str:
     """A flag as it is typed; only flags that exist are ever named."""
-    assert _has(name), name
+    assert name in settings_of(TrainConfig), name
     return f"--{name}={value if isinstance(value, str) else format_value(value)}"

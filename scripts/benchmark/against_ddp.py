@@ -35,7 +35,7 @@ from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.precision import compute_dtype
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.sharding import MicroBatchSync
-from pretraining.train.build import build_model
+from pretraining.train.build_model import build_model
 
 BeforeMicroBatch = Callable[[bool], AbstractContextManager[None]]
 """Told whether a micro-batch is the last of its step; returns a context for its forward and backward."""

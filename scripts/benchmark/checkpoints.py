@@ -48,7 +48,7 @@ from pretraining.model.init import parameter_name
 from pretraining.optim.adamw import build_adamw, materialise_state
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.processes import Processes, join_processes
-from pretraining.train.build import build_model
+from pretraining.train.build_model import build_model
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")
 QUIET = ("report_interval=0", "progress=plain")

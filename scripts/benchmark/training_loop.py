@@ -22,7 +22,7 @@ from pretraining.config.variants import resolve_shape
 from pretraining.optim.adamw import build_adamw
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.sharding import MicroBatchSync
-from pretraining.train.build import build_model
+from pretraining.train.build_model import build_model
 
 
 def project(config: TrainConfig, turn: Turn) -> None:

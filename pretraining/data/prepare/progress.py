@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 
 LINE_INTERVAL_SECONDS = 15.0
 
@@ -62,56 +62,84 @@ def encoding_progress(
     Yields:
         a function to call with what was done, after every step; it draws a few times a second at most.
     """
-    began = clock()
-    done = Counts()
-    title = f"encoding{who}"
+    meter = _Meter(f"encoding{who}", total_bytes, done_bytes, clock, clock())
+    if sys.stderr.isatty() if terminal is None else terminal:
+        with _bar(meter) as draw:
+            yield draw
+    else:
+        yield _lines(meter, show)
 
-    def rates() -> str:
-        seconds = max(clock() - began, 1e-9)
+
+@dataclass
+class _Meter:
+    """What was done, and how fast.
+
+    Attributes:
+        title: of what is shown.
+        total_bytes, done_bytes: of the input, as `encoding_progress` has them.
+        clock: seconds, rising.
+        began: by that clock.
+        done: since then.
+    """
+
+    title: str
+    total_bytes: int
+    done_bytes: int
+    clock: Callable[[], float]
+    began: float
+    done: Counts = field(default_factory=Counts)
+
+    def rates(self) -> str:
+        done, seconds = self.done, max(self.clock() - self.began, 1e-9)
         speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # token ids are no text
         return (
             f"{done.documents:,} documents ({done.documents / seconds:,.0f}/s), "
             f"{done.tokens:,} tokens ({done.tokens / seconds:,.0f}/s){speed}"
         )
 
-    if sys.stderr.isatty() if terminal is None else terminal:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        columns = (
-            TextColumn(title),
-            BarColumn(bar_width=20),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rates]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=total_bytes or None, completed=done_bytes, rates="")
+@contextmanager
+def _bar(meter: _Meter) -> Iterator[Report]:
+    """A bar on the terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-            def draw(more: Counts) -> None:
-                nonlocal done
-                done += more
-                bar.update(task, completed=done_bytes + done.input_bytes, rates=rates())
+    columns = (
+        TextColumn(meter.title),
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rates]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(meter.title, total=meter.total_bytes or None, completed=meter.done_bytes, rates="")
 
-            yield draw
-        return
+        def draw(more: Counts) -> None:
+            meter.done += more
+            bar.update(task, completed=meter.done_bytes + meter.done.input_bytes, rates=meter.rates())
 
-    shown_at = began
+        yield draw
+
+
+def _lines(meter: _Meter, show: Callable[[str], None]) -> Report:
+    """A line now and then."""
+    shown_at = meter.began
 
     def line(more: Counts) -> None:
-        nonlocal done, shown_at
-        done += more
-        if clock() - shown_at < LINE_INTERVAL_SECONDS:
+        nonlocal shown_at
+        meter.done += more
+        if meter.clock() - shown_at < LINE_INTERVAL_SECONDS:
             return
-        shown_at = clock()
-        left_bytes = total_bytes - done_bytes - done.input_bytes
+        shown_at = meter.clock()
+        left_bytes = meter.total_bytes - meter.done_bytes - meter.done.input_bytes
         share, left = "", ""
-        if total_bytes:
-            share = f"{1 - left_bytes / total_bytes:.0%} of the input, "
-            left = f", {_duration((shown_at - began) * left_bytes / max(done.input_bytes, 1))} left"
-        show(f"{title}: {share}{rates()}{left}")
+        if meter.total_bytes:
+            share = f"{1 - left_bytes / meter.total_bytes:.0%} of the input, "
+            seconds = (shown_at - meter.began) * left_bytes / max(meter.done.input_bytes, 1)
+            left = f", {_duration(seconds)} left"
+        show(f"{meter.title}: {share}{meter.rates()}{left}")
 
-    yield line
+    return line
 
 
 def _duration(seconds: float) -> str:

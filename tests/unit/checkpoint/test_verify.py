@@ -57,7 +57,7 @@ def rewrite_manifest(folder: Path, **changes: object) -> None:
     ("damage", "messages"),
     [
         (lambda folder: (folder / FIRST).unlink(), [f"{FIRST} is missing"]),
-        (lambda folder: flip_byte(folder / SECOND), [f"{SECOND} is damaged: its bytes have the checksum"]),
+        (lambda folder: flip_byte(folder / SECOND), [f"{SECOND} is damaged: its checksum is"]),
         (
             lambda folder: [flip_byte(folder / FIRST), (folder / SECOND).write_bytes(b"")],
             [f"{FIRST} is damaged", f"{SECOND} has 0 bytes in place of"],

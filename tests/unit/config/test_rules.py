@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from pretraining.config.data import DataConfig
 from pretraining.config.durations import Duration
 from pretraining.config.rules import RULES, check_config, find_problems
 from pretraining.config.schema import build, settings_of
-from pretraining.config.training import DataConfig, RunConfig, TrainConfig
+from pretraining.config.training import RunConfig, TrainConfig
 from pretraining.errors import ConfigError
 
 

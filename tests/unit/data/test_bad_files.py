@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import loader, plan, random_documents, write_documents
 
-from pretraining.config.training import DataConfig
+from pretraining.config.data import DataConfig
 from pretraining.config.verify import VerifyConfig
 from pretraining.data.loader import Loader
 from pretraining.data.prepare.manifest import MANIFEST_FILE

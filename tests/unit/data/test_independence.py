@@ -15,7 +15,7 @@ import pytest
 from unit.data.test_streams import EqualLengths
 from unit.data.token_files import opened, plan, write_documents
 
-from pretraining.config.training import DataConfig
+from pretraining.config.data import DataConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.order import text_key
 from pretraining.data.rounds import SampleOrder

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import random_documents, write_documents
 
-from pretraining.config.training import DataConfig
+from pretraining.config.data import DataConfig
 from pretraining.data import index_build
 from pretraining.data.files import DatasetFiles, list_datasets
 from pretraining.data.index import BLOCK_DOCUMENTS, Index, IndexSettings, find_index, index_places, open_any_index

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
+from pretraining.config.data import DataConfig
 from pretraining.config.inspect import InspectConfig, InspectSettings
-from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, RunConfig
+from pretraining.config.training import BatchConfig, ModelConfig, RunConfig
 from pretraining.data import inspect as inspect_module
 from pretraining.data.dataset import build_loader
 from pretraining.data.inspect import Inspector, inspect

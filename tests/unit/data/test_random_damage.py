@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.training import DataConfig
+from pretraining.config.data import DataConfig
 from pretraining.config.verify import VerifyConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.prepare.manifest import MANIFEST_FILE

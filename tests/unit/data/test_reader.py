@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import random_documents, write_documents
 
-from pretraining.config.training import DataConfig
+from pretraining.config.data import DataConfig
 from pretraining.data import reader as reader_module
 from pretraining.data.files import list_datasets
 from pretraining.data.index import IndexSettings

@@ -44,6 +44,12 @@ def test_the_tables_show_rates_beside_the_peak_collectives_and_links_by_kind() -
         assert part in text, text
 
 
+def test_what_a_copy_counts_stands_beside_its_rate() -> None:
+    copies = [Rate("memory copy", 20.0, "GiB/s", "256 MiB read, 256 MiB written a copy")]
+    text = as_text(Diagnosis([RankReport("node0", {"device": "cpu"}, [], copies, 0.0)], [], {}, [], []))
+    assert "  memory copy                   20        20        20 GiB/s; 256 MiB read, 256 MiB written a copy" in text
+
+
 def test_nothing_stands_out_where_nothing_does() -> None:
     text = as_text(Diagnosis([rank(0, 700.0)], [], {}, [], []))
     assert text.startswith("1 process on 1 machine") and text.endswith("nothing stands out")

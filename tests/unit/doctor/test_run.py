@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from pretraining.cli import main
-from pretraining.doctor import devices
+from pretraining.doctor import devices, timing
 from pretraining.doctor.links import message_sizes
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "MATMUL_SIZES", {"cpu": (32,), "cuda": (32,)})
-    monkeypatch.setattr(devices, "COPY_BYTES", {"cpu": 2**16, "cuda": 2**16})
+    monkeypatch.setattr(devices, "copy_bytes", lambda device, local_world_size: 2**20)
+    monkeypatch.setattr(timing, "BUDGET_SECONDS", 0.01)
 
 
 def test_one_process_measures_its_device_and_its_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +29,7 @@ def test_one_process_measures_its_device_and_its_disk(tmp_path: Path, capsys: py
         "disk read",
     ]
     assert all(rate["value"] > 0 for rate in rank["rates"]) and found["links"] == found["collectives"] == []
+    assert rank["rates"][2]["counted"] == "1 MiB read, 1 MiB written a copy"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,7 @@ from pretraining.config.flags import load_train_config
 from pretraining.config.schema import settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.observability.out_of_memory import MemoryUse, format_bytes, is_out_of_memory, memory_table
-from pretraining.train import build_origin, loop, out_of_memory
+from pretraining.train import build_origin, loop
 from pretraining.train.out_of_memory import advise
 from pretraining.train.step import StepContext, train_step
 
@@ -159,19 +159,16 @@ def test_snapshots_of_memory_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--memory_snapshot=true is for GPUs" in capsys.readouterr().err
 
 
-def test_checkpointing_is_recommended_where_it_is_there_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_train_config([*SETTINGS, "sharding_strategy=fsdp", "batch_size=1"], {})
-    for is_on in (False, True):
-        monkeypatch.setattr(out_of_memory, "_has", lambda name: True)
-        monkeypatch.setattr(out_of_memory, "_value", lambda config, name, is_on=is_on: is_on)
-        text = "\n".join(advise(config, use_of(), 8, 8, CPU))
-        assert ("--fsdp_activation_checkpointing=true (slower by up to a third)" in text) is not is_on
+def test_checkpointing_is_recommended_where_it_is_off() -> None:
+    for is_on in ("false", "true"):
+        flags = ["sharding_strategy=fsdp", "batch_size=1", f"fsdp_activation_checkpointing={is_on}"]
+        text = "\n".join(advise(load_train_config([*SETTINGS, *flags], {}), use_of(), 8, 8, CPU))
+        assert ("--fsdp_activation_checkpointing=true (slower by up to a third)" in text) is (is_on == "false")
 
 
-def test_chunks_of_the_loss_are_recommended_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_train_config([*SETTINGS, "vocab_size=128256", "batch_size=1", "seq_length=8192"], {})
-    monkeypatch.setattr(out_of_memory, "_has", lambda name: True)
-    for chunk, wanted in ((0, True), (None, False), (256, False)):
-        monkeypatch.setattr(out_of_memory, "_value", lambda config, name, chunk=chunk: chunk)
+def test_chunks_of_the_loss_are_recommended_where_there_are_none() -> None:
+    large = [*SETTINGS, "vocab_size=128256", "batch_size=1", "seq_length=8192"]
+    for chunk, wanted in (("0", True), ("none", False), ("256", False)):
+        config = load_train_config([*large, f"loss_chunk_tokens={chunk}"], {})
         text = "\n".join(advise(config, use_of(), 8, 8, CPU))
         assert ("--loss_chunk_tokens=none: about " in text) is wanted
