@@ -123,7 +123,10 @@ def train_all(combinations: Sequence[Combination], steps: int, folder: Path) -> 
     while left := [process.sentinel for process in ranks if process.exitcode is None]:
         connection.wait(left)
         if any(process.exitcode for process in ranks):
-            sys.exit("\n".join(log.read_text() for log in logs))  # which ends the others, too
+            for process in ranks:  # they wait for the one that has ended, and write into the folder
+                process.terminate()
+                process.join()
+            sys.exit("\n".join(log.read_text() for log in logs))
     return {each: losses_of(run) for each, run in runs.items()}
 
 

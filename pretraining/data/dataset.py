@@ -167,7 +167,8 @@ def build_loader(
     _check_virtual_tokens(config, vocab_size)
     if opened is None:
         sources: list[Samples] = [DummySamples(config.seq_length, config.logical_shards, seed, split, vocab_size)]
-        weights, changes = {sources[0].name: 1}, dict[str, str]()
+        weights = {sources[0].name: 1}
+        changes: dict[str, str] = {}
     else:
         used, weights = _weighted_datasets(opened, config, split)
         sources = [_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]

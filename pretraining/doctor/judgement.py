@@ -67,8 +67,8 @@ def rounds_of_pairs(hosts: Sequence[str], most_for_all: int = 16) -> list[list[P
     """Pairs of ranks that exchange messages, round by round; in a round no rank is in two pairs.
 
     First the ranks inside each machine, then those of two machines, all against all. So a machine's network carries as
-    many messages in one round as in any other, and a link is not slow only for the company that it had. Few ranks all
-    meet each other; of many, each its machine's ranks and its counterparts on the machines beside.
+    many messages in one round between machines as in any other, and a link is not slow only for the company that it
+    had. Few ranks all meet each other; of many, each its machine's ranks and its counterparts on the machines beside.
 
     Args:
         hosts: machine of each rank.

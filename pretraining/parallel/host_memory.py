@@ -2,7 +2,7 @@
 
 glibc's allocator returns large blocks to the system at once, and the free end of its heap whenever that is large. A
 step allocates and frees the same hundreds of megabytes as the one before it, so it would have the system map and clear
-every page again: a tenth of the time of a step of a small model (docs/performance.md).
+every page again: as much as a twentieth of the time of a step of a small model (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 import ctypes
 import os
 
-# malloc.h; the largest values that an int holds mean "nothing is large enough".
+# malloc.h
 _M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_NEVER = 2**31 - 1
-_LARGEST_OLD_THRESHOLD = 32 * 2**20  # that older versions of glibc take
+_M_MMAP_MAX = -4
 
 _CHOICES_OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep what it gets back; the process stays as large as it has been at most.
+    """Have glibc's allocator keep what it gets back; the process stays as large as it has been at most.
 
-    Leaves an allocator alone that the user has set up (mallopt(3), GLIBC_TUNABLES) or that is not glibc's.
+    Leaves alone what the user has set up (mallopt(3), GLIBC_TUNABLES). Does nothing to other allocators.
 
     Returns:
-        Whether it does so now.
+        Whether glibc has taken it.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc" in tunables or any(name in os.environ for name in _CHOICES_OF_THE_USER):
@@ -33,6 +31,5 @@ def keep_freed_memory() -> bool:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         return False
-    set_option(_M_MMAP_THRESHOLD, _LARGEST_OLD_THRESHOLD)
-    set_option(_M_MMAP_THRESHOLD, _NEVER)
-    return bool(set_option(_M_TRIM_THRESHOLD, _NEVER))
+    set_option(_M_MMAP_MAX, 0)  # no block has a mapping of its own
+    return bool(set_option(_M_TRIM_THRESHOLD, -1))  # and the heap never shrinks

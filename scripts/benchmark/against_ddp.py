@@ -144,4 +144,4 @@ if __name__ == "__main__":
         processes=(2, "of each contender, on this machine"),
     )
     contenders = {"fully_shard, (W, 1)": fully_sharded, "DistributedDataParallel": data_parallel}
-    race(contenders, ["sharding_strategy=ddp", *settings], flags.rounds, flags.steps, flags.processes)
+    race(contenders, [*settings, "sharding_strategy=ddp"], flags.rounds, flags.steps, flags.processes)

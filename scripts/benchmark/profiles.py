@@ -55,7 +55,7 @@ class TimedProfiler:
         self.steps: list[float] = []
         self.afterwards: list[float] = []
 
-    def __enter__(self) -> StepProfiler:
+    def __enter__(self) -> TimedProfiler:
         self._profiler.__enter__()
         return self
 

@@ -83,11 +83,11 @@ class Lane:
 
     Attributes:
         seconds: of each turn, the first (warm-up) left out.
-        loss: reported at the end.
+        loss: that was last reported before the last turn was over.
     """
 
     seconds: list[float]
-    loss: float
+    loss: float | None
 
 
 def race(
@@ -108,6 +108,12 @@ def race(
     announce()
     defaults = ON_GPU if torch.cuda.is_available() else ON_CPU
     config = read_settings([*RACE, *defaults, f"num_steps={(rounds + 1) * steps + 1}", *settings])
+    interval = config.report.report_interval
+    if not 0 < interval.amount <= rounds * steps:
+        sys.exit(
+            f"error: a race ends with the loss that was last reported: --report_interval={interval} must be 1 to "
+            f"{rounds * steps}, the steps of {rounds} rounds"
+        )
     print(f"model     {_describe(config, processes)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         lanes = run_race(contenders, config, Path(folder), rounds, steps, processes)
@@ -129,13 +135,13 @@ def run_race(
     for name, contender in contenders.items():
         own = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(folder / name)))
         teams[name] = _start(contender, own, steps, processes, folder / name)
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    turns: dict[str, list[tuple[float, float | None]]] = {name: [] for name in contenders}
     try:
         for _ in range(rounds + 1):
             for name, team in teams.items():
                 turns[name].append(_take_turn(team))
-        for team in teams.values():
-            for end in team:
+        for name in teams:
+            for end in teams[name]:
                 end.send(False)
     except (EOFError, ConnectionError):
         for child in multiprocessing.active_children():  # those that wait for the one that has ended
@@ -165,11 +171,11 @@ def _start(contender: Contender, config: TrainConfig, steps: int, processes: int
     return ends
 
 
-def _take_turn(team: list[Connection]) -> tuple[float, float]:
+def _take_turn(team: list[Connection]) -> tuple[float, float | None]:
     """Let a contender train; seconds until the last of its processes was done, and the loss that rank 0 reported."""
     for end in team:
         end.send(True)
-    outcomes: dict[Connection, tuple[float, float]] = {}
+    outcomes: dict[Connection, tuple[float, float | None]] = {}
     while len(outcomes) < len(team):
         # Whoever is done, or gone, first: a process whose peer is gone may not be done for long.
         ready = wait([end for end in team if end not in outcomes])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pretraining.parallel.float8 import multiply_in_float8
-from pretraining.train import build
+from pretraining.train import build, build_model
 
 if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     patch.setattr(build, "check_float8", lambda scaling, device: None)
-    patch.setattr(build, "multiply_in_float8", partial(multiply_in_float8, emulate=True))
+    patch.setattr(build_model, "multiply_in_float8", partial(multiply_in_float8, emulate=True))
     runpy.run_path(str(Path(__file__).with_name("training_worker.py")), run_name="__main__")

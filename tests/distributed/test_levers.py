@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
+import multiprocessing
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,19 +15,27 @@ from helpers import ROOT, run_command
 SCRIPT = ROOT / "scripts" / "check_levers.py"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("check_levers", SCRIPT)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("check_levers")
 
 
 @pytest.mark.timeout(900)
 def test_fifty_losses_are_the_same_whatever_two_levers_meet() -> None:
     done = run_command([sys.executable, SCRIPT, "--cover"], timeout=880)
     assert " runs of 50 steps; the reference's loss goes from " in done.stdout
+
+
+def test_a_run_that_fails_ends_all_processes_of_its_launch_with_its_error(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        script, "settings_of", lambda combination: [*script.SETTINGS, "hsdp_group_size=3", "sharding_strategy=hsdp"]
+    )
+    with pytest.raises(SystemExit, match="needs groups of equal size"):
+        script.train_all([("2", "hsdp", "none", "1", "false")], 1, tmp_path)
+    assert not multiprocessing.active_children()
 
 
 def test_in_the_cover_any_two_values_of_any_two_factors_meet(script: ModuleType) -> None:
