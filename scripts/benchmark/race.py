@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from common import Over, announce, device, markdown_table, read_settings, spread, synchronize
 
 from pretraining.config.batch import plan_batch
@@ -191,11 +190,11 @@ def _contend(
     with log.open("w") as file, redirect_stdout(file):
         try:
             contender(config, Turn(connection, steps))
-        except (EOFError, BrokenPipeError):  # the referee has gone
-            return
-        except Over:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        except (Over, EOFError, BrokenPipeError):  # the last two: the referee has gone
+            file.flush()
+            # While it is taken apart, DistributedDataParallel may wait for a thread of gloo, which waits for Python's
+            # lock (seen with torch 2.13).
+            os._exit(0)
 
 
 def _launcher_variables(rank: int, processes: int, port: int) -> dict[str, str]:
