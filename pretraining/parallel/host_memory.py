@@ -2,7 +2,7 @@
 
 glibc's allocator returns large blocks to the system at once, and the free end of its heap whenever that is large. A
 step allocates and frees the same hundreds of megabytes as the one before it, so it would have the system map and clear
-every page again: as much as a twentieth of the time of a step of a small model (docs/performance.md).
+every page again: a tenth of the time of a small model's step in bfloat16 (docs/performance.md).
 """
 
 from __future__ import annotations
