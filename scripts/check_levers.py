@@ -1,6 +1,6 @@
 """Does every lever leave the loss curve alone? Trains one model in many ways and compares the losses of each step.
 
-    python scripts/check_levers.py            every combination of the factors below: some 300 runs, an hour or two
+    python scripts/check_levers.py            every combination of the factors below: 300 runs, some 20 minutes
     python scripts/check_levers.py --cover    few of them, in which any two values of any two factors meet
 
 The model is tiny, in float32, on the CPU, with made-up data; the reference is one process without any lever. A batch of
