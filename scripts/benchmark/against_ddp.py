@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import batches_in_memory, join, parse
-from race import Turn, race
+from common import batches_in_memory, initial_model, join
+from race import Turn, parse_race, race
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.model.init import initialize_weights
-from pretraining.model.llama import Llama
 from pretraining.optim.adamw import build_adamw
 from pretraining.parallel.gradients import clip_gradients, local_gradients
 from pretraining.parallel.mesh import build_mesh
@@ -71,11 +69,7 @@ def fully_sharded(config: TrainConfig, turn: Turn) -> None:
 
 def data_parallel(config: TrainConfig, turn: Turn) -> None:
     with join() as processes:
-        shape, device = resolve_shape(config.model), processes.device
-        with torch.device("meta"):
-            llama = Llama(shape, config.loss)
-        llama.to_empty(device=device)
-        initialize_weights(llama, shape, config.run.seed, device)
+        llama, device = initial_model(config), processes.device
         dtype = compute_dtype(config.parallel, device)
         wrapped = DistributedDataParallel(
             llama if dtype == torch.float32 else InComputeDtype(llama, dtype),
@@ -137,11 +131,6 @@ def train(
 
 
 if __name__ == "__main__":
-    flags, settings = parse(
-        "fully_shard on a mesh of (W, 1) against DistributedDataParallel.",
-        rounds=(16, "turns of each that count"),
-        steps=(10, "optimizer steps of a turn"),
-        processes=(2, "of each contender, on this machine"),
-    )
+    flags, settings = parse_race("fully_shard on a mesh of (W, 1) against DistributedDataParallel.", processes=2)
     contenders = {"fully_shard, (W, 1)": fully_sharded, "DistributedDataParallel": data_parallel}
     race(contenders, [*settings, "sharding_strategy=ddp"], flags.rounds, flags.steps, flags.processes)

@@ -19,17 +19,13 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from common import parse, read_settings, train_project
-from race import ON_GPU, RACE, Turn, race
+from common import read_settings
+from race import ON_GPU, RACE, Turn, parse_race, project, race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 
 VERSION = "0.2.2"
-
-
-def project(config: TrainConfig, turn: Turn) -> None:
-    train_project(config, turn.before_step)
 
 
 def torchtitan(config: TrainConfig, turn: Turn) -> None:
@@ -57,12 +53,7 @@ def obstacle(config: TrainConfig) -> str | None:
 
 
 if __name__ == "__main__":
-    flags, settings = parse(
-        "The project against torchtitan.",
-        rounds=(16, "turns of each that count"),
-        steps=(10, "optimizer steps of a turn"),
-        processes=(1, "of each contender, on this machine"),
-    )
+    flags, settings = parse_race("The project against torchtitan.")
     if reason := obstacle(read_settings([*RACE, *ON_GPU, *settings])):
         sys.exit(f"error: {reason}")
     print(f"against   torchtitan {VERSION}")

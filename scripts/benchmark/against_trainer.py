@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 import transformers
-from common import batches_in_memory, device, parse, place, train_project
-from race import Turn, race
+from common import batches_in_memory, device, initial_model, place
+from race import Turn, parse_race, project, race
 
 from pretraining.config.batch import plan_batch
 from pretraining.config.parallel import ALL_BLOCKS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
-from pretraining.model.init import initialize_weights
-from pretraining.model.llama import Llama
 from pretraining.parallel.precision import compute_dtype
 
 
@@ -66,10 +64,6 @@ class TakesTurns(transformers.TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
             self._loss = float(logs["loss"])
-
-
-def project(config: TrainConfig, turn: Turn) -> None:
-    train_project(config, turn.before_step)
 
 
 def trainer(config: TrainConfig, turn: Turn) -> None:
@@ -121,21 +115,12 @@ def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
         rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
     dimensions = {name: value for name, value in vars(shape).items() if not name.startswith("rope_")}
     described = transformers.LlamaConfig(**dimensions, rope_parameters=rope, use_cache=False)
-    with torch.device("meta"):
-        weights = Llama(shape)
-    weights.to_empty(device=device())
-    initialize_weights(weights, shape, config.run.seed, device())
     model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="sdpa")
-    model.load_state_dict(weights.state_dict())
+    model.load_state_dict(initial_model(config).state_dict())
     return model
 
 
 if __name__ == "__main__":
-    flags, settings = parse(
-        "The project against LlamaForCausalLM and the Trainer of transformers.",
-        rounds=(16, "turns of each that count"),
-        steps=(10, "optimizer steps of a turn"),
-        processes=(1, "of each contender, on this machine"),
-    )
+    flags, settings = parse_race("The project against LlamaForCausalLM and the Trainer of transformers.")
     print(f"against   transformers {transformers.__version__}")
     race({"project": project, "Trainer": trainer}, settings, flags.rounds, flags.steps, flags.processes)

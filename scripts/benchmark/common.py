@@ -17,10 +17,12 @@ import torch
 from pretraining.config.batch import plan_batch
 from pretraining.config.flags import load_train_config
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape
+from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.dataset import build_loader
 from pretraining.errors import ConfigError
+from pretraining.model.init import initialize_weights
+from pretraining.model.llama import Llama
 from pretraining.parallel.processes import Processes, join_processes
 from pretraining.train.build import build_run
 from pretraining.train.loop import train_loop
@@ -119,6 +121,16 @@ def train_project(config: TrainConfig, before_step: Callable[[float | None], Non
             train_loop(replace(run, batches=paced()))
         except Over:
             return
+
+
+def initial_model(config: TrainConfig) -> Llama:
+    """The whole model where contenders compute, with the weights that the project starts from."""
+    shape = resolve_shape(config.model)
+    with torch.device("meta"):
+        model = Llama(shape, config.loss)
+    model.to_empty(device=device())
+    initialize_weights(model, shape, config.run.seed, device())
+    return model
 
 
 def batches_in_memory(

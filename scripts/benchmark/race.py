@@ -12,6 +12,7 @@ would wait for its peers with a busy loop. A turn lasts until the last of a cont
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import sys
@@ -24,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
-from common import Over, announce, device, markdown_table, read_settings, spread, synchronize
+from common import Over, announce, device, markdown_table, parse, read_settings, spread, synchronize, train_project
 
 from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
@@ -87,6 +88,21 @@ class Lane:
 
     seconds: list[float]
     loss: float | None
+
+
+def project(config: TrainConfig, turn: Turn) -> None:
+    """The contender that most races have: the project's own loop and everything that belongs to it."""
+    train_project(config, turn.before_step)
+
+
+def parse_race(description: str, processes: int = 1) -> tuple[argparse.Namespace, list[str]]:
+    """Read the flags of a race; the rest are settings of training. `processes`: of each contender, by default."""
+    return parse(
+        description,
+        rounds=(16, "turns of each that count"),
+        steps=(10, "optimizer steps of a turn"),
+        processes=(processes, "of each contender, on this machine"),
+    )
 
 
 def race(

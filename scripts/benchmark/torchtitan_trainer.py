@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import batches_in_memory, device, place
+from common import batches_in_memory, device, initial_model, place
 from race import Turn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torchtitan.components.dataloader import BaseDataLoader
@@ -24,8 +24,6 @@ from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.launch.ports import port_of_name
-from pretraining.model.init import initialize_weights
-from pretraining.model.llama import Llama
 from pretraining.parallel.precision import compute_dtype
 
 NAME = "race"  # of the model and of its one size, among those of torchtitan
@@ -43,7 +41,7 @@ def train(config: TrainConfig, turn: Turn) -> None:
     register_train_spec(NAME, spec)
     trainer = InTurns(_job(config))
     trainer.turn = turn
-    _set_weights(trainer, config, shape)
+    _set_weights(trainer, config)
     trainer.train()
 
 
@@ -148,12 +146,8 @@ def _job(config: TrainConfig) -> JobConfig:
     return job
 
 
-def _set_weights(trainer: Trainer, config: TrainConfig, shape: LlamaShape) -> None:
+def _set_weights(trainer: Trainer, config: TrainConfig) -> None:
     """Have it start from the weights that the project starts from."""
-    with torch.device("meta"):
-        weights = Llama(shape)
-    weights.to_empty(device=device())
-    initialize_weights(weights, shape, config.run.seed, device())
-    state = Llama3StateDictAdapter(trainer.model_args, None).from_hf(weights.state_dict())
+    state = Llama3StateDictAdapter(trainer.model_args, None).from_hf(initial_model(config).state_dict())
     [model] = trainer.model_parts
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))

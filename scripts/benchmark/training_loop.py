@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from common import batches_in_memory, join, parse, train_project
-from race import Turn, race
+from common import batches_in_memory, join
+from race import Turn, parse_race, project, race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -23,10 +23,6 @@ from pretraining.optim.adamw import build_adamw
 from pretraining.parallel.mesh import build_mesh
 from pretraining.parallel.sharding import MicroBatchSync
 from pretraining.train.build_model import build_model
-
-
-def project(config: TrainConfig, turn: Turn) -> None:
-    train_project(config, turn.before_step)
 
 
 def bare(config: TrainConfig, turn: Turn) -> None:
@@ -65,10 +61,5 @@ def bare(config: TrainConfig, turn: Turn) -> None:
 
 
 if __name__ == "__main__":
-    flags, settings = parse(
-        "The project's training loop against a bare PyTorch loop.",
-        rounds=(16, "turns of each that count"),
-        steps=(10, "optimizer steps of a turn"),
-        processes=(1, "of each contender, on this machine"),
-    )
+    flags, settings = parse_race("The project's training loop against a bare PyTorch loop.")
     race({"project": project, "bare loop": bare}, settings, flags.rounds, flags.steps, flags.processes)

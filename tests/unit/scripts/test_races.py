@@ -29,6 +29,7 @@ def race(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
         ("against_ddp.py", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
         ("against_trainer.py", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
         ("against_trainer.py", 1, "4 micro-batches of 2 x 32 tokens"),
+        ("host_memory.py", 1, "4 micro-batches of 2 x 32 tokens"),
     ],
 )
 def test_both_contenders_end_at_the_same_loss(script: str, processes: int, a_step: str) -> None:
