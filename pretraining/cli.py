@@ -18,15 +18,21 @@ from typing import Any, NoReturn
 import fire
 from fire.decorators import SetParseFn
 
-from pretraining.config.checkpoints import ExportConfig, ImportConfig, ListConfig
-from pretraining.config.doctor import DoctorConfig
-from pretraining.config.flags import load_run_config, load_train_config, parse_config, value_on_command_line
+from pretraining.config.command_line import load_run_config, load_train_config, parse_config, value_on_command_line
+from pretraining.config.commands import (
+    DoctorConfig,
+    ExportConfig,
+    ImportConfig,
+    InspectConfig,
+    ListConfig,
+    PrepareConfig,
+    VerifyConfig,
+    check_inspect_config,
+    check_verify_config,
+)
 from pretraining.config.help import help_text
-from pretraining.config.inspect import InspectConfig, check_inspect_config
-from pretraining.config.prepare import PrepareConfig
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
-from pretraining.config.verify import VerifyConfig, check_verify_config
 from pretraining.errors import LaunchError, LostPeerError, Preempted, PretrainError
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
@@ -50,7 +56,7 @@ def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Turn text into token files."""
     config = parse_config(PrepareConfig, overrides, flags)
     layout = resolve_layout(os.environ)
-    from pretraining.data.prepare.run import prepare
+    from pretraining.tools.prepare.prepare import prepare
 
     prepare(config, layout=layout)
 
@@ -61,9 +67,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     if named is None:
         config = load_run_config(InspectConfig, overrides, flags)
         check_inspect_config(config)
-    from pretraining.checkpoint.origin import adopt_model
-    from pretraining.checkpoint.restore import find_checkpoint
-    from pretraining.checkpoint.run_path import newest_run_path
+    from pretraining.checkpoint.start_point import adopt_model, find_checkpoint, newest_run_path
 
     path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
     where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
@@ -75,7 +79,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         assert restorable is not None  # a load path without a checkpoint is an error
         settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
         config = load_run_config(InspectConfig, overrides, flags, beneath=settings)
-    from pretraining.data.inspect import inspect
+    from pretraining.tools.inspect import inspect
 
     manifest = restorable.manifest if restorable else None
     if manifest is not None and not manifest.data:  # weights alone: the data begins with them
@@ -86,7 +90,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Show the checkpoints of a run."""
     config = parse_config(ListConfig, _first_word_names("run_path", overrides), flags)
-    from pretraining.checkpoint.table import list_checkpoints
+    from pretraining.tools.list_checkpoints import list_checkpoints
 
     list_checkpoints(config)
 
@@ -94,7 +98,7 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Write a checkpoint in a form that other programs read."""
     config = parse_config(ExportConfig, _first_word_names("ckpt_load_path", overrides), flags)
-    from pretraining.checkpoint.export import export
+    from pretraining.tools.export import export
 
     export(config)
 
@@ -102,7 +106,7 @@ def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Make a run of a Hugging Face Llama."""
     config = parse_config(ImportConfig, _first_word_names("input_path", overrides), flags)
-    from pretraining.checkpoint.import_weights import import_weights
+    from pretraining.tools.import_weights import import_weights
 
     import_weights(config)
 
@@ -112,11 +116,11 @@ def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     config = parse_config(VerifyConfig, _first_word_names("ckpt_path", overrides), flags)
     check_verify_config(config)
     if config.ckpt_path is not None:
-        from pretraining.checkpoint.verify import verify_checkpoints
+        from pretraining.tools.verify_checkpoints import verify_checkpoints
 
         verify_checkpoints(config)
         return
-    from pretraining.data.verify import verify
+    from pretraining.tools.verify_data import verify
 
     verify(config)
 
@@ -125,7 +129,7 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Measure the machines that training would run on."""
     config = parse_config(DoctorConfig, overrides, flags)
     layout = resolve_layout(os.environ)
-    from pretraining.doctor.run import doctor
+    from pretraining.tools.doctor.doctor import doctor
 
     doctor(config, layout)
 

@@ -170,7 +170,7 @@ def work(rank: int, world_size: int, jobs: Sequence[tuple[int, list[str]]], log:
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     import torch
 
-    from pretraining.config.flags import load_train_config
+    from pretraining.config.command_line import load_train_config
     from pretraining.launch.layout import resolve_layout
     from pretraining.train.run import train
 

@@ -15,9 +15,9 @@ from itertools import pairwise
 import numpy as np
 
 from pretraining.config.batch import BatchPlan
-from pretraining.data.mixture import Mixture, Phase
-from pretraining.data.rounds import SampleOrder
-from pretraining.data.streams import Spans, TokenStream, cut_shards, order_cache
+from pretraining.data.sampling.mixture import Mixture, Phase
+from pretraining.data.sampling.sample_order import SampleOrder
+from pretraining.data.sampling.token_stream import Spans, TokenStream, cut_shards, order_cache
 
 SEQ_LENGTH = 10
 SHARDS = 3

@@ -36,7 +36,7 @@ from soak_compare import differences
 from soak_job import Job, Shot, View
 
 from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints
-from pretraining.checkpoint.verify import faults_of
+from pretraining.tools.verify_checkpoints import faults_of
 
 # Small enough for many starts, with an interval of every kind.
 RUN = (

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints, read_document, step_of
-from pretraining.checkpoint.origin import open_tensors
-from pretraining.checkpoint.restore import Restorable
+from pretraining.checkpoint.start_point import Restorable, open_tensors
 from pretraining.observability.trackers import METRICS_FILE
 
 IN_MANIFESTS = ("step", "tokens_seen", "loss", "evaluation_loss", "best_evaluation_loss", "data", "state")

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from pretraining.checkpoint.listing import BEST, CHECKPOINTS, UNFINISHED_SUFFIX
-from pretraining.launch.ports import free_port
+from pretraining.launch.layout import free_port
 
 POLL_SECONDS = 0.001
 STEP_NAME = re.compile(r"step_(\d+)_ckp")

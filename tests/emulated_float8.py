@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from pretraining.parallel.float8 import multiply_in_float8
+from pretraining.distributed.float8 import multiply_in_float8
 from pretraining.train import build, build_model
 
 needs_torchao = pytest.mark.skipif(

@@ -24,8 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pretraining.checkpoint.store import complain
+from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.parallel.processes import Processes, on_rank_zero
 
 LEASE = "lease.json"
 HEARTBEAT_SECONDS = 10.0

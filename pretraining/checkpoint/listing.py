@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoint.full import FULL_FILES
+from pretraining.checkpoint.pt_files import FULL_FILES
 from pretraining.checkpoint.state import Manifest
 from pretraining.checkpoint.tensor_files import SUFFIX
 from pretraining.errors import CheckpointError

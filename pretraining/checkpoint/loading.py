@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.layout import Box, local_box, local_tensor
-from pretraining.checkpoint.retries import with_retries
 from pretraining.checkpoint.sources import content_fault, inside
 from pretraining.checkpoint.state import FileEntry, crc32_text
 from pretraining.checkpoint.store import complain
 from pretraining.checkpoint.tensor_files import Header, StoredPiece, checksum_file, read_header, read_piece
+from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.parallel.processes import gather_from_every_rank
+from pretraining.files import with_retries
 
 READING_THREADS = 4
 

@@ -16,18 +16,16 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.background import BackgroundSave
-from pretraining.checkpoint.full import save_full
+from pretraining.checkpoint.async_save import BackgroundSave, Staging
 from pretraining.checkpoint.layout import Share, own_share
 from pretraining.checkpoint.listing import CHECKPOINTS, checkpoint_name, read_document
+from pretraining.checkpoint.pt_files import save_full
 from pretraining.checkpoint.retention import tidy_up
-from pretraining.checkpoint.staging import Staging
 from pretraining.checkpoint.state import Manifest, Stateful
 from pretraining.checkpoint.store import complain, save_share
-from pretraining.config.durations import Progress
-from pretraining.config.intervals import Interval, RunState
+from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
-from pretraining.parallel.processes import on_rank_zero
+from pretraining.progress import Interval, Progress, RunState
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.layout import Share, own_share
 from pretraining.checkpoint.listing import MANIFEST, UNFINISHED_SUFFIX, unfinished_saves
-from pretraining.checkpoint.retries import with_retries
 from pretraining.checkpoint.state import FileEntry, Manifest
 from pretraining.checkpoint.tensor_files import SUFFIX, write_tensors
+from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.parallel.processes import gather_from_every_rank, on_rank_zero
+from pretraining.files import with_retries
 
 WRITING_THREADS = 4  # while one file is flushed, others are checked and copied
 NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "a size limit"}

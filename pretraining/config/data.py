@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pretraining.config.ranges import parse_range
-from pretraining.config.setting import setting
-from pretraining.config.values import format_value
+from pretraining.config.fields import setting
+from pretraining.config.values import format_value, parse_range
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretraining.config.durations import Duration
-from pretraining.config.setting import INTERVAL, setting
+from pretraining.config.fields import INTERVAL, setting
+from pretraining.progress import Duration
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from pretraining.config.durations import Duration
+from pretraining.config.fields import Setting, sections_of, settings_of
 from pretraining.config.names import ALIASES, RECIPE_NAMES, VALUE_ALIASES
 from pretraining.config.recipes import shipped_recipes
-from pretraining.config.schema import Setting, sections_of, settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import describe_type, format_value
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count
+from pretraining.progress import Duration
 
 # Beyond this width, lines of prose are hard to read.
 _WIDEST = 110

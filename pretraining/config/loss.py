@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretraining.config.setting import setting
+from pretraining.config.fields import setting
 
 
 @dataclass(frozen=True)

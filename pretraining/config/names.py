@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pretraining.config.durations import MULTIPLIERS
+from pretraining.progress import MULTIPLIERS
 
 # Names that are read as recipes; both mean the same.
 RECIPE_NAMES = ("recipe", "config")

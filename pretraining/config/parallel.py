@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
-from pretraining.config.setting import setting
+from pretraining.config.fields import setting
 from pretraining.errors import ConfigError
 
 ALL_BLOCKS = "1"

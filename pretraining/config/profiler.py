@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pretraining.config.durations import Duration
-from pretraining.config.ranges import parse_range
-from pretraining.config.setting import INTERVAL, setting
-from pretraining.config.values import format_value
+from pretraining.config.fields import INTERVAL, setting
+from pretraining.config.values import format_value, parse_range
+from pretraining.progress import Duration
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from pretraining.config.durations import Duration
+from pretraining.config.assignments import Assignment, Reader
+from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.names import nearest
-from pretraining.config.reader import Assignment, Reader
-from pretraining.config.schema import sections_of, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value
 from pretraining.errors import ConfigError
+from pretraining.progress import Duration
 
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 SHIPPED = Path(__file__).parent / "recipes"

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from pretraining.config.data import skip_problems, source_problems, weights_problems
-from pretraining.config.durations import Duration
+from pretraining.config.fields import settings_of, values_of
 from pretraining.config.parallel import checkpointing_problems, float8_problems, precision_problems
 from pretraining.config.profiler import profiling_problems, step_problems
-from pretraining.config.schema import settings_of, values_of
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.values import format_value, limit_problem
 from pretraining.config.variants import VARIANTS, resolve_shape
 from pretraining.errors import ConfigError
+from pretraining.progress import Duration
 
 Problems = Iterator[str]
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretraining.config.data import DataConfig
-from pretraining.config.durations import Duration
+from pretraining.config.fields import INTERVAL, RUN_LENGTH, setting
 from pretraining.config.guards import GuardConfig
 from pretraining.config.loss import LossConfig
 from pretraining.config.parallel import ParallelConfig
 from pretraining.config.profiler import ProfilerConfig
-from pretraining.config.setting import INTERVAL, RUN_LENGTH, setting
+from pretraining.progress import Duration
 
 
 @dataclass(frozen=True)

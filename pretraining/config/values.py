@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pretraining.config.durations import UNITS, Duration, parse_number
+from pretraining.config.fields import Setting
 from pretraining.config.names import VALUE_ALIASES, nearest
-from pretraining.config.schema import Setting
 from pretraining.errors import ConfigError
+from pretraining.progress import UNITS, Duration, parse_number
 
 Raw = str | list[str] | None
 
@@ -199,3 +199,24 @@ def _number_problem(setting: Setting, value: float) -> str | None:
 def _or(words: tuple[str, ...]) -> str:
     """Join words for a sentence: steps, tokens or epochs."""
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+# TODO(merge): was pretraining.config.values
+# Ranges of whole numbers as users write them: A-B with both ends included, or A alone.
+
+
+def parse_range(text: str, smallest: int) -> tuple[int, int]:
+    """The first and the last number of a range.
+
+    Args:
+        text: A-B or A.
+        smallest: that A may be.
+
+    Raises:
+        ValueError: it is no range.
+    """
+    begin, _, end = text.partition("-")
+    first, last = int(begin), int(end or begin)
+    if not smallest <= first <= last:
+        raise ValueError(text)
+    return first, last

@@ -17,21 +17,19 @@ from typing import Any, Literal
 
 from pretraining.config.batch import BatchPlan
 from pretraining.config.data import DataConfig
-from pretraining.data.bin_counts import BinCounts, build_bin_counts, find_bin_counts
+from pretraining.data.batch_reader import BatchReader, Quarantine
 from pretraining.data.dummy import DummySamples
-from pretraining.data.files import DatasetFiles, Listing
-from pretraining.data.global_batch import BatchReader
-from pretraining.data.index import Index, IndexSettings, find_index, index_places
-from pretraining.data.index_build import build_index
 from pretraining.data.loader import Loader
-from pretraining.data.mixture import Mixture, Phase, integer_weights
-from pretraining.data.packed_samples import BinCache, PackedSamples, bin_cache
-from pretraining.data.quarantine import Quarantine
-from pretraining.data.reader import DocumentReader, OpenFiles, open_files
-from pretraining.data.samples import Samples, StreamSamples
-from pretraining.data.skipped import Skipped
-from pretraining.data.state import READING_SETTINGS, describe_order
-from pretraining.data.streams import OrderCache, order_cache
+from pretraining.data.resume import READING_SETTINGS, describe_order
+from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
+from pretraining.data.sampling.packed_samples import BinCache, PackedSamples, bin_cache
+from pretraining.data.sampling.samples import Samples, StreamSamples
+from pretraining.data.sampling.token_stream import OrderCache, order_cache
+from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
+from pretraining.data.storage.dataset_files import DatasetFiles, Listing
+from pretraining.data.storage.document_reader import DocumentReader, OpenFiles, open_files
+from pretraining.data.storage.index import Index, IndexSettings, find_index, index_places
+from pretraining.data.storage.index_build import build_index
 from pretraining.errors import ConfigError, DataError
 
 SplitName = Literal["train", "held_out"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pretraining.data.order import Purpose, derive_key, hash64, text_key
-from pretraining.data.streams import Spans
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
+from pretraining.data.sampling.token_stream import Spans
 
 DUMMY_NAME = "dummy"
 

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from pretraining.data.batch import StepBatch
-from pretraining.data.global_batch import BatchReader
-from pretraining.data.state import resume, state_at
+from pretraining.data.batch_reader import BatchReader
+from pretraining.data.resume import resume, state_at
 
 
 class Loader:

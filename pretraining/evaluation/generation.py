@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretraining.parallel.sharding import reshard_model
+from pretraining.distributed.fsdp import reshard_model
 
 
 @torch.no_grad()

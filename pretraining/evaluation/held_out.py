@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretraining.config.durations import Progress
-from pretraining.config.intervals import Interval, RunState
 from pretraining.data.batch import StepBatch
-from pretraining.parallel.sharding import reshard_model
+from pretraining.distributed.fsdp import reshard_model
+from pretraining.progress import Interval, Progress, RunState
 
 
 class Evaluator:

@@ -18,13 +18,66 @@ and MASTER_ADDR.
 from __future__ import annotations
 
 import os
+import re
+import socket
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from pretraining.errors import LaunchError
-from pretraining.launch.ports import ancestor_named, free_port, port_of_name, port_of_slurm_step
-from pretraining.launch.slurm import first_node, tasks_of_nodes
-from pretraining.launch.variables import read_integer, read_port, read_text
+
+# TODO(merge): was pretraining.launch.layout
+# Ports that processes agree on without talking to each other, or that nobody else uses.
+#
+# Derived ports lie in 16384..32767: above most services of a machine, below the range from which Linux gives ports to
+# outgoing connections (32768 and up), so that chance seldom takes them.
+
+FIRST_PORT = 16384
+PORTS = 16384
+STEPS_OF_A_JOB = 16
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on right now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_of_slurm_step(job: int, step: int) -> int:
+    """The port of a SLURM step: different for 16 steps of each of any 1024 jobs in a row."""
+    return FIRST_PORT + (job * STEPS_OF_A_JOB + step % STEPS_OF_A_JOB) % PORTS
+
+
+def port_of_name(name: str) -> int:
+    """The same port for the same name in every process (`hash()` is salted in each)."""
+    return FIRST_PORT + zlib.crc32(name.encode()) % PORTS
+
+
+def ancestor_named(name: str, pid: int | str = "self", proc: Path = Path("/proc")) -> int | None:
+    """The closest ancestor process with this command name, seen through any shell scripts in between.
+
+    Args:
+        name: what `ps -o comm` shows: at most 15 characters.
+        pid: where to start.
+        proc: the process file system.
+
+    Returns:
+        its process id; None where there is none, or no /proc.
+    """
+    while str(pid) not in ("0", "1"):
+        try:
+            stat = (proc / str(pid) / "stat").read_text()
+        except OSError:
+            return None
+        # "pid (command) state parent ..."; a command may hold blanks and brackets itself.
+        command, _, rest = stat.partition("(")[2].rpartition(")")
+        if command == name:
+            return int(stat.split()[0])
+        pid = rest.split()[1]
+    return None
+
 
 LOCALHOST = "127.0.0.1"
 NAMES_OF_THIS_HOST = (LOCALHOST, "localhost", "::1")
@@ -232,3 +285,89 @@ def _derive_port(
         f"MASTER_PORT is not set, and {launcher} says nothing that is the same in all processes of this job and in no "
         f"other, so none can be derived. Say it: {HOW_TO_SET[launcher]}."
     )
+
+
+# TODO(merge): was pretraining.launch.layout
+# Environment variables read as what they should be, or refused by name.
+
+
+def read_text(environ: Mapping[str, str], name: str) -> str | None:
+    """The value without surrounding blanks; None where it is unset or empty (`export NAME=` means unset)."""
+    return environ.get(name, "").strip() or None
+
+
+def read_integer(environ: Mapping[str, str], name: str, launcher: str) -> int:
+    """A variable that `launcher` has to set to a number.
+
+    Raises:
+        LaunchError: it is missing or not an integer.
+    """
+    text = read_text(environ, name)
+    if text is None:
+        raise LaunchError(
+            f"{name} is not set, though other variables say that {launcher} started this process. "
+            f"Start the job with {launcher} itself, or unset what is left over from it."
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name}={text!r} is not an integer; mend or unset it (launcher: {launcher}).") from None
+
+
+def read_port(environ: Mapping[str, str]) -> int | None:
+    """MASTER_PORT, None where it is not given.
+
+    Raises:
+        LaunchError: it is no port number.
+    """
+    text = read_text(environ, "MASTER_PORT")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise LaunchError(f"MASTER_PORT={text!r} is not a port: give a number from 1 to 65535.")
+    return int(text)
+
+
+# TODO(merge): was pretraining.launch.layout
+# What SLURM says in its compressed notations: node lists and tasks a node.
+#
+# Read without `scontrol`, which containers often lack.
+
+# A comma that is not inside brackets: those separate numbers of one name.
+_BETWEEN_NAMES = re.compile(r",(?![^\[]*\])")
+_FIRST_IN_BRACKETS = re.compile(r"\[(\d+)[-,\d]*\]")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def first_node(node_list: str) -> str:
+    """The first host of a node list: `node[01-03,7],gpu-a` -> `node01`.
+
+    SLURM places task 0 on the first node of its step's list.
+
+    Raises:
+        LaunchError: the list has another form.
+    """
+    first = _FIRST_IN_BRACKETS.sub(r"\1", _BETWEEN_NAMES.split(node_list)[0])
+    if not re.fullmatch(r"[\w.-]+", first):
+        raise LaunchError(
+            f"Cannot read the node list {node_list!r} of SLURM; export MASTER_ADDR=<host of task 0> before srun."
+        )
+    return first
+
+
+def tasks_of_nodes(text: str) -> tuple[int, ...]:
+    """Tasks on each node of a step, in node order: `4(x2),1` -> (4, 4, 1).
+
+    Raises:
+        LaunchError: the text has another form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '4(x2),1'. "
+                "srun sets it; start the job with srun, or with torchrun."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)

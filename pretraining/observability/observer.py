@@ -18,12 +18,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from pretraining.config.durations import Progress
-from pretraining.config.intervals import Interval, RunState
-from pretraining.observability.progress import ProgressDisplay, Report
+from pretraining.observability.display import ProgressDisplay, Report
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Tracker
+from pretraining.progress import Interval, Progress, RunState
 
 GIB = 1024.0**3
 

@@ -19,10 +19,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from pretraining.config.intervals import Interval, RunState
-from pretraining.observability.memory_history import write_snapshot
-from pretraining.observability.time_shares import TimeShares
-from pretraining.observability.trace_events import TraceSummary, summarise
+from pretraining.distributed.torch_private import write_snapshot
+from pretraining.observability.trace_events import TimeShares, TraceSummary, summarise
+from pretraining.progress import Interval, RunState
 
 STEPS_OF_A_PROFILE = 3
 STEPS_BEFORE = 3

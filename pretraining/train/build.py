@@ -21,26 +21,24 @@ from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.listing import incomplete_checkpoints
 from pretraining.checkpoint.state import Stateful
 from pretraining.config.batch import plan_batch
-from pretraining.config.durations import Progress, resolve_warmup_steps
-from pretraining.config.intervals import Interval
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch import StepBatch
 from pretraining.data.loader import Loader
+from pretraining.distributed.float8 import check_float8
+from pretraining.distributed.fsdp import MicroBatchSync, compute_dtype
+from pretraining.distributed.host_sync import Agreement
+from pretraining.distributed.loss_scaler import LossScaler
+from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import DataError, PretrainError
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.schedules import WarmupCosine
-from pretraining.parallel.agreement import Agreement
-from pretraining.parallel.float8 import check_float8
-from pretraining.parallel.loss_scaling import LossScaler
-from pretraining.parallel.mesh import build_mesh
-from pretraining.parallel.precision import compute_dtype
-from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.parallel.sharding import MicroBatchSync
-from pretraining.parallel.watchdog import collective_timeout
+from pretraining.progress import Interval, Progress, TrainState, resolve_warmup_steps
 from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_guards import build_guards, build_spike_detector
 from pretraining.train.build_model import build_model
@@ -53,9 +51,8 @@ from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_folder import build_observer, write_config
+from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
-from pretraining.train.state import TrainState
-from pretraining.train.status import StatusKeeper
 from pretraining.train.step import StepContext
 
 

@@ -8,19 +8,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pretraining.checkpoint.async_save import Staging
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
 from pretraining.checkpoint.retention import tidy_up
-from pretraining.checkpoint.staging import Staging
 from pretraining.checkpoint.state import FORMAT_VERSION, Manifest, Stateful, tensor_state
 from pretraining.checkpoint.store import complain, world_description
-from pretraining.config.durations import Progress
-from pretraining.config.intervals import Interval
 from pretraining.config.recipes import dump_config
 from pretraining.data.loader import Loader
+from pretraining.distributed.processes import on_rank_zero
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
-from pretraining.parallel.processes import on_rank_zero
+from pretraining.progress import Interval, Progress
 from pretraining.train.parts import Parts
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.config.intervals import Interval
 from pretraining.data.loader import Loader
+from pretraining.distributed.replicas import Replicas
 from pretraining.observability.observer import Observer
-from pretraining.parallel.replicas import Replicas
-from pretraining.train.guards import Guards
+from pretraining.progress import Interval
 from pretraining.train.parts import Parts
 from pretraining.train.spikes import SpikeDetector
+from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext
 
 

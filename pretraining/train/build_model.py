@@ -10,15 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.distributed.activation_checkpointing import checkpoint_activations
+from pretraining.distributed.compile import compile_blocks
+from pretraining.distributed.float8 import multiply_in_float8
+from pretraining.distributed.fsdp import compute_dtype, precision_policy, shard_model
 from pretraining.errors import ConfigError
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.parallel.activation_checkpointing import checkpoint_activations
-from pretraining.parallel.compile import compile_blocks
-from pretraining.parallel.float8 import multiply_in_float8
-from pretraining.parallel.precision import compute_dtype, precision_policy
-from pretraining.parallel.sharding import shard_model
 
 
 def build_model(

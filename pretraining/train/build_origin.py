@@ -16,15 +16,15 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from pretraining.checkpoint.origin import Origin, find_origin, load
+from pretraining.checkpoint.start_point import Origin, find_origin, load
 from pretraining.checkpoint.state import check_same_model, tensor_state
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError
-from pretraining.optim.adamw import build_adamw, materialise_state
-from pretraining.parallel.processes import on_rank_zero
+from pretraining.optim.optimizer import build_adamw, materialise_state
 from pretraining.train.run_folder import make_run_folder
-from pretraining.train.status import StatusKeeper
+from pretraining.train.run_status import StatusKeeper
 
 
 def choose_origin(

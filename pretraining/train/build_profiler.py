@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pretraining.config.intervals import Interval
 from pretraining.observability.profiler import NoProfiler, ProfiledSteps, Profiler, StepProfiler, first_steps
 from pretraining.observability.throughput import Stopwatch
+from pretraining.progress import Interval, TrainState
 from pretraining.train.parts import Parts
-from pretraining.train.state import TrainState
 
 TRACES = "profile_traces"
 

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 
 from pretraining.config.batch import BatchPlan
-from pretraining.config.durations import Pace
 from pretraining.config.training import TrainConfig
 from pretraining.data.dataset import OpenedDatasets, SplitName, build_indices, build_loader, open_datasets
-from pretraining.data.files import list_datasets
 from pretraining.data.loader import Loader
-from pretraining.parallel.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.progress import Pace
 
 
 def open_data(config: TrainConfig, processes: Processes, say: Callable[[str], None]) -> OpenedDatasets | None:

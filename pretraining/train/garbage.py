@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from types import TracebackType
 
-from pretraining.config.intervals import RunState
+from pretraining.progress import RunState
 
 
 class GarbageCollection:

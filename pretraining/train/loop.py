@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.data.batch import StepBatch
+from pretraining.distributed.host_sync import Agreement
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import StepProfiler
 from pretraining.observability.throughput import Stopwatch
-from pretraining.parallel.agreement import Agreement
+from pretraining.progress import TrainState
 from pretraining.train.garbage import GarbageCollection
-from pretraining.train.guards import Guards
 from pretraining.train.preemption import StopRequests
-from pretraining.train.state import TrainState
+from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext, train_step
 
 

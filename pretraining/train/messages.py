@@ -10,14 +10,14 @@ from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpoin
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw
+from pretraining.distributed.fsdp import compute_dtype
 from pretraining.model.flops import flops_per_token, matmul_parameters, parameter_count
-from pretraining.observability.progress import format_seconds
+from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name, peak_tflops
 from pretraining.observability.trackers import METRICS_FILE
-from pretraining.parallel.precision import compute_dtype
+from pretraining.progress import TrainState
 from pretraining.train.parts import Parts
 from pretraining.train.preemption import reason_of
-from pretraining.train.state import TrainState
 
 
 def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Callable[[str], None]) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
-from pretraining.config.schema import settings_of
+from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
+from pretraining.distributed.fsdp import compute_dtype
+from pretraining.distributed.processes import Processes
+from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
 from pretraining.errors import ConfigError, OutOfMemoryError
-from pretraining.observability.memory_history import forget_allocations, remember_allocations, write_snapshot
 from pretraining.observability.out_of_memory import (
     MemoryUse,
     format_bytes,
@@ -24,8 +26,6 @@ from pretraining.observability.out_of_memory import (
     measure_memory,
     memory_table,
 )
-from pretraining.parallel.precision import compute_dtype
-from pretraining.parallel.processes import Processes
 from pretraining.train.build_profiler import TRACES
 from pretraining.train.loop import Run
 

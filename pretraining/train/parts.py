@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.checkpoint.restore import Restorable
+from pretraining.checkpoint.start_point import Restorable
 from pretraining.config.batch import BatchPlan
-from pretraining.config.durations import Pace
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.dataset import OpenedDatasets
 from pretraining.data.loader import Loader
-from pretraining.parallel.processes import Processes
+from pretraining.distributed.processes import Processes
+from pretraining.progress import Pace
 from pretraining.train.data import open_loader
 
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pretraining.config.durations import Duration
 from pretraining.launch.signals import ReceivedSignals
+from pretraining.progress import Duration
 
 TIME_LIMIT = 1  # no signal that is listened to has this number
 STARTED_AT = "PRETRAINING_STARTED_AT"

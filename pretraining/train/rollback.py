@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.checkpoint.listing import UNFINISHED_SUFFIX, committed_checkpoints, step_of
 from pretraining.checkpoint.retention import best_of, list_records, point_to_best
 from pretraining.config.training import TrainConfig
+from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import DivergenceError
-from pretraining.parallel.processes import Processes, on_rank_zero
 from pretraining.train.loop import Run, train_loop
 
 Build = Callable[[TrainConfig, DeviceMesh | None], Run]

@@ -8,24 +8,23 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.origin import adopt_model
-from pretraining.checkpoint.run_path import settle_run_path
+from pretraining.checkpoint.start_point import adopt_model, settle_run_path
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.distributed.compile import naming_the_flag, without_compiling
+from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
+from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Preempted
 from pretraining.evaluation.generation import generate
 from pretraining.launch.layout import ProcessLayout
-from pretraining.parallel.compile import naming_the_flag, without_compiling
-from pretraining.parallel.processes import Processes, join_processes, on_every_rank, on_rank_zero
-from pretraining.parallel.watchdog import Watchdog, collective_timeout
 from pretraining.train.build import build_run
 from pretraining.train.loop import Run
 from pretraining.train.messages import conclude, conclude_preempted
 from pretraining.train.out_of_memory import explain_out_of_memory
 from pretraining.train.preemption import StopRequests, reason_of
 from pretraining.train.rollback import train_to_the_end
-from pretraining.train.status import StatusKeeper
+from pretraining.train.run_status import StatusKeeper
 
 
 def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequests | None = None) -> None:

@@ -6,22 +6,21 @@ from functools import partial
 from pathlib import Path
 
 from pretraining.checkpoint.listing import CHECKPOINTS
-from pretraining.checkpoint.run_path import CONFIG_FILE
-from pretraining.config.intervals import Interval
+from pretraining.checkpoint.start_point import CONFIG_FILE
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
+from pretraining.distributed.activation_checkpointing import recomputed_share
+from pretraining.distributed.host_sync import is_waiting
+from pretraining.distributed.processes import on_every_rank
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
+from pretraining.observability.display import ProgressDisplay, Silent, choose_display
 from pretraining.observability.observer import Observer
-from pretraining.observability.progress import ProgressDisplay, Silent, choose_display
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
 from pretraining.observability.trackers import Tracker, open_trackers
-from pretraining.parallel.activation_checkpointing import recomputed_share
-from pretraining.parallel.processes import on_every_rank
-from pretraining.parallel.waiting import is_waiting
+from pretraining.progress import Interval, TrainState
 from pretraining.train.parts import Parts
-from pretraining.train.state import TrainState
 
 LOGS = "logs"
 

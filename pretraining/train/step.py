@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from pretraining.data.batch import IGNORED_LABEL, StepBatch
-from pretraining.optim.adamw import set_learning_rate, skip_update_if
+from pretraining.distributed.fsdp import MicroBatchSync
+from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
+from pretraining.distributed.host_sync import wait_for
+from pretraining.distributed.loss_scaler import LossScaler
+from pretraining.optim.optimizer import set_learning_rate, skip_update_if
 from pretraining.optim.schedules import WarmupCosine
-from pretraining.parallel.gradients import clip_gradients, gradient_norm, local_gradients
-from pretraining.parallel.loss_scaling import LossScaler
-from pretraining.parallel.sharding import MicroBatchSync
-from pretraining.parallel.waiting import wait_for
 from pretraining.train.spikes import SpikeDetector, Verdict
 
 

@@ -27,12 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.optim.adamw import build_adamw
-from pretraining.parallel.gradients import clip_gradients, local_gradients
-from pretraining.parallel.mesh import build_mesh
-from pretraining.parallel.precision import compute_dtype
-from pretraining.parallel.processes import Processes
-from pretraining.parallel.sharding import MicroBatchSync
+from pretraining.distributed.fsdp import MicroBatchSync, compute_dtype
+from pretraining.distributed.grad_norm import clip_gradients, local_gradients
+from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.processes import Processes
+from pretraining.optim.optimizer import build_adamw
 from pretraining.train.build_model import build_model
 
 BeforeMicroBatch = Callable[[bool], AbstractContextManager[None]]

@@ -19,7 +19,7 @@ from typing import Any
 from common import markdown_table, spread, synchronize
 
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.processes import Processes, join_processes
+from pretraining.distributed.processes import Processes, join_processes
 from pretraining.train.build import build_run
 from pretraining.train.loop import train_loop
 

@@ -39,15 +39,15 @@ from pretraining.checkpoint import store
 from pretraining.checkpoint.layout import own_share
 from pretraining.checkpoint.listing import checkpoint_path
 from pretraining.checkpoint.loading import load_tensors
-from pretraining.checkpoint.restore import find_checkpoint
+from pretraining.checkpoint.start_point import find_checkpoint
 from pretraining.checkpoint.state import Manifest, tensor_state
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
+from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.processes import Processes, join_processes
 from pretraining.model.flops import parameter_count
 from pretraining.model.init import parameter_name
-from pretraining.optim.adamw import build_adamw, materialise_state
-from pretraining.parallel.mesh import build_mesh
-from pretraining.parallel.processes import Processes, join_processes
+from pretraining.optim.optimizer import build_adamw, materialise_state
 from pretraining.train.build_model import build_model
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")

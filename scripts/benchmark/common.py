@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 
 from pretraining.config.batch import plan_batch
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.dataset import build_loader
+from pretraining.distributed.processes import Processes, join_processes
 from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.parallel.processes import Processes, join_processes
 from pretraining.train.build import build_run
 from pretraining.train.loop import train_loop
 

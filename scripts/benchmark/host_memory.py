@@ -9,7 +9,7 @@ from __future__ import annotations
 from race import Turn, parse_race, project, race
 
 from pretraining.config.training import TrainConfig
-from pretraining.parallel import processes
+from pretraining.distributed import processes
 
 
 def given_back(config: TrainConfig, turn: Turn) -> None:

@@ -22,7 +22,7 @@ from race import ON_CPU, ON_GPU, RACE, Lane, Turn, run_race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.parallel.activation_checkpointing import recomputed_share
+from pretraining.distributed.activation_checkpointing import recomputed_share
 
 CHECKPOINTING = {"none": None, "per operation": "op", "a third": "1/3", "a half": "2", "all": "1"}
 HEADER = ("checkpointing, compiled", "time of a step", "quartiles", "peak GiB", "FLOPs recomputed")

@@ -39,8 +39,8 @@ from pretraining.config.batch import BatchPlan
 from pretraining.config.data import DataConfig
 from pretraining.data.batch import MicroBatch
 from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
-from pretraining.data.files import list_datasets
 from pretraining.data.loader import Loader
+from pretraining.data.storage.dataset_files import list_datasets
 
 MEAN_TOKENS = (600, 60)
 GLOBAL_BATCHES = (8, 64, 512)

@@ -28,10 +28,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from common import announce, markdown_table, parse
 
-from pretraining.config.prepare import PrepareConfig
-from pretraining.data.prepare.corpus import standard_library_files
-from pretraining.data.prepare.run import prepare
+from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokenizer
+from pretraining.tools.prepare.corpus import standard_library_files
+from pretraining.tools.prepare.prepare import prepare
 
 DOCUMENT_CHARACTERS = 2000
 

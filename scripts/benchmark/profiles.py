@@ -21,9 +21,9 @@ from types import TracebackType
 
 from common import Over, announce, join, markdown_table, parse, read_settings, spread
 
-from pretraining.config.intervals import RunState
 from pretraining.data.batch import StepBatch
 from pretraining.observability.profiler import STEPS_OF_A_PROFILE, StepProfiler
+from pretraining.progress import RunState
 from pretraining.train.build import build_run
 from pretraining.train.loop import train_loop
 

@@ -30,9 +30,9 @@ from common import Over, announce, device, markdown_table, parse, read_settings,
 from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.launch.ports import port_of_name
+from pretraining.distributed.fsdp import compute_dtype
+from pretraining.launch.layout import port_of_name
 from pretraining.model.flops import parameter_count
-from pretraining.parallel.precision import compute_dtype
 
 # A constant learning rate and no decay: contenders whose schedules and parameter groups differ in details then still
 # do the same updates, and their losses can be compared. Nothing is evaluated or saved before the race is over.

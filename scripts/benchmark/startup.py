@@ -50,7 +50,7 @@ def measured_run(settings: list[str]) -> None:
         marks.append((phase, time.time()))
 
     from pretraining.cli import train_command
-    from pretraining.config.flags import load_train_config
+    from pretraining.config.command_line import load_train_config
 
     load_train_config(settings, {})
     mark("torch")

@@ -23,8 +23,8 @@ import torch
 from common import Over, announce, device, markdown_table, parse, read_settings, train_project
 
 from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.distributed.fsdp import compute_dtype
 from pretraining.observability.out_of_memory import is_out_of_memory
-from pretraining.parallel.precision import compute_dtype
 
 COMMON = ("use_dummy_dataset=true", "report_interval=5", "tracker=none", "progress=plain")
 LARGEST_BATCHES = {"125m": (1024, (64, 32, 16, 8, 4)), "1b": (4096, (8, 4, 2, 1))}

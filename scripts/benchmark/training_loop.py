@@ -19,9 +19,9 @@ from race import Turn, parse_race, project, race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.optim.adamw import build_adamw
-from pretraining.parallel.mesh import build_mesh
-from pretraining.parallel.sharding import MicroBatchSync
+from pretraining.distributed.fsdp import MicroBatchSync
+from pretraining.distributed.mesh import build_mesh
+from pretraining.optim.optimizer import build_adamw
 from pretraining.train.build_model import build_model
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from pretraining.cli import main
-from pretraining.doctor import devices, links, timing
 from pretraining.launch.program import run_as_program
+from pretraining.tools.doctor import devices, links, timing
 
 
 def times(measure: Callable[..., float], factor: float) -> Callable[..., float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.parallel.float8 import multiply_in_float8
+from pretraining.distributed.float8 import multiply_in_float8
 from pretraining.train import build, build_model
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import pytest
 import torch
 from training_runs import losses_of, train_runs, write_two_datasets
 
-from pretraining.checkpoint.export import export
-from pretraining.checkpoint.origin import named_checkpoint, open_tensors
-from pretraining.checkpoint.verify import faults_of
-from pretraining.config.checkpoints import ExportConfig
+from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
+from pretraining.config.commands import ExportConfig
+from pretraining.tools.export import export
+from pretraining.tools.verify_checkpoints import faults_of
 
 # A global batch and matrices that three processes do not divide evenly.
 COMMON = ["global_batch_size=6", "batch_size=2", "num_steps=8", "tie_word_embeddings=true"]

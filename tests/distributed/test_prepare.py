@@ -10,13 +10,13 @@ import pytest
 from helpers import run_distributed
 from slurm_cluster import SlurmCluster
 
-from pretraining.config.prepare import PrepareConfig
-from pretraining.data.prepare.run import prepare
+from pretraining.config.commands import PrepareConfig
+from pretraining.tools.prepare.prepare import prepare
 
 PROGRAM = """\
 import sys
 from pretraining.cli import main
-from pretraining.data.prepare import units
+from pretraining.tools.prepare import units
 units.UNIT_BYTES = 2000
 main(["prepare", *sys.argv[1:]])
 """

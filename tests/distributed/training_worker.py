@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 from pretraining.launch.layout import resolve_layout
 from pretraining.train.run import train
 

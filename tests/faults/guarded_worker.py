@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 from pretraining.errors import PretrainError
 from pretraining.launch.layout import resolve_layout
 from pretraining.observability import stragglers

@@ -22,9 +22,9 @@ from zlib import crc32
 
 import torch
 
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 from pretraining.data.batch import MicroBatch, StepBatch
-from pretraining.data.global_batch import BatchReader
+from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.errors import PretrainError
 from pretraining.launch.layout import resolve_layout

@@ -11,8 +11,8 @@ from training_runs import losses_of
 
 from pretraining.cli import main
 from pretraining.config.variants import VARIANTS
+from pretraining.distributed.float8 import check_float8, multiply_in_float8
 from pretraining.model.llama import Llama
-from pretraining.parallel.float8 import check_float8, multiply_in_float8
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

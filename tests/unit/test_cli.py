@@ -15,7 +15,7 @@ from unit.data.token_files import loader, plan, rows
 
 from pretraining.checkpoint.state import FORMAT_VERSION, Manifest
 from pretraining.cli import main
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
 
 

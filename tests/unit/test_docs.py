@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 from pretraining.cli import COMMANDS
-from pretraining.config.schema import settings_of
+from pretraining.config.fields import settings_of
 
 FLAG = re.compile(r"--(\w+)")
 OTHER_PROGRAMS = {"no", "standalone", "nproc", "nodes", "ntasks", "json"}  # the first word of theirs: --nproc-per-node

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from tiny_shape import TINY_SHAPE
 
-from pretraining.checkpoint.aside import write_json
-from pretraining.checkpoint.full import FULL_FILES, in_order, write_full
 from pretraining.checkpoint.layout import Box, Piece
 from pretraining.checkpoint.listing import MANIFEST
+from pretraining.checkpoint.pt_files import FULL_FILES, in_order, write_full
 from pretraining.checkpoint.state import FORMAT_VERSION, FileEntry, Manifest
 from pretraining.checkpoint.tensor_files import checksum_file, write_tensors
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings
+from pretraining.files import write_json
 from pretraining.model.hf import parameter_shapes
 
 SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)

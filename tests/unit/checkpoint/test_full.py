@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_full_form
 
-from pretraining.checkpoint import full
+from pretraining.checkpoint import pt_files as full
 from pretraining.checkpoint.layout import Box
-from pretraining.checkpoint.torch_files import load_file, write_file
+from pretraining.checkpoint.pt_files import load_file, write_file
 from pretraining.errors import CheckpointError
 from pretraining.model.llama import Llama
 

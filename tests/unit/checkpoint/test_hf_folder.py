@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from unit.checkpoint.checkpoint_files import SHAPES
 
-from pretraining.checkpoint.hf_folder import is_hugging_face_folder, manifest_of_folder, open_folder
+from pretraining.checkpoint.hf_import import is_hugging_face_folder, manifest_of_folder, open_folder
 from pretraining.checkpoint.state import shape_of
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError

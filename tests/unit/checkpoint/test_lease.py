@@ -14,8 +14,8 @@ import pytest
 
 from pretraining.checkpoint import lease as lease_module
 from pretraining.checkpoint.lease import LEASE, STALE_SECONDS, Holder, Lease, hold_lease
+from pretraining.distributed.processes import join_processes
 from pretraining.errors import CheckpointError
-from pretraining.parallel.processes import join_processes
 
 
 def never(seconds: float) -> None:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.checkpoint.examples import load, save, tensors
 
-from pretraining.checkpoint import layout, loading, retries
+import pretraining.files as retries
+from pretraining.checkpoint import layout, loading
 from pretraining.checkpoint.loading import check_files, share_of_files
 from pretraining.checkpoint.state import FileEntry
 from pretraining.checkpoint.tensor_files import Header

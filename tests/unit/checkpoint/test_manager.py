@@ -13,14 +13,12 @@ import torch
 from unit.checkpoint.examples import load, manifest_of, tensors
 
 from pretraining.checkpoint import manager as manager_module
+from pretraining.checkpoint.async_save import Staging
 from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints, read_document
 from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
-from pretraining.checkpoint.staging import Staging
 from pretraining.checkpoint.state import Manifest
-from pretraining.config.durations import Duration, Progress
-from pretraining.config.intervals import Interval
 from pretraining.errors import CheckpointError
-from pretraining.train.state import TrainState
+from pretraining.progress import Duration, Interval, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

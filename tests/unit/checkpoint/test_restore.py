@@ -12,7 +12,7 @@ from unit.checkpoint.examples import save, tensors
 
 from pretraining.checkpoint.listing import CHECKPOINTS, MANIFEST
 from pretraining.checkpoint.loading import load_tensors
-from pretraining.checkpoint.restore import Restorable, find_checkpoint
+from pretraining.checkpoint.start_point import Restorable, find_checkpoint
 from pretraining.checkpoint.state import Manifest, _checksum
 from pretraining.checkpoint.tensor_files import read_header
 from pretraining.config.training import CheckpointConfig

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretraining.checkpoint import staging as staging_module
+from pretraining.checkpoint import async_save as staging_module
+from pretraining.checkpoint.async_save import Staging
 from pretraining.checkpoint.layout import Box, Piece, Share
-from pretraining.checkpoint.staging import Staging
 
 
 def share_of(*tensors: torch.Tensor) -> Share:

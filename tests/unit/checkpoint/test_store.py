@@ -9,7 +9,8 @@ import pytest
 import torch
 from unit.checkpoint.examples import load, manifest_of, save, tensors
 
-from pretraining.checkpoint import layout, listing, retries, store
+import pretraining.files as retries
+from pretraining.checkpoint import layout, listing, store
 from pretraining.checkpoint.listing import (
     checkpoint_name,
     checkpoint_path,

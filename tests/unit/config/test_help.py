@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.config.fields import sections_of, setting, settings_of
 from pretraining.config.help import configurations_page, help_text
 from pretraining.config.names import ALIASES
-from pretraining.config.schema import sections_of, settings_of
-from pretraining.config.setting import setting
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 

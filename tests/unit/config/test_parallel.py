@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 from pretraining.config.parallel import ParallelConfig, checkpointed_blocks, checkpointing_problems
 from pretraining.config.variants import VARIANTS
 from pretraining.errors import ConfigError

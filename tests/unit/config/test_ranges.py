@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretraining.config.ranges import parse_range
+from pretraining.config.values import parse_range
 
 
 @pytest.mark.parametrize(("text", "expected"), [("3-7", (3, 7)), ("5", (5, 5)), ("0-0", (0, 0)), ("5-", (5, 5))])

@@ -12,13 +12,13 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pretraining.config.durations import Duration
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
+from pretraining.config.fields import Setting, build, settings_of
 from pretraining.config.recipes import dump_config, load_config, read_recipe, shipped_recipes
-from pretraining.config.schema import Setting, build, settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import NONE_WORDS
 from pretraining.errors import ConfigError
+from pretraining.progress import Duration
 
 
 def recipe(folder: Path, text: str, name: str = "a.yaml") -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from pretraining.config.data import DataConfig
-from pretraining.config.durations import Duration
+from pretraining.config.fields import build, settings_of
 from pretraining.config.rules import RULES, check_config, find_problems
-from pretraining.config.schema import build, settings_of
 from pretraining.config.training import RunConfig, TrainConfig
 from pretraining.errors import ConfigError
+from pretraining.progress import Duration
 
 
 def duration(text: str) -> Duration:

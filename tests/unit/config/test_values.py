@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.durations import Duration
-from pretraining.config.schema import settings_of
-from pretraining.config.setting import setting
+from pretraining.config.fields import setting, settings_of
 from pretraining.config.values import describe_type, format_value, limit_problem, parse_value
+from pretraining.progress import Duration
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import loader, plan, random_documents, write_documents
 
+from pretraining.config.commands import VerifyConfig
 from pretraining.config.data import DataConfig
-from pretraining.config.verify import VerifyConfig
 from pretraining.data.loader import Loader
-from pretraining.data.prepare.manifest import MANIFEST_FILE
-from pretraining.data.prepare.writer import file_checksum
-from pretraining.data.verify import verify
 from pretraining.errors import DataError
+from pretraining.tools.prepare.records import MANIFEST_FILE
+from pretraining.tools.prepare.writer import file_checksum
+from pretraining.tools.verify_data import verify
 
 VOCABULARY = 900
 STEPS = 50  # more than a pass

@@ -16,9 +16,9 @@ from unit.data.token_files import opened, plan, write_documents
 
 from pretraining.config.data import DataConfig
 from pretraining.data.dataset import OpenedDatasets, build_loader
-from pretraining.data.index import Split
-from pretraining.data.reader import open_files
-from pretraining.data.streams import order_cache
+from pretraining.data.sampling.token_stream import order_cache
+from pretraining.data.storage.document_reader import open_files
+from pretraining.data.storage.index import Split
 
 BATCH = 8
 

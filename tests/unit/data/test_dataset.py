@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.data.stream_oracle import Oracle, as_trained, text_number
+from unit.data.sampling.stream_oracle import Oracle, as_trained, text_number
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.data import DataConfig
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
-from pretraining.data.files import list_datasets
-from pretraining.data.index import BLOCK_DOCUMENTS
-from pretraining.data.streams import shard_count
+from pretraining.data.sampling.token_stream import shard_count
+from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.data.storage.index import BLOCK_DOCUMENTS
 from pretraining.errors import ConfigError, DataError
 
 SEP, BOS, PAD = 999, 998, 997

@@ -6,12 +6,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from unit.data.stream_oracle import Oracle, Place, text_number
+from unit.data.sampling.stream_oracle import Oracle, Place, text_number
 from unit.data.token_files import loader, plan, random_documents, write_documents
 
 from pretraining.config.data import DataConfig
 from pretraining.data.batch import IGNORED_LABEL
-from pretraining.data.index import BLOCK_DOCUMENTS
+from pretraining.data.storage.index import BLOCK_DOCUMENTS
 
 SEP, BOS, SEED = 999, 998, 7
 S = 24

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from unit.data.stream_oracle import as_trained
+from unit.data.sampling.stream_oracle import as_trained
 from unit.data.token_files import loader, opened, plan, random_documents, rows, write_batches, write_documents
 
 from pretraining.config.data import DataConfig
 from pretraining.data.dataset import build_indices
-from pretraining.data.files import list_datasets
+from pretraining.data.storage.dataset_files import list_datasets
 
 X, Y = "lang=en/dataset=x", "lang=en/dataset=y"
 SEP, BOS = 999, 998

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from unit.data.test_streams import EqualLengths
+from unit.data.sampling.test_token_stream import EqualLengths
 from unit.data.token_files import opened, plan, write_documents
 
 from pretraining.config.data import DataConfig
 from pretraining.data.dataset import build_loader
-from pretraining.data.order import text_key
-from pretraining.data.rounds import SampleOrder
-from pretraining.data.streams import TokenStream, cut_shards, order_cache
+from pretraining.data.sampling.keyed_hash import text_key
+from pretraining.data.sampling.sample_order import SampleOrder
+from pretraining.data.sampling.token_stream import TokenStream, cut_shards, order_cache
 
 BLOCK = EqualLengths(1, 1).block_documents
 KEY = (2023, text_key("web", "train"))

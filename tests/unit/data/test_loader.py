@@ -10,9 +10,9 @@ from unit.data.token_files import loader, make_root, opened, plan, rows
 
 from pretraining.config.data import DataConfig
 from pretraining.data.batch import StepBatch
+from pretraining.data.batch_reader import BatchReader
 from pretraining.data.dataset import build_loader
-from pretraining.data.global_batch import BatchReader
-from pretraining.data.samples import StreamSamples
+from pretraining.data.sampling.samples import StreamSamples
 from pretraining.errors import DataError
 
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, plan, rows
 
 from pretraining.config.data import DataConfig
-from pretraining.data.global_batch import BatchReader
+from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
-from pretraining.data.mixture import Mixture, Phase
-from pretraining.data.state import describe_order
-from pretraining.data.streams import Spans
+from pretraining.data.resume import describe_order
+from pretraining.data.sampling.mixture import Mixture, Phase
+from pretraining.data.sampling.token_stream import Spans
 from pretraining.errors import DataError
 
 SIZES = {"seq_length": 1, "logical_shards": 4}

@@ -12,11 +12,11 @@ from unit.data.token_files import opened, plan, random_documents, write_document
 
 from pretraining.config.data import DataConfig
 from pretraining.data.batch import StepBatch
+from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW, Quarantine
 from pretraining.data.dataset import build_loader
-from pretraining.data.inspect import Inspector
 from pretraining.data.loader import Loader
-from pretraining.data.quarantine import LINES_SHOWN, MOST_IN_A_ROW, Quarantine
 from pretraining.errors import DataError
+from pretraining.tools.inspect import Inspector
 
 STEPS = 12
 

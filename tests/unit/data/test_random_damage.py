@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
+from pretraining.config.commands import VerifyConfig
 from pretraining.config.data import DataConfig
-from pretraining.config.verify import VerifyConfig
 from pretraining.data.dataset import build_loader
-from pretraining.data.prepare.manifest import MANIFEST_FILE
-from pretraining.data.prepare.writer import file_checksum
-from pretraining.data.verify import verify
 from pretraining.errors import DataError
+from pretraining.tools.prepare.records import MANIFEST_FILE
+from pretraining.tools.prepare.writer import file_checksum
+from pretraining.tools.verify_data import verify
 
 NUMBERS = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(8), b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\1", b"\x7f", b"\x80"]
 

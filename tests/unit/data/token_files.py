@@ -12,8 +12,8 @@ from pretraining.config.batch import BatchPlan
 from pretraining.config.data import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
-from pretraining.data.files import list_datasets
 from pretraining.data.loader import Loader
+from pretraining.data.storage.dataset_files import list_datasets
 
 
 def write_documents(

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.config.durations import Duration, Progress
-from pretraining.config.intervals import Interval
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.observability.throughput import Stopwatch
-from pretraining.train.state import TrainState
+from pretraining.progress import Duration, Interval, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

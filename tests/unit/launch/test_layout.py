@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pretraining.errors import LaunchError
-from pretraining.launch.layout import ProcessLayout, resolve_layout
-from pretraining.launch.ports import FIRST_PORT, PORTS
+from pretraining.launch.layout import FIRST_PORT, PORTS, ProcessLayout, resolve_layout
 
 FREE_PORT = 40123
 

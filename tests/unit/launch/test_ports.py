@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from pretraining.launch.ports import ancestor_named, free_port, port_of_name, port_of_slurm_step
+from pretraining.launch.layout import ancestor_named, free_port, port_of_name, port_of_slurm_step
 
 
 def test_a_free_port_can_be_listened_on() -> None:

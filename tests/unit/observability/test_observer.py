@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.config.durations import Duration, Progress
-from pretraining.config.intervals import Interval
+from pretraining.observability.display import Report
 from pretraining.observability.observer import Observer
-from pretraining.observability.progress import Report
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
-from pretraining.train.state import TrainState
+from pretraining.progress import Duration, Interval, Progress, TrainState
 from pretraining.train.step import StepOutcome
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.config.durations import Duration, Progress
-from pretraining.config.intervals import Interval
 from pretraining.observability.profiler import NoProfiler, ProfiledSteps, Profiler, describe, first_steps
-from pretraining.observability.time_shares import TimeShares
-from pretraining.observability.trace_events import Operation, TraceSummary
-from pretraining.train.state import TrainState
+from pretraining.observability.trace_events import Operation, TimeShares, TraceSummary
+from pretraining.progress import Duration, Interval, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.observability.time_shares import divide_time, length, subtract, unite
+from pretraining.observability.trace_events import divide_time, length, subtract, unite
 
 WINDOW = (0.0, 40.0)
 spans = st.lists(st.tuples(st.integers(-5, 45), st.integers(0, 9)).map(lambda at: (at[0], at[0] + at[1])), max_size=8)

@@ -9,8 +9,13 @@ from torch import nn
 from pretraining.config.training import OptimizerConfig
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.optim.adamw import build_adamw, materialise_state, set_learning_rate, skip_update_if
-from pretraining.optim.groups import parameter_groups
+from pretraining.optim.optimizer import (
+    build_adamw,
+    materialise_state,
+    parameter_groups,
+    set_learning_rate,
+    skip_update_if,
+)
 
 
 def tiny_llama(tied: bool) -> Llama:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 from helpers import ROOT, plain_environment
 
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 
 SMALL = ("--model_variant=tiny", "--hidden_size=32", "--num_attention_heads=4", "--intermediate_size=64")
 SMALLER = (*SMALL, "--num_hidden_layers=1", "--vocab_size=64", "--seq_length=32", "--mixed_precision=false")

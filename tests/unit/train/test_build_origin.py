@@ -10,7 +10,7 @@ import pytest
 import torch
 from training_runs import TINY, losses_of
 
-from pretraining.checkpoint.origin import named_checkpoint, open_tensors
+from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
 from pretraining.cli import main
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pretraining.config.durations import Progress
+from pretraining.progress import Progress, TrainState
 from pretraining.train.garbage import GarbageCollection
-from pretraining.train.state import TrainState
 
 
 class Cycle:

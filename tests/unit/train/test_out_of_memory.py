@@ -12,8 +12,8 @@ import torch.distributed as dist
 from training_runs import TINY
 
 from pretraining.cli import main
-from pretraining.config.flags import load_train_config
-from pretraining.config.schema import settings_of
+from pretraining.config.command_line import load_train_config
+from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.observability.out_of_memory import MemoryUse, format_bytes, is_out_of_memory, memory_table
 from pretraining.train import build_origin, loop

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from pretraining.config.durations import Duration
 from pretraining.launch.signals import ReceivedSignals
+from pretraining.progress import Duration
 from pretraining.train.preemption import StopRequests, reason_of, stop_requests
 
 

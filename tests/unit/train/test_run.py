@@ -11,7 +11,7 @@ import torch.distributed as dist
 from training_runs import TINY, losses_of, write_dataset, write_two_datasets
 
 from pretraining.cli import main
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.data.batch import StepBatch
 from pretraining.data.tokenizer import train_tokenizer

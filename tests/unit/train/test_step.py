@@ -12,15 +12,14 @@ from pretraining.config.parallel import ParallelConfig
 from pretraining.config.training import OptimizerConfig
 from pretraining.data import batch as data_batch
 from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.distributed.fsdp import MicroBatchSync, precision_policy, shard_model
+from pretraining.distributed.loss_scaler import LossScaler
+from pretraining.distributed.mesh import build_mesh
 from pretraining.model import loss as model_loss
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.optim.adamw import build_adamw
+from pretraining.optim.optimizer import build_adamw
 from pretraining.optim.schedules import WarmupCosine
-from pretraining.parallel.loss_scaling import LossScaler
-from pretraining.parallel.mesh import build_mesh
-from pretraining.parallel.precision import precision_policy
-from pretraining.parallel.sharding import MicroBatchSync, shard_model
 from pretraining.train.step import StepContext, StepOutcome, train_step
 
 CPU = torch.device("cpu")

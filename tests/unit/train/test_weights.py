@@ -11,14 +11,14 @@ import pytest
 import torch
 from training_runs import TINY, losses_of, write_two_datasets
 
-from pretraining.checkpoint.full import FULL_FILES
 from pretraining.checkpoint.listing import read_manifest
-from pretraining.checkpoint.origin import named_checkpoint, open_tensors
-from pretraining.checkpoint.verify import faults_of
+from pretraining.checkpoint.pt_files import FULL_FILES
+from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
 from pretraining.cli import main
-from pretraining.config.flags import load_train_config
+from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.config.variants import resolve_shape
+from pretraining.tools.verify_checkpoints import faults_of
 
 # The dimensions of TINY, for runs that take them from where they start.
 MODEL = {"model_variant", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"} | {
@@ -183,7 +183,7 @@ def test_where_a_full_checkpoint_cannot_be_written_the_run_ends_with_one_message
     def refuse(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pretraining.checkpoint.full.write_full", refuse)
+    monkeypatch.setattr("pretraining.checkpoint.pt_files.write_full", refuse)
     with pytest.raises(SystemExit):
         start(tmp_path, "ckpt_format=full")
     error = capsys.readouterr().err

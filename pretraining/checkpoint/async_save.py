@@ -1,0 +1,192 @@
+"""A save that runs in a thread while the training goes on, at most one at a time.
+
+    training thread   start -> step, poll -> step, poll -> ... -> `poll` says done, or raises what went wrong
+    saving thread     write, commit, talking to the other ranks over a process group of its own
+
+Ranks must take note of the end at the same step: one that leaves the loop alone would leave the others waiting in a
+collective. So while a save is under way, each `poll` offers whether this rank's thread has ended and reads what all had
+offered a step ago; nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pretraining.checkpoint.layout import Share
+from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, on_every_rank
+
+
+class BackgroundSave:
+    """One thread for saves; its methods are collective calls, but for `settle`."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._offer: tuple[Any, torch.Tensor] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save was started whose end nobody took note of yet; the same on every rank."""
+        return self._thread is not None
+
+    def start(self, save: Callable[[dist.ProcessGroup], None]) -> None:
+        """Run `save`, which gets the group to talk over; there must be none under way."""
+        assert self._thread is None and self._group is not None
+
+        def run() -> None:
+            try:
+                save(self._group)
+            except BaseException as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint")
+        self._thread.start()
+
+    def poll(self) -> bool:
+        """Whether the save under way has ended on every rank; call it once a step.
+
+        Raises:
+            CheckpointError: it has failed, on every rank alike; once.
+        """
+        if self._thread is None:
+            return False
+        ended = torch.tensor([not self._thread.is_alive()], dtype=torch.int32)
+        work = dist.all_reduce(ended, op=dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
+        offered, self._offer = self._offer, (work, ended)
+        if offered is None or not _all_ended(offered):
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait for the end of the save under way, if any.
+
+        Raises:
+            CheckpointError: it has failed, on every rank alike.
+        """
+        if self._thread is None:
+            return
+        if self._offer is not None:
+            _all_ended(self._offer)
+        self._thread.join()
+        self._thread = self._offer = None
+        on_every_rank(self._raise_failure)
+
+    def settle(self) -> BaseException | None:
+        """Let the save under way come to its end after an error in the training; returns what went wrong with it, too.
+
+        Other ranks may be gone, so nothing is agreed on.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self._offer = None
+        failure, self._failure = self._failure, None
+        return failure
+
+    def close(self) -> None:
+        """Leave the group of processes."""
+        assert self._thread is None
+        dist.destroy_process_group(self._group)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+def _all_ended(offer: tuple[Any, torch.Tensor]) -> bool:
+    work, ended = offer
+    if work is not None:
+        work.wait()
+    return bool(ended)
+
+
+# TODO(merge): was pretraining.checkpoint.async_save
+# A second copy of what a process writes, so that training can go on while the copy is written.
+#
+# The memory is taken at the first save and used again for every other: one copy, on the host, of this process's share.
+# On a GPU it is pinned, and the copies run beside the next step; only the next update, which would change what is being
+# copied, waits for them, on the device.
+
+# Pinned memory comes in powers of two: one allocation a tensor would waste up to half of it.
+SLAB_BYTES = 2**28
+ALIGNMENT_BYTES = 64
+
+
+class Staging:
+    """The second copy.
+
+    Args:
+        device: where the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, share: Share) -> Share:
+        """Copy the values of a share; on a GPU this only starts, and `wait` has to come before the copies are read.
+
+        Args:
+            share: with the same tensors each time. The copy of the time before is overwritten.
+        """
+        pieces = [piece for file in share.files.values() for piece in file]
+        if not self._buffers:
+            memory = _allocate([piece.values for piece in pieces], pinned=self._stream is not None)
+            self._buffers = {piece.name: buffer for piece, buffer in zip(pieces, memory, strict=True)}
+        if self._stream is None:
+            for piece in pieces:
+                self._buffers[piece.name].copy_(piece.values)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for piece in pieces:
+                    self._buffers[piece.name].copy_(piece.values, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record(self._stream)
+        files = {
+            number: [replace(piece, values=self._buffers[piece.name]) for piece in file]
+            for number, file in share.files.items()
+        }
+        return replace(share, files=files)
+
+    def wait(self) -> None:
+        """Let this thread wait until everything is copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def hold_update(self) -> None:
+        """Let the device wait until everything is copied, before it does what comes next; call it ahead of updates."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+
+def _allocate(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
+    """Memory on the host for each tensor, cut from slabs."""
+    slabs: list[torch.Tensor] = []
+    used: list[int] = []
+    memory = []
+    left = sum(_aligned(tensor.nbytes) for tensor in tensors)
+    for tensor in tensors:
+        size = _aligned(tensor.nbytes)
+        slab = next((number for number, full in enumerate(used) if full + size <= slabs[number].numel()), len(slabs))
+        if slab == len(slabs):
+            slabs.append(torch.empty(max(size, min(left, SLAB_BYTES)), dtype=torch.uint8, pin_memory=pinned))
+            used.append(0)
+        memory.append(slabs[slab][used[slab] : used[slab] + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        used[slab] += size
+        left -= size
+    return memory
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

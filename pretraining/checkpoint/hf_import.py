@@ -1,0 +1,191 @@
+"""A folder with a Llama as Hugging Face keeps it, read with suspicion: it may come from anywhere.
+
+    config.json                                                 -> LlamaShape, or what stands against it
+    model.safetensors | model.safetensors.index.json + its files -> exactly the tensors of that shape
+
+Only files of the folder are opened, and only JSON and safetensors: an index that points elsewhere and weights that
+would have to be unpickled are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretraining.checkpoint.layout import Box
+from pretraining.checkpoint.sources import TensorFiles
+from pretraining.checkpoint.state import FORMAT_VERSION, Manifest
+from pretraining.config.variants import LlamaShape
+from pretraining.errors import CheckpointError
+from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, parameter_shapes, shape_of_document
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NAMES_SHOWN = 5
+_ROWS_COMPARED = 4096
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A Llama in a folder; its weights are a `TensorSource` with the names and shapes of `shape`'s parameters.
+
+    Attributes:
+        path: of the folder.
+        shape: dimensions.
+        weights: the tensors.
+    """
+
+    path: Path
+    shape: LlamaShape
+    weights: TensorFiles
+
+
+def is_hugging_face_folder(path: Path) -> bool:
+    """Whether a folder is meant to be one: it has a config.json."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def open_folder(path: Path) -> HuggingFaceFolder:
+    """Find a folder's weights; of their files only the headers are read.
+
+    Raises:
+        CheckpointError: this is no Llama that can be trained here; a file leaves the folder, is missing or damaged; a
+            tensor is missing, surplus or of another shape.
+    """
+    shape = shape_of_document(_read_json(path, CONFIG_FILE), str(path / CONFIG_FILE))
+    weights = TensorFiles(path, dict.fromkeys(_weight_files(path)))
+    _check_tensors(path, shape, weights)
+    return HuggingFaceFolder(path, shape, weights)
+
+
+def manifest_of_folder(path: Path) -> Manifest:
+    """A folder as a checkpoint of step 0 that holds weights alone: no position in the data, no optimizer.
+
+    Raises:
+        CheckpointError: as `open_folder`.
+    """
+    return weights_manifest(open_folder(path).shape, {}, "")
+
+
+def weights_manifest(shape: LlamaShape, files: Mapping[str, Any], config: str) -> Manifest:
+    """The manifest of weights that no training step has touched here; it says so by having no position in the data."""
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        step=0,
+        tokens_seen=0,
+        seconds=0.0,
+        kind="interval",
+        loss=None,
+        evaluation_loss=None,
+        best_evaluation_loss=None,
+        data={},
+        state={},
+        global_batch_size=0,
+        model=asdict(shape),
+        world={},
+        torch_version=torch.__version__,
+        files=files,
+        config=config,
+    )
+
+
+def _weight_files(path: Path) -> list[str]:
+    """Names of the files that hold the weights."""
+    if (path / WEIGHTS_FILE).exists():
+        names = [WEIGHTS_FILE]
+    elif (path / INDEX_FILE).exists():
+        index = _read_json(path, INDEX_FILE)
+        places = index.get("weight_map") if isinstance(index, Mapping) else None
+        if not isinstance(places, Mapping) or not places or not all(isinstance(name, str) for name in places.values()):
+            raise CheckpointError(f"{path / INDEX_FILE} has no weight_map from tensors to files")
+        names = sorted(set(places.values()))
+    else:
+        raise CheckpointError(_no_weights(path))
+    for name in names:
+        _check_inside(path, name)
+    return names
+
+
+def _check_inside(path: Path, name: str) -> None:
+    """Refuse a file that is not of the folder, or not there."""
+    if not name or Path(name).name != name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{path / INDEX_FILE} names {name!r}, which is no file of this folder: it is refused")
+    if not name.endswith(".safetensors"):
+        raise CheckpointError(f"{path / INDEX_FILE} names {name!r}: only safetensors files are read")
+    file, folder = path / name, path.resolve()
+    real = file.resolve()
+    # Hugging Face's own cache keeps files of all revisions in one place, and links to them.
+    homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    if not any(real.is_relative_to(home) for home in homes):
+        raise CheckpointError(f"{file} leads out of its folder, to {real}: it is refused. Put the file itself there")
+    if not real.is_file():
+        raise CheckpointError(f"{file} is missing. Fetch the model again")
+
+
+def _no_weights(path: Path) -> str:
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if not pickles:
+        return f"{path} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there"
+    return (
+        f"{path} has its weights in {pickles[0]}, a pickle, which may run any program when it is read: it is refused. "
+        "Fetch the model's safetensors files, or convert it where you trust it: "
+        f"AutoModelForCausalLM.from_pretrained('{path}').save_pretrained('…')"
+    )
+
+
+def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
+    """The tensors of a Llama of this shape, no more and no less."""
+    expected, found = parameter_shapes(shape), weights.shapes()
+    # Older conversions keep the rotary frequencies, which are computed here.
+    surplus = sorted(name for name in found.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq"))
+    if surplus == [_HEAD] and shape.tie_word_embeddings:
+        _check_tied(path, weights)
+        surplus = []
+    wrong = [
+        f"{name} has the shape {list(found[name])}, not {list(size)}"
+        for name, size in expected.items()
+        if name in found and found[name] != tuple(size)
+    ]
+    repeated = sorted(name for name in found if len(weights.files_of(name)) > 1)
+    strange = sorted(name for name in expected.keys() & found.keys() if weights.dtype(name) not in _FLOATS)
+    problems = {
+        "missing": [name for name in expected if name not in found],
+        "not of a Llama": surplus,
+        "of another shape": wrong,
+        "in two files": repeated,
+        "no floating-point numbers": [f"{name} ({weights.dtype(name)})" for name in strange],
+    }
+    said = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
+    if said:
+        raise CheckpointError(f"{path} does not hold the tensors of its {CONFIG_FILE}; {'; '.join(said)}")
+
+
+def _check_tied(path: Path, weights: TensorFiles) -> None:
+    """A head that is kept although it is tied must be the embedding."""
+    size = weights.shapes()[_HEAD]
+    same = size == weights.shapes().get(_EMBEDDING)
+    for first in range(0, size[0] if same else 0, _ROWS_COMPARED):
+        box = Box((first, *(0 for _ in size[1:])), (min(_ROWS_COMPARED, size[0] - first), *size[1:]))
+        same = same and torch.equal(weights.read(_HEAD, box), weights.read(_EMBEDDING, box))
+    if not same:
+        raise CheckpointError(
+            f"{path} has a {_HEAD} that is not the embedding, but {CONFIG_FILE} says tie_word_embeddings: set that to "
+            "false there"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def _read_json(path: Path, name: str) -> Any:
+    try:
+        return json.loads((path / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / name} cannot be read as JSON: {error}") from None

@@ -1,0 +1,348 @@
+"""The settings of `pretrain prepare`: which text becomes which token files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretraining.config.fields import setting
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import parse_range
+from pretraining.errors import ConfigError
+
+SMALLEST_VOCABULARY = 257
+"""All 256 bytes and the end-of-text token: with these every text can be encoded."""
+COMPRESSED_ENDINGS = (".gz", ".zst")
+"""May follow any ending of a text file."""
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """From text to a tokenizer and token files. The same input gives the same bytes, however many work on it."""
+
+    input_path: tuple[str, ...] = setting(
+        (),
+        "text to read: files, folders and globs, comma list. .jsonl and .ndjson hold a document a line, .parquet, "
+        ".arrow and .feather one a row, other files one each; texts may be .gz or .zst",
+    )
+    source: str | None = setting(
+        None,
+        "text that needs no files, in place of input_path; stdlib: the source code of this Python's standard library",
+        choices=("stdlib",),
+    )
+    hf_dataset: str | None = setting(
+        None,
+        "a Hugging Face dataset in place of input_path: its name on the Hub, or a local folder (of data files, or "
+        "written by save_to_disk); needs pip install 'pretraining[hf]'",
+    )
+    hf_config: str | None = setting(None, "configuration of hf_dataset; none = its only one")
+    hf_split: str = setting("train", "split of hf_dataset")
+    text_field: str = setting(
+        "text",
+        "field (JSON lines) or column (tables, hf_dataset) that holds the text. A column with lists of integers holds "
+        "token ids: they are taken as they are",
+    )
+    extensions: tuple[str, ...] = setting(
+        ("txt", "text", "md", "jsonl", "ndjson", "parquet", "arrow", "feather"),
+        "endings of the files taken from folders, comma list, .gz and .zst behind them too; files and globs are taken "
+        "whatever their ending",
+    )
+    output_path: str = setting(
+        "data", "root folder (the data_path of training): tokenizer.json and a sub-folder a dataset are written here"
+    )
+    dataset: str | None = setting(
+        None, "name of the dataset's sub-folder; none = the name of the input folder, file or source"
+    )
+    tokenizer_path: str | None = setting(
+        None,
+        "folder or tokenizer.json to encode with; none = the tokenizer in output_path, or where there is none a "
+        "byte-level BPE trained on the text",
+    )
+    vocab_size: int | None = setting(
+        None,
+        "entries of a tokenizer trained here; none = 32000, or fewer where the text does not give as many. Of token "
+        "ids: every one is below it; none = the tokenizer's, or one more than the largest",
+        minimum=1,
+    )
+    tokens_per_file: int = setting(
+        100_000_000,
+        "a new token file is begun at the first document after so many tokens, and after about 256 MB of input",
+        minimum=1,
+    )
+    num_workers: int | None = setting(
+        None, "threads that encode; none or 0 = one a core. The output does not depend on it", minimum=0
+    )
+
+    @property
+    def dataset_name(self) -> str:
+        """The sub-folder's name: the one given, or that of the input; empty where the input suggests none."""
+        if self.dataset is not None:
+            return self.dataset
+        if self.source is not None:
+            return self.source
+        if self.hf_dataset is not None:
+            return Path(self.hf_dataset).expanduser().name
+        if len(self.input_path) != 1 or any(character in self.input_path[0] for character in "*?["):
+            return ""
+        # The longest ending that is listed goes: "wiki.jsonl.gz" is the dataset "wiki", "v1.5" stays as it is.
+        name = Path(self.input_path[0]).expanduser().absolute().name
+        plain = ["." + ending.lstrip(".") for ending in self.extensions]
+        endings = [ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS)]
+        matching = [ending for ending in endings if name.endswith(ending)]
+        return name[: -len(max(matching, key=len))] if matching else name
+
+
+def check_prepare_config(config: PrepareConfig) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems = []
+    given = {
+        "--input_path": ",".join(config.input_path),
+        "--source": config.source,
+        "--hf_dataset": config.hf_dataset,
+    }
+    named = [f"{flag}={value}" for flag, value in given.items() if value]
+    if not named:
+        problems.append(
+            "there is no text to prepare: give --input_path=<files, folders or globs>, --hf_dataset=<name or folder> "
+            "or --source=stdlib"
+        )
+    if len(named) > 1:
+        problems.append(f"{' and '.join(named)} all say which text to read: give one of them")
+    if config.hf_config is not None and config.hf_dataset is None:
+        problems.append(f"--hf_config={config.hf_config} is of which dataset? Give --hf_dataset too, or leave it out")
+    if config.tokenizer_path is not None and config.vocab_size is not None:
+        problems.append(
+            f"--vocab_size={config.vocab_size} is for a tokenizer trained here, or for token ids without one, but "
+            "--tokenizer_path gives one: drop one of them"
+        )
+    name = config.dataset_name
+    if not name and config.dataset is None:
+        if config.input_path:
+            problems.append("several inputs or a glob suggest no name for the dataset: give --dataset=<name>")
+    elif not name or name.startswith(".") or "/" in name or "," in name:
+        problems.append(
+            f"{name!r} cannot be a dataset's name (a plain folder name, without '/' and ',', not hidden): give "
+            "another --dataset"
+        )
+    if config.input_path and not config.extensions:
+        problems.append(
+            "--extensions is empty, so that no file of a folder would be read: name some, such as "
+            "--extensions=txt,jsonl"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+# TODO(merge): was pretraining.config.commands
+# The settings of the commands that handle checkpoints: `pretrain export`, `import` and `list`.
+
+_SIZE_UNITS = {
+    **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
+
+    ckpt_load_path: str = setting(help="checkpoint, or run whose newest one is taken; also as the first word")
+    output_path: str = setting(help="folder to make; it appears when it is complete")
+    format: str = setting(
+        "hf",
+        "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files with weights and optimizer state, "
+        "from which training goes on as well",
+        choices=("hf", "full"),
+    )
+    dtype: str = setting(
+        "bfloat16",
+        "of the weights in the hf form: bfloat16, half the size and what Llama models are published in; float32, the "
+        "bits that are trained",
+        choices=("bfloat16", "float32"),
+    )
+    max_shard_size: str = setting("5GB", "largest weight file of the hf form: 500MB, 5GB, 2GiB")
+    tokenizer_path: str | None = setting(
+        None, "folder or tokenizer.json to put into the hf form; none = the tokenizer_path that the run was given"
+    )
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """`max_shard_size` in bytes.
+
+        Raises:
+            ConfigError: it is no size.
+        """
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", self.max_shard_size, re.ASCII)
+        unit = _SIZE_UNITS.get(match[2].upper()) if match else None
+        size = int(float(match[1]) * unit) if match and unit else 0
+        if size < 1:
+            raise ConfigError(f"--max_shard_size={self.max_shard_size} is no size: write 500MB, 5GB or 2GiB")
+        return size
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Make a run of a Hugging Face Llama: a checkpoint of step 0 with its weights, in float32."""
+
+    input_path: str = setting(help="folder with config.json and safetensors files; also as the first word")
+    ckpt_save_path: str = setting(help="the run's folder; it may not hold a checkpoint yet")
+
+
+@dataclass(frozen=True)
+class ListConfig:
+    """Show the checkpoints of a run. Their content is not read: `pretrain verify` does that."""
+
+    run_path: str = setting(help="the run's folder; also as the first word")
+    json: bool = setting(False, "one JSON object a checkpoint")
+
+
+# TODO(merge): was pretraining.config.commands
+# The settings of `pretrain inspect`: those of training, which decide what a step trains on, and what of it to show.
+
+
+@dataclass(frozen=True)
+class InspectSettings:
+    """What to show of the run that the other settings describe. ckpt_load_path takes those of a checkpoint."""
+
+    step: int | None = setting(
+        None, "the step to show, numbered from 1 as in reports: the batch of that update", minimum=1, maximum=10**12
+    )
+    steps: str | None = setting(None, "A-B: a summary of steps A to B, a line a dataset, in place of single samples")
+    sample_id: int | None = setting(
+        None, "show only the sample with this global index; its step is found", minimum=0, maximum=10**15
+    )
+    rank: int | None = setting(None, "show only what this process trains on; needs world_size", minimum=0)
+    world_size: int | None = setting(
+        None,
+        "GPUs that share the global batch; none = 1. What is in the batch depends on it only where neither "
+        "global_batch_size nor a checkpoint says how large that is",
+        minimum=1,
+    )
+    tokens: bool = setting(False, "show the token ids too, and with tokenizer_path their text")
+    json: bool = setting(False, "one JSON object a sample (with steps: a dataset), nothing shortened")
+
+    @property
+    def step_range(self) -> tuple[int, int]:
+        """First and last of `steps`.
+
+        Raises:
+            ValueError: it is no range of steps.
+        """
+        return parse_range(self.steps or "", smallest=1)
+
+
+@dataclass(frozen=True)
+class InspectConfig(TrainConfig):
+    """A run, and what to show of it."""
+
+    inspect: InspectSettings = InspectSettings()
+
+
+def check_inspect_config(config: InspectConfig) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    asked, problems = config.inspect, []
+    if asked.steps is None:
+        if asked.step is None and asked.sample_id is None:
+            problems.append("nothing to show: give --step=N, --sample_id=N, or --steps=A-B for a summary")
+    else:
+        single = {"step": asked.step, "sample_id": asked.sample_id, "rank": asked.rank, "tokens": asked.tokens or None}
+        given = [f"--{name}" for name, value in single.items() if value is not None]
+        if given:
+            problems.append(f"--steps={asked.steps} is a summary of whole steps: leave out {', '.join(given)}")
+        if not _is_range(asked):
+            problems.append(f"--steps={asked.steps}: write the first and the last step, as in --steps=1-1000")
+    if asked.rank is not None and asked.world_size is None:
+        problems.append(f"--rank={asked.rank} is one of how many? Give --world_size=<number of GPUs> too")
+    elif asked.rank is not None and asked.world_size is not None and asked.rank >= asked.world_size:
+        problems.append(
+            f"--rank={asked.rank} is not there: --world_size={asked.world_size} has ranks 0 to {asked.world_size - 1}"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _is_range(asked: InspectSettings) -> bool:
+    try:
+        _, last = asked.step_range
+    except ValueError:
+        return False
+    return last <= 10**12
+
+
+# TODO(merge): was pretraining.config.commands
+# The settings of `pretrain verify`: which token files or checkpoints are checked, and against what.
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Read token files or checkpoints wholly and name every fault. The status is 0 only if there is none."""
+
+    ckpt_path: str | None = setting(
+        None, "checkpoint to check, or run, of which all are; also as the first word: `pretrain verify runs/a`"
+    )
+    data_path: str | None = setting(None, "root folder of the datasets to check, as for training")
+    datasets: tuple[str, ...] = setting(
+        (), "sub-folders of data_path to check, comma list; empty = every sub-folder with token files"
+    )
+    vocab_size: int | None = setting(
+        None,
+        "every token must be below it; none = that of the tokenizer in prepare.json, or no check where there is none",
+        minimum=1,
+    )
+    col_name: str = setting("tokens", "column of the token files that holds the token ids")
+    num_workers: int | None = setting(None, "threads that read files; none or 0 = one a core", minimum=0)
+
+
+def check_verify_config(config: VerifyConfig) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems = []
+    if config.ckpt_path is None and config.data_path is None:
+        problems.append("nothing to check: give a checkpoint or run, as in `pretrain verify runs/a`, or --data_path")
+    if config.ckpt_path is not None and config.data_path is not None:
+        problems.append(
+            f"--ckpt_path={config.ckpt_path} and --data_path={config.data_path} are two things to check: give one"
+        )
+    elif config.ckpt_path is not None:
+        given = [name for name in ("datasets", "vocab_size") if getattr(config, name)]
+        problems += [
+            f"--{name} is about token files, and --ckpt_path about checkpoints: leave it out" for name in given
+        ]
+    if problems:
+        raise ConfigError(problems)
+
+
+# TODO(merge): was pretraining.config.commands
+# The settings of `pretrain doctor`: what is measured, and what counts as slow.
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Measure devices, disk and links of the machines that training would run on, and name what is slow.
+
+    Started like training: alone, or under torchrun, srun or mpirun. Takes seconds.
+    """
+
+    disk_path: str | None = setting(
+        ".", "folder whose disk is measured, such as that of the data or the checkpoints; none = no disk"
+    )
+    disk_mib: int = setting(256, "size of the file that is written there and read again, MiB", minimum=1)
+    message_mib: int | None = setting(
+        None, "largest message between processes, MiB; none = 256 on GPUs, 16 on CPUs", minimum=1
+    )
+    slow_factor: float = setting(
+        1.3, "name a rank or a link that is so many times slower than the median of the others", minimum=1.05
+    )
+    json: bool = setting(False, "one JSON object in place of the tables")

@@ -1,0 +1,252 @@
+"""A rank's share of a global batch, from the number of the step alone.
+
+    step -> samples [begin, end) --Mixture--> (dataset, k) --Samples--> (dataset, shard, j)
+         --sorted, cut at the rank's slots--> rows of tokens
+
+The slots of a global batch are sorted by shard and dataset before they are cut among ranks, so that a rank meets few
+shards, and keeps few blocks in memory. The sorted batch is the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pretraining.config.batch import BatchPlan
+from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.data.sampling.mixture import Mixture
+from pretraining.data.sampling.samples import Samples
+from pretraining.data.sampling.token_stream import Spans
+from pretraining.errors import DataError
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The samples of a global batch, in the order in which ranks take them; all [global batch size] int64.
+
+    Attributes:
+        samples: global indices.
+        datasets: positions in the reader's sources.
+        shards: of the dataset.
+        numbers: of the sample within its shard.
+    """
+
+    samples: np.ndarray
+    datasets: np.ndarray
+    shards: np.ndarray
+    numbers: np.ndarray
+
+
+class BatchReader:
+    """Makes the batch of any step, for one rank; safe to call from several threads.
+
+    Args:
+        sources: the datasets, sorted by name.
+        mixture: which of them gives each sample; earlier phases may have used others.
+        plan: how the global batch is cut.
+        rank: data-parallel rank.
+        seq_length: S.
+        logical_shards: the scale on which shards of datasets with fewer are compared.
+        vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
+        document_mask: whether to say where documents begin.
+        quarantine: for samples that cannot be read, whose slots then have no labels; None = they are errors.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Samples],
+        mixture: Mixture,
+        plan: BatchPlan,
+        rank: int,
+        *,
+        seq_length: int,
+        logical_shards: int,
+        vocab_size: int,
+        document_mask: bool = False,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        self.sources = tuple(sources)
+        self._use(mixture)
+        self._plan = plan
+        self._begin, self._end = plan.share(rank)
+        self._seq_length = seq_length
+        self._logical_shards = logical_shards
+        self._dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+        self._document_mask = document_mask
+        self._quarantine = quarantine
+        self._pin = torch.cuda.is_available()
+
+    def with_mixture(self, mixture: Mixture) -> BatchReader:
+        """The same reader for another mixture; threads that still read with this one are not disturbed."""
+        other = copy.copy(self)
+        other._use(mixture)
+        return other
+
+    def _use(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+        positions = {source.name: position for position, source in enumerate(self.sources)}
+        self._source_of_name = np.array([positions.get(name, -1) for name in mixture.names])
+
+    def slots(self, step: int) -> Slots:
+        """The whole global batch of a step, sorted.
+
+        Raises:
+            DataError: the step is of an earlier phase, and used a dataset that is not among the sources.
+        """
+        samples, named, within = self.mixture.assign_step(step)
+        datasets = self._source_of_name[named]
+        if (datasets < 0).any():
+            missing = sorted({self.mixture.names[number] for number in named[datasets < 0]})
+            raise DataError(f"step {step} is of {', '.join(missing)}, too, and this run reads without: see --datasets")
+        shards, numbers, scaled = (np.empty(len(samples), dtype=np.int64) for _ in range(3))
+        for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
+            source, places = self.sources[dataset], np.flatnonzero(datasets == dataset)
+            # The samples that a dataset gives to a batch follow each other, but for those that are skipped.
+            for run in np.split(places, np.flatnonzero(np.diff(within[places]) != 1) + 1):
+                first = int(within[run[0]])
+                shards[run], numbers[run] = source.samples(first, first + len(run))
+            scaled[places] = shards[places] * self._logical_shards // source.shards
+        order = np.lexsort((datasets, scaled))  # stable: equal slots stay in the order of their samples
+        return Slots(samples[order], datasets[order], shards[order], numbers[order])
+
+    def read(self, step: int) -> StepBatch:
+        """The rank's share of a step.
+
+        Raises:
+            DataError: a sample cannot be read; names it.
+        """
+        slots = self.slots(step)
+        assert len(slots.samples) == self._plan.global_batch_size, "the plan is another phase's"
+        size = self._plan.micro_batch_size
+        tokens_RT = torch.empty(
+            size * self._plan.grad_accum_steps, self._seq_length + 1, dtype=self._dtype, pin_memory=self._pin
+        )
+        rows = _Rows(tokens_RT.numpy())
+        # Slots fill rows from the first on, whatever the micro-batches; the last rows may stay empty.
+        rows.tokens[self._end - self._begin :] = 0
+        datasets = slots.datasets[self._begin : self._end]
+        for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
+            self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), rows)
+        lengths = rows.micro_batch_lengths(size)
+        starts = rows.micro_batch_starts(size) if self._document_mask else [None] * len(lengths)
+        micro_batches = [MicroBatch(*parts) for parts in zip(tokens_RT.split(size), lengths, starts, strict=True)]
+        return StepBatch(step, self.mixture.first_sample(step), micro_batches)
+
+    def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
+        """Read the samples of a dataset into the rows with these numbers."""
+        taken = self._begin + numbers
+        try:
+            spans = source.spans(slots.shards[taken], slots.numbers[taken])
+            source.read(spans, rows.tokens, numbers)
+            rows.filled(numbers, spans)
+            if self._quarantine is not None:
+                self._quarantine.end_row()
+        except DataError:
+            for number in numbers.tolist():  # one by one, to name the samples that cannot be read
+                self._fill_singly(step, slots, source, number, rows)
+
+    def _fill_singly(self, step: int, slots: Slots, source: Samples, number: int, rows: _Rows) -> None:
+        slot, row = self._begin + number, np.array([number])
+        shard, sample = slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1]
+        try:
+            spans = source.spans(shard, sample)
+            source.read(spans, rows.tokens, row)
+            rows.filled(row, spans)
+            if self._quarantine is not None:
+                self._quarantine.end_row()
+        except DataError as error:
+            where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard[0]}, its sample {sample[0]}"
+            problem = f"{error}\n  needed for sample {slots.samples[slot]} ({where})"
+            if self._quarantine is None:
+                raise DataError(problem) from error
+            rows.tokens[number] = 0
+            self._quarantine.add(problem)
+
+
+class _Rows:
+    """The rows of a rank's share, and where documents lie in them; rows are empty until they are filled."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+        self.lengths = np.zeros(len(tokens), dtype=np.int32)
+        self._starts: list[np.ndarray] = []
+
+    def filled(self, rows: np.ndarray, spans: Spans) -> None:
+        """Note that rows were filled with spans."""
+        self.lengths[rows] = spans.row_tokens
+        self._starts.append(spans.places(rows * self.tokens.shape[1]))
+
+    def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
+        """`lengths_B` of every micro-batch of so many rows."""
+        full = self.tokens.shape[1]
+        return [
+            None if (lengths == full).all() else torch.from_numpy(lengths) for lengths in self.lengths.reshape(-1, size)
+        ]
+
+    def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
+        """`document_starts` of every micro-batch of so many rows."""
+        width = self.tokens.shape[1]
+        partly = np.flatnonzero(self.lengths < width)  # of an empty row, padding begins at its first place
+        starts = np.concatenate([*self._starts, partly * width + self.lengths[partly]])
+        starts.sort()
+        borders = np.arange(0, self.tokens.size + 1, size * width)
+        numbers = np.searchsorted(starts, borders)
+        return [
+            torch.from_numpy((starts[low:high] - border).astype(np.int32))
+            for low, high, border in zip(numbers[:-1], numbers[1:], borders[:-1], strict=True)
+        ]
+
+
+# TODO(merge): was pretraining.data.batch_reader
+# Samples that cannot be read, where a run is to go on without them: slots keep their places and lose their labels.
+#
+# Single faults are lived with. Where nothing can be read any more, as when a file system is gone, that ends the run all
+# the same: it would go on for days and learn nothing.
+
+LINES_SHOWN = 20
+"""Samples that are named one by one; of a dataset of another tokenizer every one would be."""
+MOST_IN_A_ROW = 256
+"""Samples of a process with no readable one between them that end the run."""
+
+
+class Quarantine:
+    """Notes samples that cannot be read; may be used by several threads.
+
+    Args:
+        note: shows a line to the user.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._lock = threading.Lock()
+        self._count = self._in_a_row = 0
+
+    def add(self, problem: str) -> None:
+        """Note a sample.
+
+        Args:
+            problem: what is wrong with which sample.
+
+        Raises:
+            DataError: there were too many in a row.
+        """
+        with self._lock:
+            self._count += 1
+            self._in_a_row += 1
+            count, in_a_row = self._count, self._in_a_row
+        if in_a_row >= MOST_IN_A_ROW:
+            raise DataError(f"{in_a_row} samples in a row cannot be read, which is no case for quarantine: {problem}")
+        if count <= LINES_SHOWN:
+            self._note(f"quarantined, its labels are left out: {problem}")
+        elif count.bit_count() == 1:  # 32, 64, 128 ...: a run of months is told, and does not drown in it
+            self._note(f"quarantined: {count:,} samples so far. `pretrain verify` names every fault of the files")
+
+    def end_row(self) -> None:
+        """Note that samples could be read."""
+        with self._lock:
+            self._in_a_row = 0

@@ -1,0 +1,270 @@
+"""The state of the data: a few integers for the whole job, and what they are true of.
+
+Which tokens step N trains on follows from the step and the settings, so the state is the number of the next sample and
+a record of the settings: enough to go on, and to refuse to go on where the order would silently become another. It is
+the same on every rank and for any number of ranks.
+
+Weights, datasets and global batch size may change at a resume. The state keeps them as phases; where a run asks for
+others than the last one's, `resume` adds a phase that begins there. A dataset that is left out stays in the state, so
+that it goes on where it was if it comes back. Ranges of samples that are to be skipped are kept as well, once they are
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
+from pretraining.errors import DataError
+
+STATE_VERSION = 2
+READING_SETTINGS = (
+    *("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction"),
+    "packing",
+)
+"""How documents are read and make samples: the same for all datasets, throughout a run."""
+_NAMES_SHOWN = 12
+_LARGEST_NUMBER = 1 << 62
+_LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
+
+
+def describe_order(
+    sources: Mapping[str, Mapping[str, Any]],
+    phase: Phase,
+    reading: Mapping[str, Any],
+    *,
+    skipped: Sequence[tuple[int, int]] = (),
+    seed: int,
+    seq_length: int,
+    logical_shards: int,
+    split: str,
+) -> dict[str, Any]:
+    """Everything that the order of the data depends on, JSON-able.
+
+    Args:
+        sources: fingerprint of each dataset by name.
+        phase: the mixture of a run that begins now.
+        reading: `READING_SETTINGS`; nothing for made-up data.
+        skipped: (first, end) of the samples that are skipped.
+        seed: of all orders.
+        seq_length: tokens a sample.
+        logical_shards: pieces of a dataset.
+        split: "train" or "held_out".
+    """
+    return {
+        "version": STATE_VERSION,
+        "split": split,
+        "seed": seed,
+        "seq_length": seq_length,
+        "logical_shards": logical_shards,
+        **reading,
+        "datasets": {name: dict(fingerprint) for name, fingerprint in sources.items()},
+        "phases": [asdict(phase)],
+        "skipped": [list(each) for each in skipped],
+    }
+
+
+def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:
+    """The state once all steps before `step` are done."""
+    return {**order, "next_sample": mixture.first_sample(step), "counts": mixture.counts_before_step(step)}
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run goes on from a state.
+
+    Attributes:
+        step: that comes next.
+        mixture: over all phases, those of the state and the one that may begin here.
+        order: what the order of the data depends on, with these phases.
+        changes: what is other than before, a line each for the user.
+    """
+
+    step: int
+    mixture: Mixture
+    order: dict[str, Any]
+    changes: tuple[str, ...]
+
+
+def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> Resumption:
+    """Go on from a state.
+
+    Args:
+        state: what `state_at` gave in this run or an earlier one.
+        order: what the order would depend on in a run with the same settings that begins now.
+        changes: which files changed when a dataset was last indexed, by dataset; empty text where that is not known.
+
+    Raises:
+        DataError: the state is none, or of another order; names all that differs and what to do.
+    """
+    if state.get("version") != STATE_VERSION:
+        raise DataError(
+            f"the data state has version {state.get('version')!r}, but this release reads version {STATE_VERSION}"
+        )
+    try:
+        problems = _differences(state, order, changes)
+        phases, next_sample = [Phase(**phase) for phase in state["phases"]], state["next_sample"]
+        before = Skipped((begin, end) for begin, end in state["skipped"])
+        _check_numbers(phases, before, next_sample)
+        step = _step_of_sample(phases, next_sample, before)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise DataError(f"the data state is damaged: {type(error).__name__}: {error}") from error
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise DataError(
+            f"the data is not in the order that this run began with:\n{listed}\n"
+            "Restore what differs, or start a new run in another --ckpt_save_path (weights, the list of datasets and "
+            "the global batch size may change)"
+        )
+    skipped = Skipped([*before.ranges, *_newly_skipped(order["skipped"], before, next_sample)])
+    phases, begins = _with_wanted(phases, Phase(**order["phases"][0]), step, skipped)
+    mixture = Mixture(phases, skipped)
+    known = {**state["datasets"], **order["datasets"]}
+    order = {
+        **order,
+        "datasets": {name: known[name] for name in mixture.names},
+        "phases": [asdict(phase) for phase in phases],
+        "skipped": [list(each) for each in skipped.ranges],
+    }
+    news = [_describe_last(phases)] if begins else []
+    news += [f"skipped: samples {begin}-{end - 1}" for begin, end in skipped.without(before)]
+    return Resumption(step, mixture, order, tuple(news))
+
+
+def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample: int) -> list[tuple[int, int]]:
+    """What is to be skipped and was not yet.
+
+    Raises:
+        DataError: it was trained on.
+    """
+    new = Skipped((begin, end) for begin, end in wanted).without(before)
+    if new and new[0][0] < next_sample:
+        raise DataError(
+            f"--skip_samples asks to skip sample {new[0][0]}, but the run has trained on all before {next_sample}: "
+            "go on from an earlier checkpoint (--ckpt_load_path, with another --ckpt_save_path), or leave it out"
+        )
+    return new
+
+
+def _check_numbers(phases: Sequence[Phase], skipped: Skipped, next_sample: int) -> None:
+    """Refuse numbers that no run writes, before anything is computed with them.
+
+    Raises:
+        IndexError: there is no phase.
+        TypeError, ValueError: there are such numbers.
+    """
+    if phases[0] != Phase.first(phases[0].global_batch_size, phases[0].weights):
+        raise ValueError("the first phase does not begin with the first sample")
+    places = [*(phase.first_step for phase in phases), *(end for each in skipped.ranges for end in each)]
+    sizes = [size for phase in phases for size in (phase.global_batch_size, *phase.weights.values())]
+    if not all(type(number) is int for number in (*places, *sizes, next_sample)):
+        raise TypeError("a number is none")
+    if min(places) < 0 or min(sizes) < 1 or max(*places, *sizes, next_sample) > _LARGEST_NUMBER:
+        raise ValueError("a number is too small or too large")
+    if max(sum(phase.weights.values()) for phase in phases) > _LARGEST_TOTAL:
+        raise ValueError("weights are too large")
+
+
+def _step_of_sample(phases: Sequence[Phase], sample: int, skipped: Skipped) -> int:
+    """The step of the last phase that begins with a sample.
+
+    Raises:
+        ValueError: none does, or a phase does not begin where the one before it ends.
+    """
+    for before, after in pairwise(phases):
+        if after != before.followed_by(after.first_step, after.global_batch_size, after.weights, skipped):
+            raise ValueError(f"the phase from step {after.first_step} does not follow from the one before")
+    last = phases[-1]
+    steps, rest = divmod(skipped.count(last.first_sample, sample), last.global_batch_size)
+    if rest or last.sample_of_step(last.first_step + steps, skipped) != sample:
+        raise ValueError(f"sample {sample} is not the first of a step")
+    return last.first_step + steps
+
+
+def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int, skipped: Skipped) -> tuple[list[Phase], bool]:
+    """The phases of a run that goes on at a step as wanted, and whether the last of them begins there."""
+    phases = [phase for phase in phases if phase.first_step < step]  # one that gave no sample yet is as if it never was
+    if not phases:
+        return [wanted], False
+    if phases[-1].same_data(wanted):
+        return phases, False
+    return [*phases, phases[-1].followed_by(step, wanted.global_batch_size, wanted.weights, skipped)], True
+
+
+def _describe_last(phases: Sequence[Phase]) -> str:
+    """Say what the last phase changes: "phase 2 from step 1200: weights web 0.6 -> 0.5, code added at 0.1"."""
+    before, after = phases[-2], phases[-1]
+    then, now = _proportions(before.weights), _proportions(after.weights)
+    names = [*sorted(then.keys() & now.keys()), *sorted(now.keys() - then.keys()), *sorted(then.keys() - now.keys())]
+    changed = [_change_of_weight(name, then, now, before) for name in names]
+    changed = [change for change in changed if change]
+    if len(changed) > _NAMES_SHOWN:
+        changed = [*changed[:_NAMES_SHOWN], f"and {len(changed) - _NAMES_SHOWN:,} more"]
+    parts = [f"weights {', '.join(changed)}"] if changed else []
+    if before.global_batch_size != after.global_batch_size:
+        parts.append(f"global batch {before.global_batch_size} -> {after.global_batch_size} sequences")
+    return f"phase {len(phases)} from step {after.first_step}: {'; '.join(parts)}"
+
+
+def _change_of_weight(name: str, then: Mapping[str, float], now: Mapping[str, float], before: Phase) -> str:
+    if name not in now:
+        return f"{name} removed"
+    if name not in then:
+        return f"{name} {'back' if before.base_counts.get(name) else 'added'} at {now[name]:.4g}"
+    return f"{name} {then[name]:.4g} -> {now[name]:.4g}" if then[name] != now[name] else ""
+
+
+def _proportions(weights: Mapping[str, int]) -> dict[str, float]:
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> list[str]:
+    """Say how the order would become another, if it would."""
+    before, now = saved["datasets"], order["datasets"]
+    if _made_up(before) != _made_up(now):
+        then, today = ("made-up data" if _made_up(datasets) else "datasets" for datasets in (before, now))
+        return [f"the run read {then} and is to read {today}: see --use_dummy_dataset"]
+    problems = []
+    for name, note in (
+        ("split", ""),
+        ("seed", ""),
+        ("seq_length", " (other lengths cut other samples)"),
+        ("logical_shards", " (other pieces, another order)"),
+    ):
+        if saved[name] != order[name]:
+            problems.append(f"{name} was {saved[name]} and is {order[name]}{note}")
+    # Fingerprints hold digests of these; here they have values, and hold for datasets that were not there before.
+    reading = [name for name in READING_SETTINGS if saved.get(name, order.get(name)) != order.get(name)]
+    problems += [f"{name} was {saved[name]} and is {order[name]}" for name in reading]
+    problems += [
+        _changed(name, before[name], now[name], changes)
+        for name in sorted(before.keys() & now.keys())
+        if before[name] != now[name] and not (reading and before[name].get("files") == now[name].get("files"))
+    ]
+    return problems
+
+
+def _made_up(datasets: Mapping[str, Mapping[str, Any]]) -> bool:
+    return any(fingerprint.get("dummy") for fingerprint in datasets.values())
+
+
+def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], changes: Mapping[str, str]) -> str:
+    """Say how a dataset differs."""
+    if before.get("files") != now.get("files"):
+        text = (
+            f"dataset '{name}' has other files: {before.get('file_count')} with {before.get('tokens'):,} tokens then, "
+        )
+        text += f"{now.get('file_count')} with {now.get('tokens'):,} now"
+        if changes.get(name):
+            text += f" ({changes[name]})"
+        return f"{text}; new files belong in a new dataset of their own"
+    if before.get("settings") != now.get("settings"):
+        return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)} differs"
+    fields = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return f"dataset '{name}' differs: " + ", ".join(
+        f"{key} was {before.get(key)} and is {now.get(key)}" for key in fields
+    )

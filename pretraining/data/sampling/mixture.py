@@ -1,0 +1,302 @@
+"""Which dataset gives each sample: a function of the sample's number, in exact integers.
+
+Weights are integers. They are the leaves of a Huffman tree; at a node whose children weigh l and r, the first n samples
+that reach the node send floor((2nl + w) / 2w) to the left, w = l + r: n * l / w, rounded. So n samples of the mixture
+give each dataset its weight times n up to a few roundings: one at each node on the way, those higher up shrunk by the
+shares below. In a Huffman tree these shrink at least as Fibonacci numbers grow, so their sum stays below 2: at every
+prefix each dataset is within two samples of its share. Consecutive samples reach each node as consecutive ones, so a
+batch is split with a few array operations a node, wherever it begins.
+
+Weights may change on the way: a run is a list of phases, each with a tree of its own that begins at 0 where the phase
+does. A phase knows how many samples each dataset gave before it, and numbers its own from there. Samples that are to be
+skipped keep their datasets, and a step takes those that are left.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from pretraining.errors import ConfigError
+
+_LARGEST_TOTAL = 1 << 40
+_LARGEST_RANGE = 1 << 20  # 2 * range * total stays below 2**63
+
+
+def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
+    """Turn proportions into integers with the same ratios.
+
+    Decimal fractions are taken as they are written, 0.1 as 1/10. Ratios are exact unless that takes integers beyond
+    2**40 in total; then the largest total below it is used, and no positive weight becomes zero.
+
+    Raises:
+        ConfigError: a weight is negative or no number, or all are zero.
+    """
+    wrong = [f"{name}={weight}" for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)]
+    if wrong:
+        raise ConfigError(f"--weights must be numbers of at least 0, not {', '.join(wrong)}")
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    total = sum(exact.values(), Fraction(0))
+    if total == 0:
+        raise ConfigError("--weights are all 0: give at least one dataset a positive weight")
+    scale = Fraction(math.lcm(*(weight.denominator for weight in exact.values())))
+    scale /= math.gcd(*(int(weight * scale) for weight in exact.values()))
+    if total * scale > _LARGEST_TOTAL:
+        scale = _LARGEST_TOTAL / total
+    return {name: max(1, round(weight * scale)) if weight else 0 for name, weight in exact.items()}
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node of the tree: a leaf names its dataset, an inner node its children."""
+
+    weight: int
+    dataset: int = -1
+    left: int = -1
+    right: int = -1
+
+
+class WeightTree:
+    """A mixture of datasets with fixed weights.
+
+    Args:
+        weights: [datasets] integers, at least one positive. Datasets of weight 0 give no samples.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._datasets = len(weights)
+        self._nodes = [_Node(weight, dataset) for dataset, weight in enumerate(weights) if weight > 0]
+        # Ties go by the node's number: datasets in their order, then inner nodes in the order in which they are made.
+        queue = [(node.weight, number) for number, node in enumerate(self._nodes)]
+        heapq.heapify(queue)
+        while len(queue) > 1:
+            (left_weight, left), (right_weight, right) = heapq.heappop(queue), heapq.heappop(queue)
+            heapq.heappush(queue, (left_weight + right_weight, len(self._nodes)))
+            self._nodes.append(_Node(left_weight + right_weight, left=left, right=right))
+
+    def assign(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The dataset of samples [begin, end) of the mixture, and their numbers within it, both [end - begin] int64."""
+        datasets, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
+        for low in range(begin, end, _LARGEST_RANGE):
+            high = min(low + _LARGEST_RANGE, end)
+            waiting = [(len(self._nodes) - 1, low, high, np.arange(low - begin, high - begin))]
+            while waiting:
+                number, first, last, places = waiting.pop()
+                node = self._nodes[number]
+                if node.dataset >= 0:
+                    datasets[places] = node.dataset
+                    numbers[places] = np.arange(first, last)
+                    continue
+                # left_before[i]: of the samples before first + i, how many more went left than of those before first
+                twice, left_weight = 2 * node.weight, self._nodes[node.left].weight
+                left_first, remainder = divmod(2 * first * left_weight + node.weight, twice)
+                left_before = (2 * left_weight * np.arange(last - first + 1) + remainder) // twice
+                goes_left = np.diff(left_before) > 0
+                left_last = left_first + int(left_before[-1])
+                if left_last > left_first:
+                    waiting.append((node.left, left_first, left_last, places[goes_left]))
+                if last - left_last > first - left_first:
+                    waiting.append((node.right, first - left_first, last - left_last, places[~goes_left]))
+        return datasets, numbers
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples each dataset gives, [datasets]."""
+        counts = [0] * self._datasets
+        waiting = [(len(self._nodes) - 1, samples)]
+        while waiting:
+            number, count = waiting.pop()
+            node = self._nodes[number]
+            if node.dataset >= 0:
+                counts[node.dataset] = count
+                continue
+            left = (2 * count * self._nodes[node.left].weight + node.weight) // (2 * node.weight)
+            waiting += [(node.left, left), (node.right, count - left)]
+        return counts
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the run with one mixture and one batch size; it goes on until the next phase begins.
+
+    Attributes:
+        first_step: number of its first step.
+        first_sample: global index of its first sample, or of one that is skipped before it.
+        global_batch_size: samples a step.
+        weights: by name, of the datasets that give samples.
+        base_counts: samples that each dataset of the phase, and of those before it, has given, or skipped, before the
+            phase.
+    """
+
+    first_step: int
+    first_sample: int
+    global_batch_size: int
+    weights: dict[str, int]
+    base_counts: dict[str, int]
+
+    @staticmethod
+    def first(global_batch_size: int, weights: Mapping[str, int]) -> Phase:
+        """The phase that a run begins with."""
+        return Phase(0, 0, global_batch_size, dict(weights), dict.fromkeys(sorted(weights), 0))
+
+    def followed_by(
+        self, first_step: int, global_batch_size: int, weights: Mapping[str, int], skipped: Skipped
+    ) -> Phase:
+        """The phase after this one: it goes on with every dataset where this one leaves it at a step."""
+        counts = dict.fromkeys(weights, 0) | self.counts_before_step(first_step, skipped)
+        counts = {name: counts[name] for name in sorted(counts)}
+        return Phase(first_step, self.sample_of_step(first_step, skipped), global_batch_size, dict(weights), counts)
+
+    def sample_of_step(self, step: int, skipped: Skipped) -> int:
+        """Global index of the first sample of a step of the phase, or of the step after its last."""
+        return skipped.advance(self.first_sample, (step - self.first_step) * self.global_batch_size)
+
+    def tree(self, names: Sequence[str]) -> WeightTree:
+        """The mixture of these datasets."""
+        return WeightTree([self.weights.get(name, 0) for name in names])
+
+    def counts_before_step(self, step: int, skipped: Skipped) -> dict[str, int]:
+        """Samples that each dataset has given, or skipped, before a step as in `sample_of_step`."""
+        names = list(self.base_counts)
+        given = self.tree(names).counts(self.sample_of_step(step, skipped) - self.first_sample)
+        return {name: self.base_counts[name] + count for name, count in zip(names, given, strict=True)}
+
+    def same_data(self, other: Phase) -> bool:
+        """Whether two phases mix alike and take as much a step."""
+        return (self.weights, self.global_batch_size) == (other.weights, other.global_batch_size)
+
+
+class Mixture:
+    """The datasets of all samples, over all phases.
+
+    Args:
+        phases: in order; the first begins at sample 0.
+        skipped: samples that no step takes.
+
+    Attributes:
+        names: of all datasets of all phases, sorted; results refer to their positions here.
+        phases: as given.
+        skipped: as given.
+    """
+
+    def __init__(self, phases: Sequence[Phase], skipped: Skipped | None = None) -> None:
+        self.phases = tuple(phases)
+        self.skipped = skipped or Skipped()
+        self.names = tuple(sorted(phases[-1].base_counts))
+        self._trees = [phase.tree(self.names) for phase in phases]
+        self._bases = [np.array([phase.base_counts.get(name, 0) for name in self.names], np.int64) for phase in phases]
+
+    def _phase_of_step(self, step: int) -> int:
+        return max(number for number, phase in enumerate(self.phases) if phase.first_step <= step)
+
+    def first_sample(self, step: int) -> int:
+        """Global index of the first sample of a step."""
+        return self.phases[self._phase_of_step(step)].sample_of_step(step, self.skipped)
+
+    def global_batch_size(self, step: int) -> int:
+        """Samples of a step."""
+        return self.phases[self._phase_of_step(step)].global_batch_size
+
+    def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The samples of a step, all [global batch size] int64.
+
+        Returns:
+            global index of each, ascending; its dataset; its number within the dataset.
+        """
+        number = self._phase_of_step(step)
+        phase, tree, bases = self.phases[number], self._trees[number], self._bases[number]
+        samples, datasets, numbers = [], [], []
+        for begin, end in self._ranges(phase, step, step + 1):
+            owners, within = tree.assign(begin - phase.first_sample, end - phase.first_sample)
+            samples.append(np.arange(begin, end))
+            datasets.append(owners)
+            numbers.append(within + bases[owners])
+        return np.concatenate(samples), np.concatenate(datasets), np.concatenate(numbers)
+
+    def taken(self, first_step: int, end_step: int) -> Iterator[dict[str, tuple[int, int]]]:
+        """What steps [first_step, end_step) take of each dataset: (first, end) of its samples, stretch by stretch.
+
+        A stretch ends where a phase does and where samples are skipped.
+        """
+        ends = [*(phase.first_step for phase in self.phases[1:]), end_step]
+        for phase, phase_end in zip(self.phases, ends, strict=True):
+            names = list(phase.base_counts)
+            tree = phase.tree(names)
+            for begin, end in self._ranges(phase, max(first_step, phase.first_step), min(end_step, phase_end)):
+                before, after = (tree.counts(sample - phase.first_sample) for sample in (begin, end))
+                yield {
+                    name: (phase.base_counts[name] + low, phase.base_counts[name] + high)
+                    for name, low, high in zip(names, before, after, strict=True)
+                }
+
+    def counts_before_step(self, step: int) -> dict[str, int]:
+        """Samples that each dataset has given, or skipped, before a step."""
+        phase = self.phases[self._phase_of_step(step)]
+        return dict.fromkeys(self.names, 0) | phase.counts_before_step(step, self.skipped)
+
+    def _ranges(self, phase: Phase, first_step: int, end_step: int) -> Iterator[tuple[int, int]]:
+        """The samples that steps [first_step, end_step) of a phase take, as (first, end) of ranges."""
+        if first_step < end_step:
+            begin, last = (phase.sample_of_step(step, self.skipped) for step in (first_step, end_step - 1))
+            # The end is found from the last sample: where it is skipped on, that belongs to the next step.
+            last = self.skipped.advance(last, phase.global_batch_size - 1)
+            yield from self.skipped.taken(begin, last + 1)
+
+
+# TODO(merge): was pretraining.data.sampling.mixture
+# Samples that a run leaves out: ranges of global indices, such as those of batches that made the loss diverge.
+#
+# A sample keeps its index, and its dataset keeps the sample, whether it is skipped or not: steps take the indices that
+# are left, in order. So leaving out what is still to come changes nothing of what was.
+
+
+class Skipped:
+    """Ranges of samples that are left out.
+
+    Args:
+        ranges: (first, end) of each; they may overlap.
+
+    Attributes:
+        ranges: the same samples in as few ranges as possible, ascending.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted((begin, end) for begin, end in ranges if begin < end):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+            else:
+                merged.append((begin, end))
+        self.ranges = tuple(merged)
+
+    def advance(self, sample: int, count: int) -> int:
+        """The sample that is taken `count` samples after the first one that is taken at or after `sample`."""
+        for begin, end in self.ranges:
+            if end <= sample:
+                continue
+            if sample + count < begin:
+                break
+            count -= max(begin - sample, 0)
+            sample = end
+        return sample + count
+
+    def taken(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The parts of [begin, end) that are taken, ascending; none is empty."""
+        for skipped_begin, skipped_end in self.ranges:
+            if begin < min(skipped_begin, end):
+                yield begin, min(skipped_begin, end)
+            begin = max(begin, skipped_end)
+        if begin < end:
+            yield begin, end
+
+    def count(self, begin: int, end: int) -> int:
+        """How many samples of [begin, end) are taken."""
+        return sum(last - first for first, last in self.taken(begin, end))
+
+    def without(self, other: Skipped) -> list[tuple[int, int]]:
+        """The ranges, or parts of them, that another one has not."""
+        return [part for begin, end in self.ranges for part in other.taken(begin, end)]

@@ -1,0 +1,145 @@
+"""Which sample of which shard comes next in a dataset.
+
+In pass e a shard of T tokens holds floor((e + 1)T / S) - floor(eT / S) samples: remainders carry over to the next pass,
+so no token is dropped or padded. A pass is made of rounds. Round t visits every shard that still has a sample, in an
+order of its own, and takes the shard's t-th sample of the pass. The first rounds so visit every shard once; those after
+the shortest shard has ended are the tail of what the longer ones have left over.
+
+    sample k of the dataset -> pass e (all of it before e + 1) -> round t, place in the round
+                            -> shard -> sample j = floor(eT / S) + t of the shard
+
+Every step is arithmetic on the shards' tokens, exact in 64 bits while there are fewer than 2**63 samples; none depends
+on the samples before. Samples are found in stretches of about a round, of which the last few are kept: where batches
+are small, or take little of a dataset, many share one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from pretraining.data.recently_used import RecentlyUsed
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64
+
+_SHORTEST_STRETCH = 64
+"""Samples that are found at once; as many as a round has, where that is more."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over a dataset.
+
+    Attributes:
+        number: e.
+        first: number of its first sample in the dataset's order.
+        first_of_shard: [shards], j of each shard's first sample in the pass.
+        by_length: [shards], shards in ascending order of their samples in the pass.
+        level_rounds: [levels + 1], round at which each level begins: a level is a run of rounds that visit the same
+            shards.
+        level_samples: [levels + 1], samples of the pass before each level.
+        level_skip: [levels], how many of `by_length` have ended when the level begins.
+    """
+
+    number: int
+    first: int
+    first_of_shard: np.ndarray
+    by_length: np.ndarray
+    level_rounds: np.ndarray
+    level_samples: np.ndarray
+    level_skip: np.ndarray
+
+
+class SampleOrder:
+    """The order of a dataset's samples.
+
+    Args:
+        shard_tokens: [shards] T of each; their sum is positive.
+        seq_length: S.
+        key: parts that make this dataset's orders its own: (seed, dataset).
+    """
+
+    def __init__(self, shard_tokens: np.ndarray, seq_length: int, key: tuple[int, int]) -> None:
+        self._quotient, self._remainder = np.divmod(shard_tokens.astype(np.int64), seq_length)
+        self._tokens = sum(int(tokens) for tokens in shard_tokens)
+        self._seq_length = seq_length
+        self._key = key
+        self._passes: RecentlyUsed[_Pass] = RecentlyUsed(4, cost=lambda _: 1)
+        self._stretch = max(_SHORTEST_STRETCH, len(shard_tokens))
+        self._stretches: RecentlyUsed[tuple[np.ndarray, np.ndarray]] = RecentlyUsed(4, cost=lambda _: 1)
+
+    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples [begin, end) of the dataset.
+
+        Returns:
+            the shard of each, and its number j within that shard, both [end - begin] int64.
+        """
+        first, size = begin // self._stretch, self._stretch
+        stretches = [
+            self._stretches.get(number, partial(self._find, number * size, (number + 1) * size))
+            for number in range(first, max(first + 1, -(-end // size)))
+        ]
+        wanted = slice(begin - first * size, end - first * size)
+        shards, numbers = (np.concatenate(parts)[wanted] for parts in zip(*stretches, strict=True))
+        return shards, numbers
+
+    def _find(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shards and numbers of samples [begin, end), from nothing."""
+        shards, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
+        at = begin
+        while at < end:
+            current = self._pass_of(at)
+            local = at - current.first
+            level = int(np.searchsorted(current.level_samples, local, side="right")) - 1
+            active = np.sort(current.by_length[int(current.level_skip[level]) :])
+            rounds_done, place = divmod(local - int(current.level_samples[level]), len(active))
+            first_round = int(current.level_rounds[level]) + rounds_done
+            taken = min(end - at, int(current.level_samples[level + 1]) - local)
+            rounds = np.arange(first_round, first_round - (-(place + taken) // len(active)))
+            visited = self._visit(current.number, rounds, active).reshape(-1)[place : place + taken]
+            target = slice(at - begin, at - begin + taken)
+            shards[target] = visited
+            numbers[target] = current.first_of_shard[visited] + np.repeat(rounds, len(active))[place : place + taken]
+            at += taken
+        return shards, numbers
+
+    def samples_before_pass(self, pass_number: int) -> int:
+        """How many samples the passes before one hold."""
+        return int(self._first_of_shard(pass_number).sum())
+
+    def _first_of_shard(self, pass_number: int) -> np.ndarray:
+        """floor(eT / S) for every shard. With T = qS + r it is eq + floor(er / S), whose factors stay small."""
+        return pass_number * self._quotient + pass_number * self._remainder // self._seq_length
+
+    def _visit(self, pass_number: int, rounds: np.ndarray, active: np.ndarray) -> np.ndarray:
+        """The shards that rounds visit, each in its own order: [rounds, active]."""
+        keys = hash64(derive_key(Purpose.ROUNDS, *self._key, pass_number), rounds)
+        return active[np.argsort(hash64(keys[:, None], active[None, :]), axis=1)]
+
+    def _pass_of(self, sample: int) -> _Pass:
+        """The pass that holds a sample of the dataset.
+
+        The samples before pass e number at most eT / S and, as each of N shards rounds down, more than eT / S - N (T
+        and S of the whole dataset): the pass is searched for between these.
+        """
+        low = sample * self._seq_length // self._tokens
+        high = (sample + len(self._quotient)) * self._seq_length // self._tokens + 1
+        while low < high:  # the last pass that begins at or before the sample
+            middle = (low + high + 1) // 2
+            if self.samples_before_pass(middle) <= sample:
+                low = middle
+            else:
+                high = middle - 1
+        return self._passes.get(low, lambda: self._make_pass(low))
+
+    def _make_pass(self, number: int) -> _Pass:
+        first_of_shard = self._first_of_shard(number)
+        counts = self._first_of_shard(number + 1) - first_of_shard
+        by_length = np.argsort(counts, kind="stable")
+        # A level ends where the shortest shards that it visits do.
+        ends, ended = np.unique(counts[counts > 0], return_counts=True)
+        skip = np.concatenate(([0], np.cumsum(ended)))[:-1] + np.count_nonzero(counts == 0)
+        rounds = np.concatenate(([0], ends))
+        samples = np.concatenate(([0], np.cumsum(np.diff(rounds) * (len(counts) - skip))))
+        return _Pass(number, int(first_of_shard.sum()), first_of_shard, by_length, rounds, samples, skip)

@@ -1,0 +1,257 @@
+"""A dataset as logical shards, and each shard as an endless stream of tokens in a new order each pass.
+
+    documents in canonical order --cut_shards--> shards of nearly equal tokens
+    shard, pass e: blocks in a keyed order, the documents of each block in a keyed order --> T tokens, then pass e + 1
+    sample j of a shard: its tokens [jS, (j + 1)S) and one more, the label of the last
+
+Nothing here reads a token: positions follow from lengths alone, and only from block totals and the lengths of the one
+block that a sample lies in, so finding a sample costs the same in the first pass and in the thousandth. Legend: S
+sequence length, T tokens of a shard, e pass, j sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pretraining.data.recently_used import RecentlyUsed
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
+
+SAMPLES_A_SHARD = 8
+"""A dataset is cut into fewer than `logical_shards` pieces where these would hold less than so many samples: a sample
+longer than its shard would repeat the same few documents."""
+
+
+class Lengths(Protocol):
+    """What is known of a dataset's documents: how many tokens each has."""
+
+    document_count: int
+    block_documents: int
+    block_bounds: np.ndarray
+
+    def lengths(self, begin: int, end: int) -> np.ndarray:
+        """Tokens of documents [begin, end), int64."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Contiguous pieces of a dataset, cut between documents.
+
+    Attributes:
+        documents: [shards + 1] int64, number of each shard's first document, then the number of documents.
+        token_bounds: [shards + 1] int64, tokens before each shard, then all.
+    """
+
+    documents: np.ndarray
+    token_bounds: np.ndarray
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """T of every shard, [shards] int64."""
+        return np.diff(self.token_bounds)
+
+    def __len__(self) -> int:
+        return len(self.documents) - 1
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Pieces of documents that make some rows; none is empty.
+
+    The pieces of a row follow each other from the row's first place. Where they are fewer than S + 1 tokens, the rest
+    of the row is padding.
+
+    Attributes:
+        documents: [n] int64, canonical numbers.
+        starts: [n] int64, first token of the piece within its document.
+        lengths: [n] int64, tokens of the piece, virtual ones included.
+        first_spans: [rows + 1] int64, number of each row's first piece, then n.
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    first_spans: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of each piece, [n]."""
+        return np.repeat(np.arange(len(self.first_spans) - 1), np.diff(self.first_spans))
+
+    @property
+    def row_tokens(self) -> np.ndarray:
+        """Tokens of each row, [rows]."""
+        return np.diff(np.concatenate(([0], np.cumsum(self.lengths)))[self.first_spans])
+
+    def places(self, row_places: np.ndarray) -> np.ndarray:
+        """Where each piece begins, if each row begins at a place of its own, [n].
+
+        Args:
+            row_places: [rows] integers.
+        """
+        ends = np.cumsum(self.lengths)
+        before_row = np.concatenate(([0], ends))[self.first_spans[:-1]]
+        return ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
+
+
+OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
+
+
+def order_cache(limit_bytes: int = 64 * 2**20) -> OrderCache:
+    """A memory for the orders of blocks and documents, to be shared by all the streams of a process."""
+    return RecentlyUsed(limit_bytes, cost=lambda order: sum(array.nbytes for array in order) + 512)
+
+
+def shard_count(tokens: int, seq_length: int, logical_shards: int) -> int:
+    """How many pieces a dataset of so many tokens is cut into."""
+    return max(1, min(logical_shards, tokens // (SAMPLES_A_SHARD * seq_length)))
+
+
+def cut_shards(lengths: Lengths, count: int) -> Shards:
+    """Cut a dataset between documents into pieces of nearly equal tokens; pieces can be empty where documents are few.
+
+    Of `total` tokens, shard s starts with the first document whose first token is at or after s * total / count.
+    """
+    bounds, total = lengths.block_bounds, int(lengths.block_bounds[-1])
+    documents, tokens = [0], [0]
+    for shard in range(1, count):
+        target = -(-shard * total // count)
+        block = max(int(np.searchsorted(bounds, target)) - 1, 0)
+        first = block * lengths.block_documents
+        sizes = lengths.lengths(first, min(first + lengths.block_documents, lengths.document_count))
+        # starts [documents of the block + 1]: the last is the start of the next block.
+        starts = np.concatenate(([0], np.cumsum(sizes))) + bounds[block]
+        within = int(np.searchsorted(starts, target))
+        documents.append(first + within)
+        tokens.append(int(starts[within]))
+    documents.append(lengths.document_count)
+    tokens.append(total)
+    return Shards(np.array(documents, dtype=np.int64), np.array(tokens, dtype=np.int64))
+
+
+class TokenStream:
+    """Where the tokens of each sample are.
+
+    Args:
+        lengths: of the documents.
+        shards: how they are cut.
+        seq_length: S.
+        key: parts that make this dataset's orders its own: (seed, dataset).
+        cache: memory for orders, shared with other streams over the same documents.
+    """
+
+    def __init__(
+        self, lengths: Lengths, shards: Shards, seq_length: int, key: tuple[int, int], cache: OrderCache
+    ) -> None:
+        self._lengths = lengths
+        self._shards = shards
+        self._tokens = shards.tokens
+        self._seq_length = seq_length
+        self._key = key
+        self._cache = cache
+
+    def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
+        """The pieces of documents that make samples: S + 1 tokens each.
+
+        Args:
+            shards: [rows], numbers of shards that are not empty.
+            samples: [rows], j of each sample, from 0, without end.
+        """
+        if not len(shards):
+            nothing = np.zeros(0, dtype=np.int64)
+            return Spans(nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
+        passes, positions = np.divmod(samples * self._seq_length, self._tokens[shards])
+        parts = _Parts()
+        for shard, pass_number, position in zip(shards.tolist(), passes.tolist(), positions.tolist(), strict=True):
+            missing = self._seq_length + 1
+            while missing:
+                missing -= self._collect(shard, pass_number, position, missing, parts)
+                pass_number, position = pass_number + 1, 0
+            parts.rows.append(len(parts.begins))
+        return parts.spans()
+
+    def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: _Parts) -> int:
+        """Collect the pieces of tokens [position, position + count) of a pass as far as it goes; return how far."""
+        blocks, block_starts = self._blocks(shard, pass_number)
+        visit = int(block_starts.searchsorted(position, "right")) - 1
+        left = count
+        while left and visit < len(blocks):
+            documents, starts = self._documents(shard, pass_number, int(blocks[visit]))
+            begin = position - int(block_starts[visit])
+            end = min(begin + left, int(starts[-1]))
+            if end > begin:
+                first = int(starts.searchsorted(begin, "right")) - 1
+                last = int(starts.searchsorted(end, "left"))
+                parts.add(documents[first:last], starts[first : last + 1], begin, end)
+                position += end - begin
+                left -= end - begin
+            visit += 1
+        return count - left
+
+    def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
+
+        def make() -> tuple[np.ndarray, np.ndarray]:
+            begin, end = self._shards.documents[shard : shard + 2]
+            low, high = self._shards.token_bounds[shard : shard + 2]
+            size = self._lengths.block_documents
+            first, last = begin // size, -(-end // size)
+            # A shard's first and last block may be cut; clipping to the shard's own tokens gives their totals too.
+            totals = np.diff(np.clip(self._lengths.block_bounds[first : last + 1], low, high))
+            blocks = np.arange(first, last)
+            order = keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)
+            return blocks[order], _starts(totals[order])
+
+        return self._cache.get((self._key, len(self._shards), shard, pass_number), make)
+
+    def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """The documents of a block that have tokens, in the order of a pass, [n]; the tokens before each, [n + 1]."""
+
+        def make() -> tuple[np.ndarray, np.ndarray]:
+            size = self._lengths.block_documents
+            begin = max(block * size, int(self._shards.documents[shard]))
+            end = min((block + 1) * size, int(self._shards.documents[shard + 1]))
+            lengths = self._lengths.lengths(begin, end)
+            documents = np.flatnonzero(lengths) + begin
+            order = keyed_order(derive_key(Purpose.DOCUMENTS, *self._key, shard, pass_number), documents)
+            return documents[order], _starts(lengths[documents[order] - begin])
+
+        return self._cache.get((self._key, len(self._shards), shard, pass_number, block), make)
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Sums of what comes before each place, then of all: [n + 1] int64."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+class _Parts:
+    """Stretches of ordered documents, from which the pieces of many rows are cut at once."""
+
+    def __init__(self) -> None:
+        self.documents: list[np.ndarray] = []
+        self.bounds: list[np.ndarray] = []
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.rows = [0]
+
+    def add(self, documents: np.ndarray, bounds: np.ndarray, begin: int, end: int) -> None:
+        """Add tokens [begin, end) of documents laid end to end, which start at `bounds`, [documents + 1]."""
+        self.documents.append(documents)
+        self.bounds.append(bounds)
+        self.begins.append(begin)
+        self.ends.append(end)
+
+    def spans(self) -> Spans:
+        """The pieces of all that was added; `rows` says how many parts there are before each row."""
+        counts = np.array([len(documents) for documents in self.documents])
+        lows = np.concatenate([bounds[:-1] for bounds in self.bounds])
+        highs = np.concatenate([bounds[1:] for bounds in self.bounds])
+        starts = np.maximum(lows, np.repeat(self.begins, counts))
+        lengths = np.minimum(highs, np.repeat(self.ends, counts)) - starts
+        first_spans = np.concatenate(([0], np.cumsum(counts)))[self.rows]
+        return Spans(np.concatenate(self.documents), starts - lows, lengths, first_spans)

@@ -1,0 +1,218 @@
+"""How many bins each block of a packed dataset has: counted once, in parallel, and kept in a file beside the index.
+
+    index, S, packing --count_bins, in processes--> bins before each block, for both splits --file, renamed--> mapped
+
+The file is a line of JSON, which says what the counts are of, and the numbers. It is valid for exactly one index, S and
+packing; where it is of another, or damaged, it is made anew. Only counts are kept: what is in a bin follows from the
+lengths of its block again whenever it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
+from pretraining.errors import DataError
+
+BLOCKS_A_PROCESS = 1024
+"""Blocks that are worth a process of its own: it takes about as long to start as to count so many."""
+_BLOCKS_LOOKED_AT = 64
+
+
+@dataclass(frozen=True)
+class BinCounts:
+    """The bins of a packed dataset.
+
+    Attributes:
+        packing: how documents are packed.
+        seq_length: S.
+        bounds: [blocks + 1] int64 for each split, bins before each block, then all.
+    """
+
+    packing: str
+    seq_length: int
+    bounds: dict[str, np.ndarray]
+
+    def bins(self, split: str) -> int:
+        """Bins of a split."""
+        return int(self.bounds[split][-1])
+
+
+def build_bin_counts(
+    name: str,
+    index: Index,
+    places: Sequence[Path],
+    seq_length: int,
+    packing: str,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> BinCounts:
+    """Return the bins of a dataset, counted first where that was not done yet.
+
+    Args:
+        name: of the dataset.
+        index: of its documents.
+        places: where its index may be; the counts are put beside it.
+        seq_length: S.
+        packing: one of `PACKINGS`.
+        workers: processes that count at most; None = as many as cores.
+        say: told, in a line for the user, what is counted.
+
+    Raises:
+        DataError: a process that counts ends early, or there is no place to write the counts.
+    """
+    found = find_bin_counts(index, places, seq_length, packing)
+    if found is not None:
+        return found
+    say(f"packing dataset '{name}': {len(index.documents):,} documents into samples of {seq_length} tokens, {packing}")
+    counts = _count_in_processes(name, index, seq_length, packing, workers)
+    found = find_bin_counts(index, places, seq_length, packing)
+    if found is not None:  # another job made them meanwhile, and may have them mapped
+        return found
+    bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
+    np.cumsum(counts, axis=1, out=bounds[:, 1:])
+    header = _header(index, seq_length, packing)
+    _save(name, _places(index, places, seq_length, packing), header, bounds.tobytes())
+    return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
+
+
+def find_bin_counts(index: Index, places: Sequence[Path], seq_length: int, packing: str) -> BinCounts | None:
+    """Open the counts of a dataset if there are valid ones."""
+    header = _header(index, seq_length, packing)
+    for place in _places(index, places, seq_length, packing):
+        bounds = _open(place, header)
+        if bounds is not None:
+            return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
+    return None
+
+
+def count_bins(index: Index, seq_length: int, packing: str, begin: int, end: int) -> np.ndarray:
+    """Bins of blocks [begin, end) in each split, [splits, end - begin] int64."""
+    counts = np.zeros((len(SPLITS), end - begin), dtype="<i8")
+    for row, name in zip(counts, SPLITS, strict=True):
+        split = index.split(name)
+        size = split.block_documents
+        for block in (np.flatnonzero(np.diff(split.block_bounds[begin : end + 1])) + begin).tolist():
+            lengths = split.lengths(block * size, min((block + 1) * size, split.document_count))
+            row[block - begin] = len(pack_block(lengths, seq_length, packing))
+    return counts
+
+
+def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, workers: int | None) -> np.ndarray:
+    """`count_bins` of all blocks. Python packs on one core a process, so large datasets take several.
+
+    These are programs of their own: unlike those of `multiprocessing` they never run the caller's main module again.
+    """
+    blocks = len(index.split(SPLITS[0]).block_bounds) - 1
+    processes = min(workers or _cores(), blocks // BLOCKS_A_PROCESS)
+    if processes < 2:
+        return count_bins(index, seq_length, packing, 0, blocks)
+    ranges = list(pairwise(blocks * number // processes for number in range(processes + 1)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with ExitStack() as running:
+        started = []
+        for begin, end in ranges:
+            task = [str(index.path), str(seq_length), packing, str(begin), str(end)]
+            command = [sys.executable, "-m", "pretraining.data.storage.bin_counts", *task]
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            started.append(running.enter_context(process))
+            running.callback(process.kill)  # before its end is waited for, where another one failed
+        parts = []
+        for process, (begin, end) in zip(started, ranges, strict=True):
+            output, _ = process.communicate()
+            if process.returncode or len(output) != len(SPLITS) * (end - begin) * 8:
+                raise DataError(
+                    f"packing dataset '{name}': the process for blocks {begin} to {end - 1} ended with status "
+                    f"{process.returncode}; what it printed is above"
+                )
+            parts.append(np.frombuffer(output, dtype="<i8").reshape(len(SPLITS), end - begin))
+    return np.concatenate(parts, axis=1)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _places(index: Index, places: Sequence[Path], seq_length: int, packing: str) -> list[Path]:
+    """Where the counts may be: beside the index, else where an index could be as well."""
+    name = f"{index.path.stem}-{packing}-{seq_length}.bins"
+    return list(dict.fromkeys(place.with_name(name) for place in (index.path, *places)))
+
+
+def _header(index: Index, seq_length: int, packing: str) -> dict[str, Any]:
+    """What counts are of."""
+    # The index may have been made again from files of the same names and sizes with other documents: look at its
+    # blocks' tokens, and at the documents of some blocks.
+    checksum = 0
+    for name in SPLITS:
+        checksum = zlib.crc32(index.split(name).block_bounds.tobytes(), checksum)
+    for begin in np.linspace(0, max(len(index.documents) - BLOCK_DOCUMENTS, 0), _BLOCKS_LOOKED_AT, dtype=np.int64):
+        checksum = zlib.crc32(index.documents[begin : begin + BLOCK_DOCUMENTS].tobytes(), checksum)
+    return {
+        "algorithm": ALGORITHM_VERSION,
+        "settings": index.header["settings"],
+        "files": index.header["files"],
+        "documents": checksum,
+        "seq_length": seq_length,
+        "packing": packing,
+    }
+
+
+def _save(name: str, places: Sequence[Path], header: dict[str, Any], content: bytes) -> None:
+    """Write the counts at the first place that can be written to: aside, then renamed."""
+    line = json.dumps({**header, "crc32": zlib.crc32(content)}).encode()
+    refused = []
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
+        except OSError as error:
+            refused.append(f"{place.parent} ({error.strerror})")
+            continue
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)  # as an index's
+            Path(temporary).replace(place)
+        except OSError as error:
+            raise DataError(f"cannot write {place}: {error.strerror or error}") from error
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return
+    raise DataError(f"no place to write the counts of dataset '{name}': {'; '.join(refused)}: give --index_path")
+
+
+def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:
+    """Map the counts at a place, [splits, blocks + 1]; None where there are none, of these, or they are damaged."""
+    try:
+        with place.open("rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = content.find(b"\n") + 1
+        if json.loads(content[:begin]) != {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
+            return None
+        return np.frombuffer(content, dtype="<i8", offset=begin).reshape(len(SPLITS), -1)
+    except (OSError, ValueError):
+        return None
+
+
+if __name__ == "__main__":
+    path, length, kind, first, last = sys.argv[1:]
+    counted = count_bins(Index(Path(path)), int(length), kind, int(first), int(last))
+    sys.stdout.buffer.write(counted.tobytes())

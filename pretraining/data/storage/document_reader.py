@@ -1,0 +1,256 @@
+"""Tokens from files: spans of documents to rows of a batch.
+
+    spans of many rows --index, all at once--> offset, tokens and place of each piece
+                       --runs: pieces of a row that lie in one file--> read piece by piece, or as one stretch
+
+Files are read by position (`preadv`), straight into the batch where types agree, and never mapped: a truncated file or
+a failing disk is an error that names file and row, not a crash, memory stays flat, and any number of threads can share
+a file. A bounded number of files is open at a time. Where a run is of many short documents that lie near each other,
+the stretch that holds them is read at once and they are gathered from it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pretraining.data.recently_used import RecentlyUsed
+from pretraining.data.sampling.token_stream import Spans
+from pretraining.data.storage.arrow import MAGIC
+from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.index import VIRTUAL_BOS, Index
+from pretraining.errors import DataError
+
+_STRETCH_BYTES_A_SPAN = 4096
+"""Reading so many unwanted bytes costs about as much as a read of its own."""
+
+
+class OpenFile:
+    """A file that is open for reading by position; closed when the last user lets go of it."""
+
+    def __init__(self, path: str, size: int) -> None:
+        """Open a token file and check that it is still the one that was listed.
+
+        Raises:
+            DataError: it is gone, has another size, or no longer ends as an Arrow file does.
+        """
+        self._descriptor = -1
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            found = os.fstat(self._descriptor).st_size
+        except OSError as error:
+            raise DataError(f"cannot open {path}: {error.strerror}") from error
+        if found != size:
+            raise DataError(f"{path} has changed since the job began: it had {size:,} bytes and now has {found:,}")
+        tail = bytearray(len(MAGIC))
+        self.read_into(memoryview(tail), size - len(MAGIC))
+        if tail != MAGIC:
+            raise DataError(f"{path} is damaged: it does not end as an Arrow file does")
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` (bytes) from a position of the file.
+
+        Raises:
+            DataError: the file cannot be read, or ends before.
+        """
+        while len(target):
+            try:
+                count = os.preadv(self._descriptor, [target], offset)
+            except OSError as error:
+                raise DataError(f"cannot read {self.path} at byte {offset:,}: {error.strerror}") from error
+            if count == 0:
+                end = os.fstat(self._descriptor).st_size  # which may lie before the place that was asked for
+                raise DataError(f"{self.path} ends at byte {end:,}, before its documents do: it was truncated")
+            target, offset = target[count:], offset + count
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # The default keeps the function: when a program ends, the module may be emptied before the last file goes.
+        if self._descriptor >= 0:
+            close(self._descriptor)
+
+
+OpenFiles = RecentlyUsed[OpenFile]
+
+
+def open_files(limit: int | None = None) -> OpenFiles:
+    """A bounded set of open files, to be shared by all the readers of a process.
+
+    Args:
+        limit: how many; None = half of what the process may open, at most 4096.
+    """
+    if limit is None:
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 2))
+    return RecentlyUsed(limit, cost=lambda _: 1)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """What is to be copied, [n] int64 each: stored tokens of a file to places of the batch.
+
+    Attributes:
+        files: number of the file.
+        offsets: byte of the file at which the piece begins.
+        counts: stored tokens; virtual ones come on top.
+        places: in the flattened batch, where the stored tokens go.
+    """
+
+    files: np.ndarray
+    offsets: np.ndarray
+    counts: np.ndarray
+    places: np.ndarray
+
+
+class DocumentReader:
+    """Reads the tokens of a dataset's documents.
+
+    Args:
+        files: the dataset.
+        index: of these files.
+        virtual: the tokens that the index counts before and after documents, (bos, sep); None = none.
+        vocab_size: every token is below it.
+        opened: files that are open.
+    """
+
+    def __init__(
+        self,
+        files: DatasetFiles,
+        index: Index,
+        virtual: tuple[int | None, int | None],
+        vocab_size: int,
+        opened: OpenFiles,
+    ) -> None:
+        self._files = files
+        self._index = index
+        self._bos_token, self._sep_token = virtual
+        self._vocab_size = vocab_size
+        self._opened = opened
+        # Virtual tokens need not fit into what files are as narrow as: 999 ends documents of single bytes, too.
+        widths = [np.min_scalar_type(token).itemsize for token in virtual if token is not None]
+        self._token_bytes = max(int(index.token_bytes.max(initial=1)), *widths, 1)
+
+    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        """Fill rows of a batch with the tokens of spans, and with zeros behind them.
+
+        Args:
+            spans: of as many rows as `rows`.
+            target: [batch rows, S + 1], contiguous, of an integer type that holds every id of the vocabulary.
+            rows: [rows], which rows of it to fill.
+
+        Raises:
+            DataError: a file cannot be read, or holds a token beyond the vocabulary; names file and row.
+        """
+        target = target.view(f"u{target.itemsize}")
+        # Where files are wider than the batch, tokens are checked before they are narrowed.
+        narrowed = target.itemsize != self._token_bytes
+        wide = np.empty((len(rows), target.shape[1]), dtype=f"u{self._token_bytes}") if narrowed else target
+        wide_rows = np.arange(len(rows)) if narrowed else rows
+
+        filled = spans.row_tokens
+        for row in np.flatnonzero(filled < target.shape[1]):
+            wide[wide_rows[row], filled[row] :] = 0
+        places = spans.places(wide_rows * target.shape[1])
+        self._copy(spans, places, wide.reshape(-1))
+        content = wide if narrowed else wide[wide_rows]
+        if len(content) and int(content.max()) >= self._vocab_size:
+            self._raise_beyond_vocabulary(spans, places, wide.reshape(-1))
+        if narrowed:
+            target[rows] = wide
+
+    def _copy(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
+        """Bring the spans, each to its place, into the flat `target`, which is as wide as the widest file."""
+        documents = self._index.documents_at(spans.documents)
+        files = self._index.files_of(spans.documents)
+        ends = spans.starts + spans.lengths
+        # Stored tokens of a document are numbered from 0, or from 1 where a virtual one is in front of them.
+        first = ((documents["flags"] & VIRTUAL_BOS) != 0).astype(np.int64)
+        begins = np.maximum(spans.starts - first, 0)
+        counts = np.minimum(ends - first, documents["tokens"].astype(np.int64)) - begins
+        offsets = documents["offset"].astype(np.int64) + begins * self._index.token_bytes[files]
+        has_bos = spans.starts < first
+        self._copy_stored(_Pieces(files, offsets, counts, places + has_bos), spans.rows, target)
+        if self._bos_token is not None:
+            target[places[has_bos]] = self._bos_token
+        if self._sep_token is not None:
+            target[(places + spans.lengths - 1)[has_bos + counts < spans.lengths]] = self._sep_token
+
+    def _copy_stored(self, pieces: _Pieces, rows: np.ndarray, target: np.ndarray) -> None:
+        """Read run by run: pieces of a row that follow each other and lie in one file."""
+        if not len(rows):
+            return
+        begins_run = np.concatenate(([True], (np.diff(rows) != 0) | (np.diff(pieces.files) != 0)))
+        firsts = np.flatnonzero(begins_run)
+        lasts = np.append(firsts[1:], len(rows))
+        files = pieces.files[firsts]
+        widths = self._index.token_bytes[files]
+        lows = np.minimum.reduceat(pieces.offsets, firsts)
+        highs = np.maximum.reduceat(pieces.offsets + pieces.counts * self._index.token_bytes[pieces.files], firsts)
+        stretches = highs - lows
+        at_once = (lasts - firsts > 1) & (stretches > 0) & (stretches <= (lasts - firsts) * _STRETCH_BYTES_A_SPAN)
+        scratch = np.empty(int(stretches[at_once].max(initial=0)), dtype=np.uint8)
+        columns = (column.tolist() for column in (firsts, lasts, files, widths, lows, highs, at_once))
+        file, opened = -1, None
+        for first, last, number, width, low, high, is_stretch in zip(*columns, strict=True):
+            if opened is None or number != file:
+                file, opened = number, self._file(number)
+            if is_stretch:
+                stretch = scratch[: high - low]
+                opened.read_into(stretch.data, low)
+                _gather(stretch.view(f"u{width}"), low, pieces, slice(first, last), target)
+            else:
+                _read_singly(opened, width, pieces, slice(first, last), target)
+
+    def _file(self, number: int) -> OpenFile:
+        path = self._files.path(number)
+        return self._opened.get(path, lambda: OpenFile(path, self._files.sizes[number]))
+
+    def _raise_beyond_vocabulary(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
+        wrong = target >= self._vocab_size
+        # The first piece with such a token; other rows of the batch may hold anything.
+        counts = np.concatenate(([0], np.cumsum(wrong)))
+        span = int(np.flatnonzero(counts[places + spans.lengths] > counts[places])[0])
+        position = int(np.flatnonzero(wrong[places[span] :])[0])
+        number, row = self._index.place(int(spans.documents[span]))
+        token = int(target[places[span] + position])
+        bits = 8 * int(self._index.token_bytes[number])
+        if bits >= 32 and token >> bits - 1:  # no vocabulary reaches there: a negative number was meant
+            token -= 1 << bits
+        raise DataError(
+            f"{self._files.path(number)}, row {row}: token {int(spans.starts[span]) + position} of the document is "
+            f"{token}, but the vocabulary ends at {self._vocab_size - 1}: the files are made with another tokenizer "
+            "(see --vocab_size), or damaged"
+        )
+
+
+def _read_singly(file: OpenFile, width: int, pieces: _Pieces, run: slice, target: np.ndarray) -> None:
+    """Read the pieces of a run, each by itself."""
+    itemsize = target.itemsize
+    content = target.data.cast("B")
+    columns = (column[run].tolist() for column in (pieces.offsets, pieces.counts, pieces.places))
+    for offset, count, place in zip(*columns, strict=True):
+        if width == itemsize:
+            file.read_into(content[place * itemsize : (place + count) * itemsize], offset)
+        else:
+            tokens = np.empty(count, dtype=f"u{width}")
+            file.read_into(tokens.data.cast("B"), offset)
+            target[place : place + count] = tokens
+
+
+def _gather(stretch: np.ndarray, begin: int, pieces: _Pieces, run: slice, target: np.ndarray) -> None:
+    """Copy the pieces of a run out of the stretch of the file, from byte `begin`, that holds them."""
+    places, last = pieces.places[run], int(pieces.counts[run.stop - 1])
+    sources = (pieces.offsets[run] - begin) // stretch.itemsize
+    # Between pieces are places of virtual tokens: whatever is brought there, and be it from beyond the stretch, they
+    # are written over.
+    positions = np.repeat(sources - places, np.append(np.diff(places), last))
+    first, end = int(places[0]), int(places[-1]) + last
+    positions += np.arange(first, end)
+    if stretch.dtype == target.dtype:
+        np.take(stretch, positions, out=target[first:end], mode="clip")
+    else:
+        target[first:end] = np.take(stretch, positions, mode="clip")

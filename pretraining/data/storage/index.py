@@ -1,0 +1,266 @@
+"""The index of a dataset: where every document lies and how long it is, in one file that processes map into memory.
+
+    documents   n of (byte offset of the first token, tokens, flags)        n * 16 bytes
+    files       number of each file's first document, and bytes a token     (files + 1) * 16 bytes
+    bounds      tokens before each block of `BLOCK_DOCUMENTS` documents, once for each split
+    checksums   CRC-32 of each block of documents                           blocks * 4 bytes
+    names       JSON: path -> bytes of every file, read only to say what changed
+    header      JSON: what the index was made for, and where the parts above begin
+    trailer     length of the documents and of the header, CRC-32 of all between documents and trailer, magic number
+
+Documents have canonical numbers: files by sorted path, rows in order. A document belongs to the held-out split by a
+hash of (dataset, path, row), so adding files or rows moves no other document; to the rest of the data path the
+documents of the other split are empty ones. Tokens that are stripped from a document's ends are none of its tokens.
+What is put around every document are virtual tokens: they count in lengths and are written when tokens are read, never
+stored. A document of which no stored token is left has length 0, and no virtual tokens.
+
+An index is valid for exactly one listing and one `IndexSettings`. `index_build.py` makes it. It is used for as long as
+the files stay the same, and other documents would be read without a sign if it were damaged meanwhile: it is checked
+when it is opened, but for the documents, of which each block is when it is first looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import weakref
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.errors import DataError
+
+BLOCK_DOCUMENTS = 1024
+"""Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
+SPLITS = ("train", "held_out")
+
+_BLOCKS_MAPPED = 1024
+"""Blocks that a process keeps mapped, over all indices; the system maps 64 KiB or more with each."""
+
+FORMAT_VERSION = 3
+MAGIC = b"PTINDEX\0"
+TRAILER = struct.Struct("<QQQ8s")
+DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
+FILE = np.dtype([("first_document", "<i8"), ("token_bytes", "<i8")])
+VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """What decides, besides the files, what is in an index. Rules that change documents at their ends belong here.
+
+    Attributes:
+        dataset: name, part of the hash that chooses held-out documents.
+        column: of the token lists.
+        sep_token: virtual token after each document that does not end with it; None = none.
+        held_out_fraction: of the documents.
+        bos_token: virtual token before each document that does not begin with it; None = none.
+        strip_tokens: removed at documents' ends before all else, ascending.
+        min_length: documents of which fewer tokens are left count as empty, virtual tokens not counted.
+    """
+
+    dataset: str
+    column: str
+    sep_token: int | None
+    held_out_fraction: float
+    bos_token: int | None = None
+    strip_tokens: tuple[int, ...] = ()
+    min_length: int = 1
+
+    @property
+    def digest(self) -> str:
+        """64 bits of hexadecimal that name the settings: equal ones give the same documents, whatever the format."""
+        return _digest({"block_documents": BLOCK_DOCUMENTS, **asdict(self)})
+
+    @property
+    def index_digest(self) -> str:
+        """The same for an index file of these settings, in the present format."""
+        return _digest({"format": FORMAT_VERSION, "settings": self.digest})
+
+
+def _digest(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+
+
+class Index:
+    """An index file, mapped into memory.
+
+    Attributes:
+        header: what the file says about itself.
+        documents: [n] `DOCUMENT`.
+        first_documents: [files + 1], number of each file's first document, then n.
+        token_bytes: [files], bytes a token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map an index.
+
+        Raises:
+            DataError: the file is no whole index.
+            OSError: it cannot be read.
+        """
+        self.path = path
+        _open_indices.add(self)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < TRAILER.size:
+                raise DataError(f"index {path} is damaged")
+            self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        header_end = size - TRAILER.size
+        documents_end, header_bytes, checksum, magic = TRAILER.unpack_from(self._content, header_end)
+        with memoryview(self._content) as content:
+            if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != checksum:
+                raise DataError(f"index {path} is damaged")
+        self._let_go()
+        self.header: dict[str, Any] = json.loads(self._content[header_end - header_bytes : header_end])
+        self.documents = self._part("documents", DOCUMENT)
+        files = self._part("files", FILE)
+        self.first_documents = np.ascontiguousarray(files["first_document"])
+        self.token_bytes = np.ascontiguousarray(files["token_bytes"][:-1])
+        self._checksums = self._part("checksums", np.dtype("<u4"))
+        self._checked = np.zeros(len(self._checksums), dtype=bool)
+
+    def _part(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        part = self.header["parts"][name]
+        return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
+
+    def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
+        """Whether it was made from these files with these settings."""
+        return self.header["files"] == files.digest and self.header["index"] == settings.index_digest
+
+    def documents_at(self, numbers: np.ndarray) -> np.ndarray:
+        """The `DOCUMENT`s with these canonical numbers, copied."""
+        blocks = numbers // BLOCK_DOCUMENTS
+        self.note_looks(1 + int(np.count_nonzero(blocks[1:] != blocks[:-1])))
+        return self.documents[numbers]
+
+    def note_looks(self, blocks: int) -> None:
+        """Count blocks that were looked at, and let go of them once they are many.
+
+        What is looked at in a mapped file counts as memory of this process until it is let go; it stays in the system's
+        file cache, shared by all processes, and is mapped again when it is needed, within microseconds.
+        """
+        self._looks += blocks
+        if self._looks > _BLOCKS_MAPPED // len(_open_indices):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._looks = 0
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._content.madvise(mmap.MADV_DONTNEED)
+
+    def check(self, begin: int, end: int) -> None:
+        """Check the blocks of documents [begin, end) that were not yet.
+
+        Raises:
+            DataError: one is not as it was written.
+        """
+        for block in range(begin // BLOCK_DOCUMENTS, -(-end // BLOCK_DOCUMENTS)):
+            if not self._checked[block]:
+                documents = self.documents[block * BLOCK_DOCUMENTS : (block + 1) * BLOCK_DOCUMENTS]
+                if zlib.crc32(documents.data) != self._checksums[block]:
+                    raise DataError(f"index {self.path} is damaged: delete it, and it is made anew at the next start")
+                self._checked[block] = True
+
+    def files_of(self, documents: np.ndarray) -> np.ndarray:
+        """Number of the file that holds each document."""
+        return np.searchsorted(self.first_documents, documents, side="right") - 1
+
+    def place(self, document: int) -> tuple[int, int]:
+        """Number of the file that holds a document, and the document's row in it."""
+        file = int(self.files_of(np.asarray(document)))
+        return file, document - int(self.first_documents[file])
+
+    def split(self, name: str) -> Split:
+        """The documents of one split."""
+        return Split(self, name, self._part(f"bounds_{name}", np.dtype("<i8")))
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Path -> bytes of the files that the index was made from."""
+        part = self.header["parts"]["names"]
+        return json.loads(self._content[part["offset"] : part["offset"] + part["count"]])
+
+
+_open_indices: weakref.WeakSet[Index] = weakref.WeakSet()
+
+
+class Split:
+    """The lengths of one split's documents; those of the other split count as empty.
+
+    Attributes:
+        document_count: of the dataset, both splits.
+        block_documents: documents a block; the last block may have fewer.
+        block_bounds: [blocks + 1] int64, tokens before each block, then all.
+    """
+
+    def __init__(self, index: Index, name: str, block_bounds: np.ndarray) -> None:
+        self._index = index
+        self._held_out = HELD_OUT if name == "held_out" else 0
+        self.block_bounds = block_bounds
+        self.block_documents = BLOCK_DOCUMENTS
+        self.document_count = len(index.documents)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the split, virtual ones included."""
+        return int(self.block_bounds[-1])
+
+    def lengths(self, begin: int, end: int) -> np.ndarray:
+        """Tokens of documents [begin, end), virtual ones included, int64.
+
+        Raises:
+            DataError: the index is damaged there.
+        """
+        self._index.note_looks(1)
+        self._index.check(begin, end)
+        return split_lengths(self._index.documents[begin:end], self._held_out)
+
+
+def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
+    """Tokens that documents have in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
+    flags = documents["flags"]
+    lengths = documents["tokens"].astype(np.int64)
+    lengths += (flags & VIRTUAL_SEP) // VIRTUAL_SEP + (flags & VIRTUAL_BOS) // VIRTUAL_BOS
+    lengths[(flags & HELD_OUT) != held_out] = 0
+    return lengths
+
+
+def index_places(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> list[Path]:
+    """Where an index may be, in the order in which the places are tried.
+
+    With `index_path`, only there. Otherwise in a hidden folder of the dataset or, for data that cannot be written to,
+    in the user's cache folder.
+    """
+    # A file of its own for each list of files: one that is mapped by a running job is never replaced under it.
+    name = f"{settings.index_digest}-{files.digest[:16]}.index"
+    if index_path is not None:
+        return [Path(index_path).expanduser().absolute() / files.name / name]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
+    return [Path(files.folder) / ".index" / name, cache / "pretraining" / "indices" / folder_key.hexdigest() / name]
+
+
+def find_index(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> Index | None:
+    """Open the index of a dataset if there is a valid one."""
+    for place in index_places(files, settings, index_path):
+        index = open_any_index(place)
+        if index is not None and index.is_for(files, settings):
+            return index
+    return None
+
+
+def open_any_index(place: Path) -> Index | None:
+    """Open whatever index is at a place; None where there is none or it is damaged (it is made anew then)."""
+    try:
+        return Index(place)
+    except (OSError, DataError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,412 @@
+"""Making the index of a dataset: all its files are looked at, in parallel, and the result is renamed into place.
+
+    files --read_document_layout, on threads--> documents --in order--> temporary file --block totals, header--> rename
+
+Any number of processes may build the same index at once: each writes its own temporary file, they are all equal, and
+the first that is done stays. Memory does not grow with the dataset.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import tempfile
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
+from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
+from pretraining.data.storage.dataset_files import COUNTS_FILES, DatasetFiles, describe_changes
+from pretraining.data.storage.index import (
+    BLOCK_DOCUMENTS,
+    DOCUMENT,
+    FILE,
+    HELD_OUT,
+    MAGIC,
+    SPLITS,
+    TRAILER,
+    VIRTUAL_BOS,
+    VIRTUAL_SEP,
+    Index,
+    IndexSettings,
+    find_index,
+    index_places,
+    open_any_index,
+    split_lengths,
+)
+from pretraining.errors import DataError
+
+_PROBLEMS_SHOWN = 10
+_BLOCKS_AT_ONCE = 4096
+_FILES_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 24  # of tiny files, handing over each one would cost as much as reading it
+_LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may come on top
+
+
+def build_index(
+    files: DatasetFiles,
+    settings: IndexSettings,
+    index_path: str | None = None,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Index:
+    """Return the dataset's index, made first where there is no valid one.
+
+    Args:
+        files: the dataset.
+        settings: how its documents are read.
+        index_path: folder for indices; None = beside the data, or in the user's cache folder where that cannot be
+            written to.
+        workers: threads that look at files; None = as many as cores, at most 32.
+        say: told, in lines for the user, what is built and why.
+
+    Raises:
+        DataError: a file cannot be used, or there is no place to write the index.
+    """
+    index = find_index(files, settings, index_path)
+    if index is not None:
+        return index
+    places = index_places(files, settings, index_path)
+    change = _what_changed(files, settings, places)
+    if change:
+        say(f"dataset '{files.name}': files changed since it was indexed ({change})")
+    say(f"indexing dataset '{files.name}': {len(files.paths):,} files, {sum(files.sizes) / 2**30:.2f} GiB")
+    refused = []
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
+        except OSError as error:
+            refused.append(f"{place.parent} ({error.strerror})")
+            continue
+        try:
+            with os.fdopen(descriptor, "w+b") as file:
+                held = _write_index(file, files, settings, change, workers)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
+            # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
+            index = find_index(files, settings, index_path)
+            if index is None:
+                Path(temporary).replace(place)
+        except OSError as error:
+            raise DataError(f"cannot write the index {place}: {error.strerror or error}") from error
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        contradictions = describe_contradictions(files, held)
+        if contradictions:
+            say(contradictions)
+        return index or Index(place)
+    raise DataError(f"no place to write the index of dataset '{files.name}': {'; '.join(refused)}: give --index_path")
+
+
+def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
+    """Which rows of a file belong to the held-out split, [rows] bool: those whose hash is below the fraction."""
+    threshold = int(settings.held_out_fraction * 2**64)
+    if threshold == 0:
+        return np.zeros(rows, dtype=bool)
+    if threshold >= 2**64:
+        return np.ones(rows, dtype=bool)
+    key = derive_key(Purpose.HELD_OUT, text_key(settings.dataset, path))
+    return hash64(key, np.arange(rows)) < np.uint64(threshold)
+
+
+def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Path]) -> str:
+    """Which files differ from those of the newest older index at one of the places."""
+    for place in places:
+        older_places = sorted(
+            place.parent.glob(f"{settings.index_digest}-*.index"), key=lambda path: path.stat().st_mtime
+        )
+        for older_place in reversed(older_places):
+            older = open_any_index(older_place)
+            if older is not None:
+                return describe_changes(older.file_sizes, dict(zip(files.paths, files.sizes, strict=True)))
+    return ""
+
+
+def _write_index(
+    file: IO[bytes], files: DatasetFiles, settings: IndexSettings, change: str, workers: int | None
+) -> dict[str, tuple[int, int]]:
+    """Write a whole index; return documents and tokens that each file holds, by path."""
+    parts: dict[str, dict[str, int]] = {}
+
+    def write(name: str, content: bytes, count: int) -> None:
+        file.write(b"\0" * (-file.tell() % 16))
+        parts[name] = {"offset": file.tell(), "count": count}
+        file.write(content)
+
+    first_documents: list[int] = [0]
+    token_bytes: list[int] = []
+    held: dict[str, tuple[int, int]] = {}
+    for documents, width, stored_tokens in _in_parallel(
+        lambda number: _read_file(files, settings, number), files, workers
+    ):
+        held[files.paths[len(token_bytes)]] = (len(documents), stored_tokens)
+        file.write(documents.tobytes())
+        first_documents.append(first_documents[-1] + len(documents))
+        token_bytes.append(width)
+    count = first_documents[-1]
+    parts["documents"] = {"offset": 0, "count": count}
+    file.flush()
+
+    table = np.zeros(len(first_documents), dtype=FILE)
+    table["first_document"], table["token_bytes"][:-1] = first_documents, token_bytes
+    write("files", table.tobytes(), len(table))
+    file.flush()
+    bounds, checksums = _look_at_blocks(file, count)
+    for split, bounds_of_split in zip(SPLITS, bounds, strict=True):
+        write(f"bounds_{split}", bounds_of_split.tobytes(), len(bounds_of_split))
+    write("checksums", checksums.tobytes(), len(checksums))
+    names = json.dumps(dict(zip(files.paths, files.sizes, strict=True))).encode()
+    write("names", names, len(names))
+    header = {
+        "index": settings.index_digest,
+        "settings": settings.digest,
+        "files": files.digest,
+        "changes": change,
+        "parts": parts,
+    }
+    text = json.dumps(header).encode()
+    file.write(text)
+    file.flush()
+    documents_end = count * DOCUMENT.itemsize
+    checksum = zlib.crc32(os.pread(file.fileno(), file.tell() - documents_end, documents_end))
+    file.write(TRAILER.pack(documents_end, len(text), checksum, MAGIC))
+    return held
+
+
+def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tuple[np.ndarray, int, int]:
+    """The documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
+    path = files.path(number)
+    layout = read_document_layout(path, settings.column)
+    too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
+    if len(too_long):
+        row = too_long[0]
+        raise DataError(
+            f"{path}, row {row}: a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})"
+        )
+    documents = documents_as_trained(layout, settings)
+    documents["flags"][held_out_mask(settings, files.paths[number], len(documents))] |= HELD_OUT
+    return documents, layout.width, int(layout.lengths.sum())
+
+
+def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Look through the documents at the start of a file, block by block.
+
+    Returns:
+        tokens before each block, for every split: [blocks + 1] int64; checksums of the blocks, [blocks] uint32.
+    """
+    starts = np.arange(0, count, BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE)
+    checksums: list[int] = []
+    block_bytes = BLOCK_DOCUMENTS * DOCUMENT.itemsize
+    totals: list[list[np.ndarray]] = [[np.zeros(1, dtype=np.int64)] for _ in SPLITS]
+    for start in starts:
+        size = min(BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE, count - int(start))
+        raw = os.pread(file.fileno(), size * DOCUMENT.itemsize, int(start) * DOCUMENT.itemsize)
+        checksums += [zlib.crc32(raw[at : at + block_bytes]) for at in range(0, len(raw), block_bytes)]
+        documents = np.frombuffer(raw, dtype=DOCUMENT)
+        for split, held_out in zip(totals, (0, HELD_OUT), strict=True):
+            split.append(np.add.reduceat(split_lengths(documents, held_out), np.arange(0, size, BLOCK_DOCUMENTS)))
+    bounds = [np.cumsum(np.concatenate(split)).astype("<i8") for split in totals]
+    return bounds, np.array(checksums, dtype="<u4")
+
+
+def _in_parallel(look: Callable[[int], Any], files: DatasetFiles, workers: int | None) -> Iterator[Any]:
+    """What `look` returns for the number of each file, in order; not many files ahead of what is taken.
+
+    Raises:
+        DataError: naming every file that cannot be used, up to a number of them.
+    """
+    threads = workers or min(32, os.cpu_count() or 1)
+    problems: list[str] = []
+
+    def look_at(numbers: range) -> list[Any]:
+        results = []
+        for number in numbers:
+            try:
+                results.append(look(number))
+            except DataError as error:
+                results.append(error)
+        return results
+
+    waiting: deque[Future[list[Any]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="index") as pool:
+        remaining = _groups(files.sizes)
+        for numbers in islice(remaining, 2 * threads + 1):
+            waiting.append(pool.submit(look_at, numbers))
+        while waiting and len(problems) < _PROBLEMS_SHOWN:
+            for result in waiting.popleft().result():
+                if isinstance(result, DataError):
+                    problems.append(str(result))
+                elif not problems:
+                    yield result
+            waiting.extend(pool.submit(look_at, numbers) for numbers in islice(remaining, 1))
+        for future in waiting:
+            future.cancel()
+    if problems:
+        raise DataError("\n".join(problems[:_PROBLEMS_SHOWN]))
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[range]:
+    """Numbers of files that follow each other, as many as one thread looks at before it hands over what it found."""
+    begin = group_bytes = 0
+    for number, size in enumerate(sizes):
+        if number - begin == _FILES_AT_ONCE or (number > begin and group_bytes + size > _BYTES_AT_ONCE):
+            yield range(begin, number)
+            begin, group_bytes = number, 0
+        group_bytes += size
+    if begin < len(sizes):
+        yield range(begin, len(sizes))
+
+
+# TODO(merge): was pretraining.data.storage.index_build
+# What becomes of documents at their ends, before anything else sees them.
+#
+#     stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
+#     kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document as trained
+#
+# Nothing is written: what is kept is a range of what is stored, and virtual tokens are flags in the index. Only the
+# ends
+# of documents are read, those of all the documents of a file together.
+
+_LOOKED_AT_ONCE = 1 << 20
+
+
+def documents_as_trained(layout: DocumentLayout, settings: IndexSettings) -> np.ndarray:
+    """The documents of a file as the index has them, [n] `DOCUMENT`, but for the split that they belong to.
+
+    Args:
+        layout: where they are stored.
+        settings: which tokens are stripped and which virtual ones are put around the rest.
+    """
+    tokens, begins = layout.tokens, layout.offsets // layout.width
+    begins, ends = _strip(tokens, begins, begins + layout.lengths, settings.strip_tokens)
+    kept = np.flatnonzero(ends - begins >= max(settings.min_length, 1))
+    documents = np.zeros(len(begins), dtype=DOCUMENT)
+    documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
+    for token, places, flag in (
+        (settings.bos_token, begins, VIRTUAL_BOS),
+        (settings.sep_token, ends - 1, VIRTUAL_SEP),
+    ):
+        if token is not None:
+            documents["flags"][kept[~_is_any_of(tokens[places[kept]], [token])]] |= flag
+    return documents
+
+
+def _strip(
+    tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Collection[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Take the tokens of a set off both ends of every document, however many there are.
+
+    Args:
+        tokens: of a file.
+        begins: [n] int64, place in `tokens` of each document's first token.
+        ends: [n] int64, one past its last.
+        strip_tokens: the set.
+
+    Returns:
+        begins and ends of what is left.
+    """
+    if not strip_tokens:
+        return begins, ends
+    begins = begins + _run_lengths(tokens, begins, 1, ends - begins, strip_tokens)
+    return begins, ends - _run_lengths(tokens, ends - 1, -1, ends - begins, strip_tokens)
+
+
+def _run_lengths(
+    tokens: np.ndarray, firsts: np.ndarray, direction: int, limits: np.ndarray, wanted: Collection[int]
+) -> np.ndarray:
+    """How many wanted tokens follow each other from `firsts` in a direction, at most `limits`, [n] int64.
+
+    All documents are looked at together: one token deep, then two more, four more, ... where they still go on.
+    """
+    runs = np.zeros(len(firsts), dtype=np.int64)
+    going_on, depth = np.flatnonzero(limits), 1
+    while len(going_on):
+        still = []
+        size = _LOOKED_AT_ONCE // depth
+        for some in (going_on[begin : begin + size] for begin in range(0, len(going_on), size)):
+            steps = runs[some, None] + np.arange(depth)  # some depth
+            inside = steps < limits[some, None]
+            places = firsts[some, None] + direction * np.where(inside, steps, 0)
+            is_wanted = _is_any_of(tokens[places], wanted) & inside
+            found = np.where(is_wanted.all(axis=1), depth, is_wanted.argmin(axis=1))
+            runs[some] += found
+            still.append(some[found == depth])
+        going_on, depth = np.concatenate(still), min(2 * depth, _LOOKED_AT_ONCE)
+    return runs
+
+
+def _is_any_of(tokens: np.ndarray, wanted: Collection[int]) -> np.ndarray:
+    """Which tokens are among the wanted ones, bool; those that the type of the tokens cannot hold are none of them."""
+    found = np.zeros(tokens.shape, dtype=bool)
+    for token in wanted:
+        if token <= np.iinfo(tokens.dtype).max:
+            found |= tokens == token
+    return found
+
+
+# TODO(merge): was pretraining.data.storage.index_build
+# What a counts file says of a dataset's files, compared with what they hold.
+#
+# fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`,
+# and
+# takes the documents of each file from it. Here everything is counted in the files themselves. Where such a table is
+# there all the same, it tells of files that were cut short, swapped or lost since it was made.
+
+_FILES_SHOWN = 3
+
+
+def describe_contradictions(files: DatasetFiles, held: Mapping[str, tuple[int, int]]) -> str | None:
+    """Say in a line how the counts files contradict what a dataset's files hold; None where nothing does.
+
+    Args:
+        files: the dataset.
+        held: documents and tokens that are stored in each file, by path.
+    """
+    lines = []
+    for place, dataset in _places(files):
+        try:
+            counts = _read(place, dataset)
+        except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+            lines.append(f"{place} cannot be read ({type(error).__name__}: {error}), so nothing is compared with it")
+            continue
+        wrong = [text for path, count in counts.items() if (text := _contradiction(files, path, count, held.get(path)))]
+        if wrong:
+            more = f" and {len(wrong) - _FILES_SHOWN:,} more" if len(wrong) > _FILES_SHOWN else ""
+            lines.append(f"{place} contradicts the files, which are believed: {'; '.join(wrong[:_FILES_SHOWN])}{more}")
+    return f"dataset '{files.name}': {'; '.join(lines)}" if lines else None
+
+
+def _places(files: DatasetFiles) -> Iterator[tuple[Path, str]]:
+    """Counts files, from beside the dataset up to data_path, each with the name that the dataset has there."""
+    folder = Path(files.folder)
+    for parent in folder.parents[: len(Path(files.name).parts)]:
+        for place in sorted(parent.glob(COUNTS_FILES)):
+            yield place, folder.relative_to(parent).as_posix()
+
+
+def _read(place: Path, dataset: str) -> dict[str, tuple[int, int]]:
+    """Documents and tokens of the dataset's files, by path. A row names `dataset/path`, whatever stands before that."""
+    counts = {}
+    with place.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            _, found, path = f"/{row['dataset/filename']}".partition(f"/{dataset}/")
+            if found:
+                counts[path] = (int(row["documents"]), int(row["tokens"]))
+    return counts
+
+
+def _contradiction(files: DatasetFiles, path: str, count: tuple[int, int], held: tuple[int, int] | None) -> str | None:
+    if held is None:
+        return None if Path(files.folder, path).exists() else f"{path} is gone"
+    if count == held:
+        return None
+    return f"{path} has {held[0]:,} documents of {held[1]:,} tokens, not {count[0]:,} of {count[1]:,}"

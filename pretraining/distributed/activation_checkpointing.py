@@ -1,0 +1,80 @@
+"""Activation checkpointing: less memory for activations, more arithmetic.
+
+Without it, forward keeps what backward needs of every operation. A checkpointed block keeps its input alone, and
+backward computes the block again, once its turn comes, from there. What is kept for one token and block, in elements of
+the compute dtype (D hidden, Q = heads x head dim, K = key/value heads x head dim, F feed-forward):
+
+    none            4 D + 2 Q + 2 K + 4 F   the inputs of norms, matrix products, attention and SwiGLU
+    per operation   3 D + 2 Q + 2 K + 2 F   the input of the block, results of matrix products and attention
+    full            D                       the input of the block
+
+and what one block keeps without it lives, besides, while that block is computed again. Per operation, hardly any
+arithmetic is added: what is computed again (norms, rotations, SwiGLU) is bound by memory, and a compiled block does not
+keep most of it anyway, so there it gains little.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
+from pretraining.config.variants import LlamaShape
+from pretraining.distributed.torch_private import recompute_in_backward
+
+
+def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> None:
+    """Exchange those of the blocks whose activations are not to be kept, in place, for ones that compute them again.
+
+    Before compilation, which then compiles the recomputation, too, and before sharding.
+
+    Args:
+        blocks: of the model, in order; they draw no random numbers.
+        parallel: which ones.
+    """
+    if not parallel.fsdp_activation_checkpointing:
+        return
+    keeps_some = parallel.selective_checkpointing == PER_OPERATION
+    contexts = partial(create_selective_checkpoint_contexts, _kept_operations()) if keeps_some else None
+    for index in checkpointed_blocks(parallel.selective_checkpointing, len(blocks)):
+        blocks[index] = recompute_in_backward(blocks[index], contexts)
+
+
+def _kept_operations() -> list[Any]:
+    """What a block does with most of its arithmetic: matrix products (float8 ones, too), attention by any kernel."""
+    from torch.nn.attention import varlen  # noqa: F401  it makes the last of these; here, since it takes a second
+
+    return [
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
+
+
+def recomputed_share(parallel: ParallelConfig, shape: LlamaShape, seq_length: float) -> float:
+    """Floating-point operations that backward repeats, as a share of those of the blocks' forward; 0 = none.
+
+    All of a checkpointed block but its last matrix product, whose result nothing in backward asks for. Counted as in
+    `model/flops.py`: matrix products, and attention halved for causality.
+
+    Args:
+        parallel: what is checkpointed.
+        shape: dimensions of the model.
+        seq_length: tokens that attention reaches over: of a sequence, or of a document on average.
+    """
+    if not parallel.fsdp_activation_checkpointing or parallel.selective_checkpointing == PER_OPERATION:
+        return 0.0
+    blocks = checkpointed_blocks(parallel.selective_checkpointing, shape.num_hidden_layers)
+    query_width, key_width = (
+        heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads)
+    )
+    attention = 2 * shape.hidden_size * 2 * (query_width + key_width) + 2 * query_width * seq_length
+    product = 2 * shape.hidden_size * shape.intermediate_size  # gate, up, down: one each
+    return len(blocks) / shape.num_hidden_layers * (1 - product / (attention + 3 * product))

@@ -1,0 +1,84 @@
+"""Matrix products in float8, through torchao: twice the arithmetic of bfloat16, for fewer digits.
+
+A linear layer of a block multiplies three times: its output in forward, the gradients of its input and of its weight in
+backward. Each time both sides are scaled by what is largest in them, rounded to float8, and multiplied with sums and
+result in higher precision:
+
+    tensorwise   one scale for a tensor; e4m3 (3 bits behind the point), gradients e5m2 (2 bits, more range)
+    rowwise      one scale for each row or column that is summed over, a power of two; e4m3 throughout
+
+Nothing else is in float8. Weights, their gradients and the optimizer's state stay as they are, under the same names, so
+checkpoints do not know of it. Embedding and head stay out of it: their errors go straight into the logits. Attention,
+norms, and what is sent between processes are in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pretraining.distributed.torch_private import round_in_compiled_code_as_outside
+from pretraining.errors import ConfigError
+
+_CAPABILITY = (8, 9)
+"""The first GPUs with units for float8: Ada and Hopper."""
+
+
+def check_float8(scaling: str, device: torch.device) -> None:
+    """Refuse float8 where it cannot be had; looks at this process's device and packages only.
+
+    Args:
+        scaling: the setting `float8`.
+        device: of this process.
+
+    Raises:
+        ConfigError: the device has no units for float8, or torchao is missing or does not fit this torch.
+    """
+    without = "or leave --float8 out"
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--float8={scaling} needs a GPU with units for float8, of compute capability "
+            f"{_version(_CAPABILITY)} or more, and this runs on a {device.type}: train on such a GPU, {without}"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
+        raise ConfigError(
+            f"--float8={scaling} needs a GPU of compute capability {_version(_CAPABILITY)} or more, and "
+            f"{torch.cuda.get_device_name(device)} has {_version(capability)}, without units for float8: train on "
+            f"another, {without}"
+        )
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"--float8={scaling} needs torchao, which cannot be imported ({error}): "
+            f"pip install 'pretraining[float8]', {without}"
+        ) from error
+
+
+def multiply_in_float8(blocks: nn.ModuleList, scaling: str | None, *, emulate: bool = False) -> None:
+    """Exchange the linear layers of the blocks for ones that multiply in float8, in place; parameters stay the same.
+
+    Before activation checkpointing, compilation and sharding, which then see the layers that compute.
+
+    Args:
+        blocks: of the model, on any device, also meta; sides of their matrices are multiples of 16.
+        scaling: tensorwise or rowwise; None leaves the blocks alone.
+        emulate: round to float8, but multiply in float32, on any device. Slow: for tests.
+    """
+    if scaling is None:
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate)
+    convert_to_float8_training(blocks, config=recipe)
+    if scaling == "rowwise":
+        # A compiled backward pass that computes activations again must round as forward did: a row of other numbers has
+        # another scale, and attention has given NaN for it (github.com/pytorch/pytorch/issues/150859).
+        round_in_compiled_code_as_outside()
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,97 @@
+"""What the hosts agree on while the devices work: small numbers exchanged once a step, read one step later.
+
+Decisions that every rank must take alike (a save after so many minutes, an early end that one rank was told) cannot be
+read from a local clock or a local signal. The exchange runs on CPU tensors beside the step, so neither host nor device
+waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know alike.
+
+    Attributes:
+        seconds: the clock of the rank that started last.
+        stop: the largest of the ranks' requests to end; 0 where nobody has one.
+    """
+
+    seconds: float
+    stop: int
+
+
+class Agreement:
+    """A clock and a request that all ranks read alike, as a context around the loop."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Any, torch.Tensor] | None = None
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # After an error the other ranks may never answer.
+        if error is None and self._pending is not None and self._pending[0] is not None:
+            self._pending[0].wait()
+        self._pending = None
+
+    def exchange(self, seconds: float, stop: int) -> Agreed:
+        """Tell this rank's clock and request; get what all ranks together told the time before, the same on every rank.
+
+        Call it on every rank equally often: after each step, and inside what takes longer than one. The first call
+        returns zeros. With one process nothing is communicated, and the delay is kept, so that one process decides at
+        the same steps as many.
+
+        Args:
+            seconds: since the start, on this rank's clock.
+            stop: this rank's request to end, above 0, or 0.
+        """
+        # The least clock is the greatest of the negative ones: one reduction for both.
+        offered = torch.tensor([-seconds, stop], dtype=torch.float64)
+        work = dist.all_reduce(offered, op=dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
+        previous, self._pending = self._pending, (work, offered)
+        if previous is None:
+            return Agreed(0.0, 0)
+        work, agreed = previous
+        if work is not None:
+            wait_for(work)
+        negative_seconds, stop_agreed = agreed.tolist()
+        return Agreed(-negative_seconds, int(stop_agreed))
+
+
+# TODO(merge): was pretraining.distributed.host_sync
+# Where the host waits for other processes or for the device, and how a thread that looks on can tell.
+#
+# A look at the main thread finds it working or waiting. It waits where the innermost Python function is one of
+# `torch.distributed` that calls into a collective, or one of the functions here: whoever waits in this project's own
+# code
+# does it through them.
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a collective that is under way."""
+    work.wait()
+
+
+def wait_for_device(event: torch.cuda.Event) -> None:
+    """Wait until the device has come to an event."""
+    event.synchronize()
+
+
+_COLLECTIVES = dist.distributed_c10d.__file__
+_OWN = {function.__code__ for function in (wait_for, wait_for_device)}
+
+
+def is_waiting(frame: FrameType) -> bool:
+    """Whether a thread whose innermost frame this is waits for other processes or for the device."""
+    return frame.f_code in _OWN or frame.f_code.co_filename == _COLLECTIVES

@@ -1,0 +1,84 @@
+"""The device mesh: axis `replicate` holds copies of each other, axis `shard` the pieces of one copy.
+
+strategy      (replicate, shard)        W processes, groups of G
+ddp           (W, 1)
+zero2, fsdp   (1, W)
+hsdp*         (W / G, G)                G: hsdp_group_size, by default the processes of a node
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pretraining.config.parallel import ParallelConfig
+from pretraining.distributed.processes import COLLECTIVE_TIMEOUT
+from pretraining.distributed.torch_private import set_timeout_of_group
+from pretraining.errors import ConfigError
+
+AXES = ("replicate", "shard")
+
+
+def mesh_shape(parallel: ParallelConfig, local_world_sizes: Sequence[int]) -> tuple[int, int]:
+    """Sizes of the axes (replicate, shard).
+
+    Args:
+        parallel: strategy and group size.
+        local_world_sizes: processes on the node of each rank.
+
+    Raises:
+        ConfigError: the group size does not divide the number of processes, or would be that of a node and nodes
+            differ.
+    """
+    strategy, world_size = parallel.sharding_strategy, len(local_world_sizes)
+    if strategy == "ddp":
+        return world_size, 1
+    if strategy in ("zero2", "fsdp"):
+        return 1, world_size
+    if parallel.hsdp_group_size is None and len(set(local_world_sizes)) > 1:
+        raise ConfigError(
+            f"--sharding_strategy={strategy} shards inside a node by default, and nodes have different numbers of "
+            f"processes ({', '.join(map(str, sorted(set(local_world_sizes))))}). Set --hsdp_group_size."
+        )
+    group = parallel.hsdp_group_size or local_world_sizes[0]
+    if world_size % group:
+        source = (
+            "hsdp_group_size" if parallel.hsdp_group_size else "processes of a node, the default of hsdp_group_size"
+        )
+        raise ConfigError(
+            f"--sharding_strategy={strategy} needs groups of equal size: {world_size} processes / {group} ({source}) = "
+            f"{world_size / group:.2f}. Set --hsdp_group_size to a divisor of {world_size}."
+        )
+    return world_size // group, group
+
+
+def build_mesh(
+    parallel: ParallelConfig,
+    world_size: int,
+    local_world_size: int,
+    device_type: str,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+) -> DeviceMesh:
+    """The mesh with axes (replicate, shard) for a strategy; a collective call.
+
+    Args:
+        parallel: strategy and group size.
+        world_size: number of all processes.
+        local_world_size: processes on this node.
+        device_type: of the tensors.
+        timeout: after which a process that waits in a collective gives up.
+
+    Raises:
+        ConfigError: as `mesh_shape`.
+    """
+    # Ranks must not build different meshes: each would wait in groups that the others do not make.
+    local_world_sizes = [0] * world_size
+    dist.all_gather_object(local_world_sizes, local_world_size)
+    shape = mesh_shape(parallel, local_world_sizes)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    for axis in AXES:  # else PyTorch's default for groups, 10 minutes with NCCL, whatever all processes were told
+        set_timeout_of_group(mesh[axis].get_group(), timeout)
+    return mesh

@@ -1,0 +1,342 @@
+"""The processes of a job: joining them, leaving them, and failing together.
+
+A mistake that one rank finds (a missing folder, a damaged checkpoint) must end every rank with the same message and
+without a hang. So whatever may fail before training runs inside `on_rank_zero` or `on_every_rank`, which tell all ranks
+how it went.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pretraining.distributed.host_memory import keep_freed_memory
+from pretraining.errors import LaunchError, LostPeerError, PretrainError
+
+# TODO(merge): was pretraining.distributed.processes
+# What the main thread of this process is doing, for the threads that watch over it.
+
+
+@dataclass
+class Pulse:
+    """Written by the main thread, read by others.
+
+    Attributes:
+        doing: "starting" until the first step, then "training", "data" (waiting for it), "evaluation", "checkpoint".
+        step: steps that the run has done.
+        warm: whether one of them was done since the start, so that everything is opened, restored and compiled.
+        beats: grows with everything that gets done.
+    """
+
+    doing: str = "starting"
+    step: int = 0
+    warm: bool = False
+    beats: int = 0
+
+    def restart(self, step: int) -> None:
+        """Begin, or begin again, from a step."""
+        self.doing, self.step, self.warm = "starting", step, False
+        self.beats += 1
+
+    def turn_to(self, doing: str) -> None:
+        """Begin with something else."""
+        self.doing = doing
+        self.beats += 1
+
+    def watch(self, items: Iterable[T]) -> Iterator[T]:
+        """The same items; each is a beat."""
+        for item in items:
+            self.beats += 1
+            yield item
+
+    def end_step(self, step: int) -> None:
+        """Note that so many steps are done."""
+        self.step, self.warm = step, True
+        self.beats += 1
+
+
+# TODO(merge): was pretraining.distributed.processes
+# A place to meet that no earlier start of the same job has used.
+#
+# torchrun keeps one key-value store for all its restarts. Processes that are started anew would find in it the
+# addresses
+# that the dead have left, and wait for them until a timeout (pytorch issue 135712; the count of restarts is no way out,
+# as each machine has its own). So rank 0 makes up a name for this start and tells it to whoever asks now:
+#
+#     rank r    ask/<r>  = a word of its own                 rank 0    answer/<that word> = the name of this start
+#               taken/<name>/<r>                                       done, when all have taken it
+#
+# A word that a dead process has left gets an answer, too, which nobody reads.
+
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The part of a store that is this start's alone; a collective call.
+
+    Args:
+        store: of all starts of the job.
+        rank: of this process.
+        world_size: processes of this start.
+        timeout: how long to wait for the others.
+
+    Raises:
+        LaunchError: some have not come.
+    """
+    name = _tell_name(store, world_size, timeout) if rank == 0 else _ask_name(store, rank)
+    return dist.PrefixStore(f"start/{name}", store)
+
+
+def _tell_name(
+    store: dist.Store, world_size: int, timeout: timedelta, clock: Callable[[], float] = time.monotonic
+) -> str:
+    name, answered = uuid.uuid4().hex, dict[int, bytes]()
+    missing = set(range(1, world_size))
+    deadline = clock() + timeout.total_seconds()
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"taken/{name}/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"ask/{rank}"]) and answered.get(rank) != (word := store.get(f"ask/{rank}")):
+                store.set(f"answer/{word.decode()}", name)
+                answered[rank] = word
+        if missing and clock() > deadline:
+            raise LaunchError(
+                f"ranks {sorted(missing)} have not come within {timeout.total_seconds():.0f} s. "
+                "See what their machines have printed."
+            )
+        time.sleep(SECONDS_BETWEEN_LOOKS if missing else 0)
+    return name
+
+
+def _ask_name(store: dist.Store, rank: int) -> str:
+    word = uuid.uuid4().hex
+    store.set(f"ask/{rank}", word)
+    name: str = store.get(f"answer/{word}").decode()  # waits until it is there
+    store.set(f"taken/{name}/{rank}", "")
+    return name
+
+
+T = TypeVar("T")
+
+# Long enough for rank 0 to index a large dataset while the others wait for it. A watchdog that is on ends a job that
+# hangs earlier, since it can say why (`watchdog.collective_timeout`).
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+# How gloo and NCCL say that a process at the other end of a connection is gone.
+SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others.
+
+    Attributes:
+        rank, world_size: place among all processes, and their number.
+        local_rank, local_world_size: the same on this node.
+        device: where this process computes.
+        pulse: what it is doing.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that prints and writes for all."""
+        return self.rank == 0
+
+
+@contextmanager
+def join_processes(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    environment: dict[str, str],
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+) -> Iterator[Processes]:
+    """Join the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
+
+    Args:
+        rank: of this process among all.
+        world_size: number of all processes.
+        local_rank: of this process on its node.
+        local_world_size: processes on its node.
+        environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
+        timeout: after which a process that waits in a collective gives up.
+
+    Raises:
+        LaunchError: more processes than GPUs on a node, or two processes on one GPU.
+    """
+    device = _device_of(local_rank, local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world_size == 1:
+        # A store inside the process: no port that another job could hold.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        os.environ.update(environment)
+        try:
+            store = _store_of_this_start(rank, world_size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        except (dist.DistError, ValueError) as error:
+            address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+            alone = LaunchError(
+                f"could not join the {world_size} processes at {address}: {error}. "
+                "Check that MASTER_ADDR is reachable from every node and that MASTER_PORT is free."
+            )
+            alone.rank = rank
+            raise alone from error
+    try:
+        _refuse_shared_devices(device)
+        yield Processes(rank, world_size, local_rank, local_world_size, device)
+    except PretrainError as error:
+        if error.rank is None:
+            error.is_everywhere = True
+            dist.destroy_process_group()
+        raise
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
+            raise
+        lost = LostPeerError("another process of the job has ended; what it printed last says why.")
+        lost.rank = rank
+        raise lost from error
+    # After any other error this process may be alone with it, and taking leave would wait for the others: it just ends.
+    dist.destroy_process_group()
+
+
+def _store_of_this_start(rank: int, world_size: int) -> dist.Store:
+    """Where the processes find each other: in rank 0, or in torchrun where it offers a store."""
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0 and not is_torchruns,
+        timeout=COLLECTIVE_TIMEOUT,
+        multi_tenant=True,
+    )
+    return meet(store, rank, world_size, COLLECTIVE_TIMEOUT) if is_torchruns else store
+
+
+def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `function` on rank 0 and give its result, or its error, to every rank.
+
+    The result travels between processes, so it must be picklable. Call it on all ranks; a process that has joined no
+    others is rank 0.
+
+    Args:
+        function: what to run.
+        group: of all processes, to talk over; by default the job's own, which the training thread uses.
+    """
+    if not dist.is_initialized():
+        return function()
+    outcome: list[Any] = [None, None]
+    failure: BaseException | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = [function(), None]
+        except BaseException as error:
+            failure = error
+            outcome = [None, _portable(error)]
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
+
+    `function` must not contain collectives that a failing rank would leave others waiting in.
+    """
+    result, _ = _run_everywhere(function, group, share=False)
+    return result
+
+
+def gather_from_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """The same as `on_every_rank`, with the results of all ranks, by rank; they must be picklable."""
+    _, results = _run_everywhere(function, group, share=True)
+    return results
+
+
+def _run_everywhere(function: Callable[[], T], group: dist.ProcessGroup | None, share: bool) -> tuple[T, list[T]]:
+    """This rank's result and, if they are to be shared, those of all."""
+    if not dist.is_initialized():
+        only = function()
+        return only, [only]
+    result: Any = None
+    failure: BaseException | None = None
+    try:
+        result = function()
+    except BaseException as error:
+        failure = error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    error_to_share = None if failure is None else _portable(failure)
+    dist.all_gather_object(outcomes, (error_to_share, result if share and failure is None else None), group=group)
+    if failure is not None and not isinstance(failure, PretrainError):
+        raise failure  # a bug, not a user's mistake: keep its traceback
+    first = next((error for error, _ in outcomes if error is not None), None)
+    if first is not None:
+        raise first
+    return result, [shared for _, shared in outcomes]
+
+
+def _portable(error: BaseException) -> PretrainError:
+    """The error itself when it is one for users, otherwise a stand-in that can travel between processes."""
+    if isinstance(error, PretrainError):
+        return error
+    return PretrainError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+
+
+def _device_of(local_rank: int, local_world_size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    # One visible GPU may be a launcher that gives each task its own (srun --gpus-per-task=1); whether it is the same
+    # one for all can only be told once the processes know each other.
+    if visible == 1:
+        return torch.device("cuda", 0)
+    if local_world_size > visible:
+        raise LaunchError(
+            f"{local_world_size} processes were started on {socket.gethostname()}, which shows {visible} GPUs. "
+            f"Start at most {visible} processes a node (--nproc-per-node, --ntasks-per-node, mpirun -n)."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _refuse_shared_devices(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    shared = sorted({place for place in everyone if everyone.count(place) > 1})
+    if shared:
+        host, _ = shared[0]
+        ranks = [rank for rank, place in enumerate(everyone) if place == shared[0]]
+        raise LaunchError(
+            f"ranks {ranks} share one GPU on {host}: more processes than GPUs. Start one process a GPU, or make more "
+            "GPUs visible (CUDA_VISIBLE_DEVICES, --gpus-per-task)."
+        )

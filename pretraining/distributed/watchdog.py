@@ -1,0 +1,325 @@
+"""Ends a job that hangs, and says where.
+
+    main thread --Pulse--> watchdog, a thread that looks now and then --Heartbeats--> watchdogs of the other processes
+
+Progress is whatever the main thread gets done (a step, a batch of an evaluation), bytes that the process reads or
+writes, and until the first step, when files are indexed and models compiled, time that it computes. A process in which
+nothing has made progress for the timeout asks how the others are: one that does get on with something is waited for, as
+the one that writes a long checkpoint. Where nobody does, each process prints its stacks and which processes stand out,
+because they are not alive or do something else than the rest, and ends with `EXIT_HUNG`. The launcher ends what is
+left: a process that is stopped, or stuck in the kernel, cannot end itself.
+
+A watchdog is a Python thread: it does not see a hang of this process alone that holds Python's lock. The others do.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from pretraining.config.guards import GuardConfig
+from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, Processes
+from pretraining.distributed.torch_private import store_of_job
+
+EXIT_HUNG = 124
+"""What timeout(1) returns for a program that took too long."""
+LONGEST_PERIOD_SECONDS = 10.0
+LOOKS_OF_A_TIMEOUT = 20
+MOVED_BYTES = 1 << 20
+"""A process that moves as much between two looks gets on with something; heartbeats and logs are less."""
+COMPUTING_SHARE = 0.1
+"""A process that computes for so much of the time, by itself or in processes of its own, gets on with something."""
+MOST_NAMED = 16
+STDERR = 2
+
+
+def collective_timeout(guard: GuardConfig) -> timedelta:
+    """After which processes that wait for others give up; later than the watchdog, which can say more."""
+    longest = max(guard.hang_timeout.amount, guard.first_step_timeout.amount)
+    return max(COLLECTIVE_TIMEOUT, timedelta(seconds=longest) + timedelta(minutes=10))
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What is known of a hang.
+
+    Attributes:
+        seconds: without progress.
+        others: the newest signs of life; None where nobody could be asked.
+        silent: the ranks that gave none for half the timeout.
+    """
+
+    seconds: float
+    others: dict[int, Heartbeat] | None
+    silent: list[int]
+
+
+class Vigil:
+    """Counts the time without progress and decides when it is a hang.
+
+    Args:
+        world_size: number of processes.
+        ask: the newest signs of life of the other processes; None where the store does not answer.
+    """
+
+    def __init__(self, world_size: int, ask: Callable[[], dict[int, Heartbeat] | None]) -> None:
+        self._world_size = world_size
+        self._ask = ask
+        self._progress: int | None = None
+        self._seconds = 0.0
+        self._earlier: dict[int, Heartbeat] | None = None
+
+    def look(self, seconds: float, progress: int, timeout: float) -> Hang | None:
+        """Note how this process is; returns what is wrong if the job hangs.
+
+        Args:
+            seconds: since the last look.
+            progress: of this process.
+            timeout: seconds without progress that are a hang; 0 = none are.
+        """
+        self._seconds += seconds
+        if progress != self._progress or not timeout:
+            self._progress, self._seconds, self._earlier = progress, 0.0, None
+            return None
+        if self._world_size == 1:
+            return Hang(self._seconds, {}, []) if self._seconds >= timeout else None
+        if self._seconds >= timeout / 2 and self._earlier is None:
+            self._earlier = self._ask()
+        if self._seconds < timeout:
+            return None
+        earlier, now = self._earlier, self._ask()
+        if earlier is None or now is None:
+            return Hang(self._seconds, None, [])
+        if any(rank not in earlier or beat.progress != earlier[rank].progress for rank, beat in now.items()):
+            self._seconds, self._earlier = timeout / 2, now  # somebody gets on: wait for them, half a timeout at a time
+            return None
+        silent = [rank for rank, beat in now.items() if beat.count == earlier[rank].count]
+        return Hang(self._seconds, now, silent)
+
+
+class Watchdog:
+    """Watches over this process as a context.
+
+    Args:
+        guard: the timeouts.
+        processes: this process among the others, and what it is doing.
+        end: ends the process.
+    """
+
+    def __init__(self, guard: GuardConfig, processes: Processes, end: Callable[[int], object] = os._exit) -> None:
+        self._processes = processes
+        self._end = end
+        self._timeout = float(guard.hang_timeout.amount)
+        self._first_timeout = float(guard.first_step_timeout.amount)
+        timeouts = [seconds for seconds in (self._timeout, self._first_timeout) if seconds]
+        self._period = min([LONGEST_PERIOD_SECONDS, *(seconds / LOOKS_OF_A_TIMEOUT for seconds in timeouts)])
+        self._is_on = bool(timeouts)
+        self._stopped, self._ending = threading.Event(), threading.Event()
+        self._heartbeats: Heartbeats | None = None
+        self._threads: list[threading.Thread] = []
+        self._progress = self._beats = self._bytes = 0
+        self._computed = 0.0
+
+    def __enter__(self) -> Watchdog:
+        if self._is_on:
+            self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+            if self._processes.world_size > 1:
+                self._heartbeats = Heartbeats(self._processes.rank, self._processes.world_size)
+                self._threads.append(threading.Thread(target=self._tell, name="heartbeat", daemon=True))
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._ending.is_set():
+            threading.Event().wait()  # the main thread lost a process that has ended already: this one is about to, too
+        self._stopped.set()
+        for thread in self._threads:  # before the store goes that they talk to
+            thread.join(PATIENCE_SECONDS)  # one that it blocks is left behind
+
+    def _watch(self) -> None:
+        vigil = Vigil(self._processes.world_size, self._ask)
+        before = time.monotonic()
+        while not self._stopped.wait(self._period):
+            now = time.monotonic()
+            # A process that was stopped as a whole, and goes on, did not hang meanwhile.
+            seconds, before = min(now - before, 2 * self._period), now
+            timeout = self._timeout if self._processes.pulse.warm else self._first_timeout
+            hang = vigil.look(seconds, self._measure_progress(seconds), timeout)
+            if hang is not None and not self._stopped.is_set():
+                self._end_process(hang)
+
+    def _tell(self) -> None:
+        """Give signs of life; a thread of its own, since the store may block it."""
+        assert self._heartbeats is not None
+        while not self._stopped.is_set():
+            pulse = self._processes.pulse
+            try:
+                self._heartbeats.tell(self._progress, pulse.step, pulse.doing)
+            except RuntimeError:  # the store is gone, and with it the process that serves it
+                return
+            self._stopped.wait(self._period)
+
+    def _ask(self) -> dict[int, Heartbeat] | None:
+        assert self._heartbeats is not None
+        return self._heartbeats.of_others()
+
+    def _measure_progress(self, seconds: float) -> int:
+        """A number that has grown if something got done in the seconds since the last look."""
+        pulse, moved, computed = self._processes.pulse, _bytes_moved(), sum(os.times()[:4])
+        beats = pulse.beats
+        got_on = beats != self._beats or moved - self._bytes >= MOVED_BYTES
+        # Later on nothing computes for long that does not beat, but waiting for a GPU may look like it.
+        got_on |= not pulse.warm and computed - self._computed >= COMPUTING_SHARE * seconds
+        self._progress += got_on
+        self._beats, self._bytes, self._computed = beats, moved, computed
+        return self._progress
+
+    def _end_process(self, hang: Hang) -> None:
+        self._ending.set()
+        # Past Python's buffers, whose locks the thread that hangs may hold.
+        faulthandler.dump_traceback(STDERR, all_threads=True)
+        os.write(STDERR, f"{describe(hang, self._processes)}\n".encode())
+        # When this process ends, the main threads of the others fail, too; they are about to say where they stand.
+        time.sleep(min(3 * self._period, hang.seconds))
+        self._end(EXIT_HUNG)
+
+
+def describe(hang: Hang, processes: Processes) -> str:
+    """Say what is known of a hang, in the words of an error."""
+    pulse = processes.pulse
+    lines = [
+        f"error: rank {processes.rank}: the job hangs: nothing has made progress for {hang.seconds:.0f} s. This "
+        f"process is {_place(pulse.step, pulse.doing)}; its stacks stand above."
+    ]
+    if hang.others is None:
+        lines.append("  The other processes cannot be asked: the one that answers for all, with rank 0, does not.")
+    elif processes.world_size > 1:
+        lines += _those_that_stand_out(hang, processes)
+    lines.append(
+        "  The same command goes on from the newest checkpoint; where the machine is at fault, without it. "
+        "--hang_timeout and --first_step_timeout say how long is waited."
+    )
+    return "\n".join(lines)
+
+
+def _those_that_stand_out(hang: Hang, processes: Processes) -> list[str]:
+    """The processes that are not alive, or are not where most are."""
+    others = hang.others or {}
+    lines = []
+    for rank in sorted(set(range(processes.world_size)) - {processes.rank}):
+        if rank not in others:
+            lines.append(f"  rank {rank} was never heard from")
+        elif rank in hang.silent:
+            place = _place(others[rank].step, others[rank].doing)
+            lines.append(f"  rank {rank} on {others[rank].host} is not heard from any more; it was {place}")
+    places = {rank: _place(beat.step, beat.doing) for rank, beat in others.items() if rank not in hang.silent}
+    places[processes.rank] = _place(processes.pulse.step, processes.pulse.doing)
+    usual, holding = Counter(places.values()).most_common(1)[0]
+    odd = [rank for rank, place in places.items() if place != usual or 2 * holding <= len(places)]
+    lines += [f"  rank {rank} is {places[rank]}" for rank in sorted(odd)]
+    if not lines:
+        lines = [f"  all processes are alive, and {usual}"]
+    return lines if len(lines) <= MOST_NAMED else [*lines[:MOST_NAMED], f"  and {len(lines) - MOST_NAMED} more"]
+
+
+def _place(step: int, doing: str) -> str:
+    words = {"data": "waiting for data", "evaluation": "evaluating", "checkpoint": "saving a checkpoint"}
+    return f"{words.get(doing, doing)} after step {step}"
+
+
+def _bytes_moved() -> int:
+    """Bytes that this process has read and written so far; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    counted = ("rchar", "wchar", "read_bytes", "write_bytes")
+    return sum(int(value) for name, _, value in (line.partition(":") for line in lines) if name in counted)
+
+
+# TODO(merge): was pretraining.distributed.watchdog
+# How each process of a job is, told to all others through the key-value store that they met in.
+#
+# The store is served by one process, or by torchrun. Where that one does not answer, an operation may block for good,
+# so
+# `Heartbeats.of_others` asks in a thread and gives up on it.
+
+PATIENCE_SECONDS = 5.0
+"""How long an answer of the store is waited for."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A sign of life.
+
+    Attributes:
+        count: how many there were: one that does not grow is of a process that is not alive.
+        progress: grows with everything that the main thread gets done.
+        step: steps that the run has done.
+        doing: as in `Pulse`.
+        host: machine.
+    """
+
+    count: int
+    progress: int
+    step: int
+    doing: str
+    host: str
+
+
+class Heartbeats:
+    """This process's side of the exchange; a collective call to make.
+
+    Args:
+        rank: of this process.
+        world_size: number of processes.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._host = socket.gethostname()
+        self._count = 0
+        self._telling, self._asking = (_connect() for _ in range(2))
+
+    def tell(self, progress: int, step: int, doing: str) -> None:
+        """Give a sign of life; may block where the store does not answer."""
+        self._count += 1
+        beat = Heartbeat(self._count, progress, step, doing, self._host)
+        self._telling.set(str(self._rank), json.dumps(asdict(beat)))
+
+    def of_others(self) -> dict[int, Heartbeat] | None:
+        """The newest sign of life of every other process that gave one; None where the store does not answer."""
+        answers: list[dict[int, Heartbeat]] = []
+        asking = threading.Thread(target=lambda: answers.append(self._ask()), name="heartbeats", daemon=True)
+        asking.start()
+        asking.join(PATIENCE_SECONDS)
+        return answers[0] if answers else None
+
+    def _ask(self) -> dict[int, Heartbeat]:
+        known = [rank for rank in range(self._world_size) if rank != self._rank]
+        if not self._asking.check([str(rank) for rank in known]):  # one question for all, unless somebody is missing
+            known = [rank for rank in known if self._asking.check([str(rank)])]
+        found = self._asking.multi_get([str(rank) for rank in known])
+        return {rank: Heartbeat(**json.loads(beat)) for rank, beat in zip(known, found, strict=True)}
+
+
+def _connect() -> dist.Store:
+    store = store_of_job("heartbeats")
+    store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+    return store

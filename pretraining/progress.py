@@ -1,0 +1,383 @@
+"""Lengths and intervals of a run in one type: steps, tokens, epochs or seconds.
+
+A flag's text becomes a `Duration` (`Duration.parse`). A length is turned into steps once, as soon as the tokens of a
+step are known (`Duration.to_steps`). An interval is asked at every step whether a multiple of it was crossed
+(`is_due`): the answer depends on where the run stands, never on when the last event was, so intervals do not drift and
+a resumed run keeps their rhythm.
+
+All arithmetic is exact: an amount counts as the decimal number that was written, not as the nearest binary fraction.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Protocol
+
+from pretraining.errors import ConfigError
+
+UNITS = ("steps", "tokens", "epochs", "seconds")
+
+MULTIPLIERS = {"K": 10**3, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+# How a unit may be written, and how many of the canonical unit it is. "m" is left out: it could mean a minute or a
+# million.
+_WRITTEN_UNITS = {
+    **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
+    **dict.fromkeys(("tok", "token", "tokens"), ("tokens", 1)),
+    **dict.fromkeys(("ep", "epoch", "epochs"), ("epochs", 1)),
+    **dict.fromkeys(("s", "sec", "second", "seconds"), ("seconds", 1)),
+    **dict.fromkeys(("min", "minute", "minutes"), ("seconds", 60)),
+    **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600)),
+}
+
+# More than any run could mean, and small enough that a slip such as 1e999999999 cannot fill the memory.
+LARGEST_AMOUNT = 10**18
+_NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
+_NUMBER_AND_UNIT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s]*)", re.ASCII)
+_TIME = rf"\s*{_NUMBER}\s*[a-zA-Z]+\s*"
+_TIMES_IN_A_ROW = re.compile(f"(?:{_TIME}){{2,3}}", re.ASCII)
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Return the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None where it is none."""
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*", text, re.ASCII)
+    return Fraction(match[1].replace("_", "")) if match else None
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An amount of training or of time.
+
+    Attributes:
+        amount: how many, from 0 to 10^18; a whole number of steps or tokens, any number of epochs or seconds.
+        unit: "steps", "tokens", "epochs" or "seconds".
+
+    Raises:
+        ConfigError: the unit is unknown, or the amount is not one of it.
+    """
+
+    amount: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can have, and keep steps and tokens as integers of any size."""
+        if self.unit not in UNITS:
+            raise ConfigError(f"{self.unit!r} is no unit of a duration: use one of {', '.join(UNITS)}")
+        if not 0 <= self.amount <= LARGEST_AMOUNT:  # false for nan, too
+            raise ConfigError(f"{self.amount} {self.unit} are no duration: give from 0 to 10^18")
+        if self.unit in ("steps", "tokens"):
+            if self.amount != int(self.amount):
+                raise ConfigError(f"{self.unit} come whole, not as {self.amount}")
+            object.__setattr__(self, "amount", int(self.amount))
+
+    @classmethod
+    def parse(cls, text: str | int) -> Duration:
+        """Read a duration as users write it.
+
+        Args:
+            text: `1000` (steps), `5_000_000tok`, `5Btok` (multipliers k K M B T), `2ep`, `90s`, `30min`, `2h` or
+                `23h30min`.
+
+        Raises:
+            ConfigError: the text is none of these.
+        """
+        parts = [_read_part(part) for part in _parts(str(text))]
+        units = {name for _, name in parts}
+        if None in units or (len(parts) > 1 and units != {"seconds"}):
+            raise ConfigError(
+                f"{str(text)!r} is no duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
+                "2ep (epochs), 90s, 30min, 2h or 23h30min"
+            )
+        exact = sum((amount for amount, _ in parts), Fraction(0))
+        name = str(parts[0][1])
+        if not 0 <= exact <= LARGEST_AMOUNT:
+            raise ConfigError(f"{str(text)!r} is no duration: give from 0 to 10^18 {name}")
+        return cls(int(exact) if exact.denominator == 1 else float(exact), name)
+
+    def __str__(self) -> str:
+        """Return the canonical text, which `parse` reads back to an equal duration."""
+        if self.unit == "steps":
+            return str(self.amount)
+        if self.unit == "epochs":
+            return f"{_decimal(self.amount)}ep"
+        if self.unit == "seconds":
+            if self.amount == 0 or self.amount % 60 != 0:
+                return f"{_decimal(self.amount)}s"
+            hours, minutes = divmod(int(self.amount) // 60, 60)
+            return (f"{hours}h" if hours else "") + (f"{minutes}min" if minutes else "")
+        for suffix, multiplier in reversed(MULTIPLIERS.items()):
+            if self.amount and self.amount % multiplier == 0:
+                return f"{int(self.amount) // multiplier}{suffix}tok"
+        return f"{self.amount}tok"
+
+    def to_steps(self, pace: int | Pace, training_tokens: int | None) -> int:
+        """Return the number of optimizer steps that first reach this length.
+
+        Args:
+            pace: tokens a step, global_batch_size x seq_length; a `Pace` where they changed on the way.
+            training_tokens: tokens of one pass over the listed datasets; None for data without an end.
+
+        Raises:
+            ConfigError: epochs without `training_tokens`, or seconds, which are no amount of training.
+        """
+        if self.unit == "steps":
+            return int(self.amount)
+        if self.unit == "seconds":
+            raise ConfigError(f"{self} is a time: this length needs steps (1000), tokens (5Btok) or epochs (2ep)")
+        pace = pace if isinstance(pace, Pace) else Pace.steady(pace)
+        return pace.steps_to(self._in_tokens(training_tokens))
+
+    def _in_tokens(self, training_tokens: int | None) -> Fraction:
+        """Return the exact number of tokens of a duration in tokens or epochs."""
+        if self.unit == "tokens":
+            return Fraction(int(self.amount))
+        if training_tokens is None:
+            raise ConfigError(
+                f"{self} counts passes over a dataset, and this run has none: give steps (1000) or tokens (5Btok)"
+            )
+        return _as_written(self.amount) * training_tokens
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many tokens a run has seen at which step, where the tokens of a step may have changed on the way.
+
+    Attributes:
+        stretches: (first step, tokens seen before it, tokens a step), in order. The first begins at step 0 with no
+            tokens seen, each other one where the one before ends; the last has no end.
+    """
+
+    stretches: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def steady(cls, tokens_per_step: int) -> Pace:
+        """The pace of a run whose steps all have as many tokens."""
+        return cls(((0, 0, tokens_per_step),))
+
+    @property
+    def first(self) -> Pace:
+        """The pace that the run began with."""
+        return Pace(self.stretches[:1])
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step now."""
+        return self.stretches[-1][2]
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens seen once so many steps are done."""
+        first_step, tokens, tokens_per_step = max(stretch for stretch in self.stretches if stretch[0] <= step)
+        return tokens + (step - first_step) * tokens_per_step
+
+    def steps_to(self, tokens: Fraction) -> int:
+        """The fewest steps that reach a number of tokens."""
+        # The last of the stretches that begin with fewer reaches them.
+        begun = [stretch for stretch in self.stretches if stretch[1] < tokens] or [self.stretches[0]]
+        first_step, before, tokens_per_step = begun[-1]
+        return first_step + math.ceil((tokens - before) / tokens_per_step)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        steps: optimizer steps taken.
+        tokens: tokens seen.
+        seconds: time trained, on the clock that decides for all ranks.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float = 0.0
+
+
+def is_due(every: Duration, before: Progress, after: Progress, training_tokens: int | None = None) -> bool:
+    """Return whether a multiple of an interval lies in (before, after].
+
+    Args:
+        every: the interval; an amount of 0 means never.
+        before: where the run stood ahead of the last step.
+        after: where it stands now.
+        training_tokens: tokens of one pass over the datasets, needed for epochs.
+
+    Raises:
+        ConfigError: an interval in epochs without `training_tokens`.
+    """
+    if every.amount == 0:
+        return False
+    if every.unit == "steps":
+        return after.steps // every.amount > before.steps // every.amount
+    if every.unit == "seconds":
+        return after.seconds // every.amount > before.seconds // every.amount
+    interval = every._in_tokens(training_tokens)
+    if interval == 0:  # epochs of an empty dataset
+        return False
+    return after.tokens // interval > before.tokens // interval
+
+
+def resolve_warmup_steps(warmup: Duration | None, length: Duration, pace: Pace, training_tokens: int | None) -> int:
+    """Return the steps of the linear warm-up.
+
+    Args:
+        warmup: as configured; None means a twentieth of the run, at most 2000 steps. Where the batch changed, that of
+            the run as it began: the warm-up is over by then, or goes on as it was.
+        length: of the whole run.
+        pace: tokens of the run's steps.
+        training_tokens: tokens of one pass over the datasets, needed for epochs.
+
+    Raises:
+        ConfigError: the warm-up is longer than the run, or is in epochs without `training_tokens`.
+    """
+    num_steps = length.to_steps(pace, training_tokens)
+    if warmup is None:
+        return min(length.to_steps(pace.first, training_tokens) // 20, 2000, num_steps)
+    steps = warmup.to_steps(pace, training_tokens)
+    if steps > num_steps:
+        raise ConfigError(
+            f"--warmup_steps={warmup} is {steps} steps of {pace.tokens_per_step} tokens, more than the {num_steps} of "
+            "the run: shorten it or lengthen --num_steps"
+        )
+    return steps
+
+
+def _parts(text: str) -> list[str]:
+    """Return the times that are written in a row ("23h30min"), or the text itself."""
+    return re.findall(_TIME, text, re.ASCII) if _TIMES_IN_A_ROW.fullmatch(text) else [text]
+
+
+def _read_part(text: str) -> tuple[Fraction, str | None]:
+    """Return an exact amount and its canonical unit; None in place of the unit where the text is neither."""
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    unit = _read_unit("".join(match[2].split())) if match else None
+    if match is None or unit is None:
+        return Fraction(0), None
+    multiplier, name = unit
+    return Fraction(match[1].replace("_", "")) * multiplier, name
+
+
+def _read_unit(text: str) -> tuple[int, str] | None:
+    """Return what one of a written unit is: "min" 60 seconds, "Mtok" a million tokens, "M" a million steps."""
+    if text.lower() in _WRITTEN_UNITS:
+        name, factor = _WRITTEN_UNITS[text.lower()]
+        return factor, name
+    if text[0] in MULTIPLIERS and text[1:].lower() in _WRITTEN_UNITS:
+        name, factor = _WRITTEN_UNITS[text[1:].lower()]
+        return MULTIPLIERS[text[0]] * factor, name
+    return None
+
+
+def _as_written(amount: float) -> Fraction:
+    """Return the decimal that a float prints as: 0.1 is a tenth, not 0.1000000000000000055."""
+    return Fraction(repr(amount))
+
+
+def _decimal(amount: float) -> str:
+    """Print a number in the shortest form that reads back equal."""
+    return str(int(amount)) if amount == int(amount) else repr(amount)
+
+
+# TODO(merge): was pretraining.progress
+# What observers, evaluators and checkpoints share: the state of a run, and the question whether it is time to act.
+
+
+class RunState(Protocol):
+    """How far a run is."""
+
+    @property
+    def before(self) -> Progress:
+        """Progress before the last step."""
+
+    @property
+    def progress(self) -> Progress:
+        """Progress after the last step."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the whole run is done."""
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this invocation is to end now, done or not."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this invocation is done."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often something happens.
+
+    Attributes:
+        every: the interval; an amount of 0 means never.
+        training_tokens: tokens of one pass over the datasets, for intervals in epochs.
+    """
+
+    every: Duration
+    training_tokens: int | None
+
+    def is_due(self, state: RunState) -> bool:
+        """Whether the last step crossed a multiple of the interval."""
+        return is_due(self.every, state.before, state.progress, self.training_tokens)
+
+
+# TODO(merge): was pretraining.progress
+# How far a run is.
+
+
+@dataclass
+class TrainState:
+    """Counts of a run; the same on every rank at every step.
+
+    Attributes:
+        total_steps: length of the run.
+        stop_step: where this invocation ends, at most `total_steps`.
+        tokens_per_step: tokens that a step adds.
+        progress, before: now, and before the last step.
+        stop: the request, agreed by all ranks, to end ahead of `stop_step`; 0 = none (train/preemption.py).
+    """
+
+    total_steps: int
+    stop_step: int
+    tokens_per_step: int
+    progress: Progress
+    before: Progress = field(init=False)
+    stop: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Nothing has been stepped yet."""
+        self.before = self.progress
+
+    @property
+    def step(self) -> int:
+        """Updates done, skipped ones included."""
+        return self.progress.steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether the whole run is done."""
+        return self.step >= self.total_steps
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this invocation is to end now, done or not."""
+        return self.stop != 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this invocation is done."""
+        return self.preempted or self.step >= self.stop_step
+
+    def advance(self, seconds: float, stop: int = 0) -> None:
+        """Count a step; `seconds` is the clock that all ranks agree on, `stop` their request to end."""
+        self.before = self.progress
+        self.progress = Progress(self.step + 1, self.progress.tokens + self.tokens_per_step, seconds)
+        self.heed(stop)
+
+    def heed(self, stop: int) -> None:
+        """Take note of an agreed request to end; 0 changes nothing, and a second one does not change the reason."""
+        self.stop = self.stop or stop

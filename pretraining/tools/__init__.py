@@ -1,0 +1,1 @@
+"""Commands beside training: nothing that trains imports them."""

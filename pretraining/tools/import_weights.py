@@ -1,0 +1,72 @@
+"""A run made of a Hugging Face Llama: `pretrain import`.
+
+    config.json, safetensors -> checked, a tensor at a time to float32 -> <run>/checkpoints/step_0_ckp
+
+The checkpoint holds weights alone. Training that finds it begins with them at step 0; `pretrain train
+--ckpt_load_path=<the folder>` does the same without this step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pretraining.checkpoint.hf_import import HuggingFaceFolder, open_folder, weights_manifest
+from pretraining.checkpoint.listing import MANIFEST, checkpoint_path, committed_checkpoints
+from pretraining.config.commands import ImportConfig
+from pretraining.config.recipes import dump_config
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_settings, parameter_count
+from pretraining.data.tokenizer import TOKENIZER_FILE
+from pretraining.errors import CheckpointError
+from pretraining.files import write_json, written_aside
+from pretraining.model.hf import parameter_shapes
+from pretraining.tools.export import bytes_of, plan_files, write_weights
+
+FILE_BYTES = 2**30
+
+
+def import_weights(config: ImportConfig, note: Callable[[str], None] = print) -> None:
+    """Make a run's first checkpoint of the weights in a folder.
+
+    Args:
+        config: where from and where to.
+        note: told what was made.
+
+    Raises:
+        CheckpointError: the folder holds no Llama that can be trained here, the run has checkpoints already, or it
+            cannot be written.
+    """
+    run = Path(config.ckpt_save_path)
+    if committed_checkpoints(run):
+        raise CheckpointError(
+            f"--ckpt_save_path={run} holds checkpoints already: training would go on from those. Give another folder"
+        )
+    source = open_folder(Path(config.input_path))
+    folder = checkpoint_path(run, 0)
+    kinds = {name: (torch.float32, tuple(size)) for name, size in parameter_shapes(source.shape).items()}
+    planned = plan_files(kinds, FILE_BYTES)
+    with written_aside(folder, "--ckpt_save_path", sum(bytes_of(*kind) for kind in kinds.values())) as temporary:
+        files = {
+            name: write_weights(temporary / name, content, (source.weights.read(each).float() for each in content))
+            for name, content in planned.items()
+        }
+        write_json(temporary / MANIFEST, weights_manifest(source.shape, files, _settings(source, run)).document())
+    note(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
+    note(f"  train      pretrain train --ckpt_save_path={run} --data_path=…")
+
+
+def _settings(source: HuggingFaceFolder, run: Path) -> str:
+    """What is known of the run's settings: its model, and the tokenizer where the folder has one."""
+    config = TrainConfig(model=model_settings(source.shape))
+    tokenizer = str(source.path.resolve()) if (source.path / TOKENIZER_FILE).is_file() else None
+    return dump_config(
+        replace(
+            config,
+            data=replace(config.data, tokenizer_path=tokenizer),
+            checkpoint=replace(config.checkpoint, ckpt_save_path=str(run)),
+        )
+    )

@@ -1,0 +1,440 @@
+"""What a step trains on, without training: `pretrain inspect`.
+
+    settings, state of a checkpoint -> the loader that training would open -> slots of a step -> spans of documents
+
+Nothing is read ahead and no step before is visited: a step of any number takes the same time. Steps are numbered as
+reports do, from 1: step N is the batch that update N trained on, which the loader, counting from 0, calls N - 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pretraining.config.batch import BatchPlan
+from pretraining.config.commands import InspectConfig, check_inspect_config
+from pretraining.config.training import BatchConfig
+from pretraining.config.variants import resolve_shape
+from pretraining.data.batch_reader import BatchReader, Slots
+from pretraining.data.dataset import OpenedDataset, OpenedDatasets, build_indices, build_loader, open_datasets
+from pretraining.data.sampling.samples import Samples
+from pretraining.data.sampling.token_stream import Spans
+from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.data.storage.index import VIRTUAL_BOS
+from pretraining.data.tokenizer import load_tokenizer
+from pretraining.errors import ConfigError, DataError
+
+
+class Inspector:
+    """Looks into the batches of a run.
+
+    Args:
+        reader: makes the batches.
+        opened: the datasets; None for made-up data.
+        seq_length: S.
+        quarantine: whether a sample that cannot be read is shown as such; otherwise it is an error.
+    """
+
+    def __init__(
+        self, reader: BatchReader, opened: OpenedDatasets | None, seq_length: int, quarantine: bool = False
+    ) -> None:
+        self._reader = reader
+        self._quarantine = quarantine
+        self._datasets = {dataset.files.name: dataset for dataset in opened.datasets} if opened else {}
+        self._seq_length = seq_length
+
+    def step_of_sample(self, sample_id: int) -> int:
+        """The step, from 1, that trains on a sample.
+
+        Raises:
+            ConfigError: none does: it is skipped.
+        """
+        skipped, phases = self._reader.mixture.skipped, self._reader.mixture.phases
+        if not skipped.count(sample_id, sample_id + 1):
+            raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
+        phase = [phase for phase in phases if phase.first_sample <= sample_id][-1]
+        return phase.first_step + skipped.count(phase.first_sample, sample_id) // phase.global_batch_size + 1
+
+    def global_batch_size(self, step: int) -> int:
+        """Slots of a step, from 1: a run's phases may differ."""
+        return self._reader.mixture.global_batch_size(step - 1)
+
+    def slots(
+        self, step: int, share: tuple[int, int] | None = None, sample_id: int | None = None, tokens: bool = False
+    ) -> Iterator[InspectedSlot]:
+        """The slots of a step, in the order in which ranks take them.
+
+        Args:
+            step: from 1.
+            share: slots [begin, end) to show; None = all.
+            sample_id: show only this sample.
+            tokens: whether to read the ids.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        slots = self._reader.slots(step - 1)
+        begin, end = share or (0, len(slots.samples))
+        for slot in range(begin, end):
+            if sample_id is None or slots.samples[slot] == sample_id:
+                yield self._slot(step, slots, slot, tokens)
+
+    def summary(self, first: int, last: int) -> list[DatasetSummary]:
+        """What each dataset gives to steps `first` to `last`, both from 1 and included."""
+        mixture = self._reader.mixture
+        stretches = list(mixture.taken(first - 1, last))
+        samples = sum(end - begin for stretch in stretches for begin, end in stretch.values())
+        asked, before, after = (
+            self._asked(first, last),
+            mixture.counts_before_step(first - 1),
+            mixture.counts_before_step(last),
+        )
+        return [
+            self._summary(
+                source,
+                [stretch[source.name] for stretch in stretches if source.name in stretch],
+                (before[source.name], after[source.name]),
+                asked[source.name] / samples,
+                samples,
+            )
+            for source in self._reader.sources
+        ]
+
+    def _slot(self, step: int, slots: Slots, slot: int, tokens: bool) -> InspectedSlot:
+        source = self._reader.sources[int(slots.datasets[slot])]
+        spans = source.spans(slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1])
+        ids = problem = None
+        if tokens:
+            row = np.empty((1, self._seq_length + 1), dtype=np.int32)
+            try:
+                source.read(spans, row, np.zeros(1, dtype=np.int64))
+                ids = tuple(row[0, : spans.row_tokens[0]].tolist())
+            except DataError as error:
+                if not self._quarantine:
+                    raise
+                problem = str(error)
+        dataset = self._datasets.get(source.name)
+        places = tuple(_places(dataset, spans)) if dataset else ()
+        return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids, problem)
+
+    def _asked(self, first: int, last: int) -> dict[str, float]:
+        """Samples of steps `first` to `last` that each dataset should give by its weights."""
+        mixture = self._reader.mixture
+        asked = dict.fromkeys(mixture.names, 0.0)
+        ends = [phase.first_step for phase in mixture.phases[1:]] + [last]
+        for phase, end in zip(mixture.phases, ends, strict=True):
+            steps = max(0, min(last, end) - max(first - 1, phase.first_step))
+            total = sum(phase.weights.values())
+            for name in mixture.names:
+                asked[name] += steps * phase.global_batch_size * phase.weights.get(name, 0) / total
+        return asked
+
+    def _summary(
+        self,
+        source: Samples,
+        stretches: Sequence[tuple[int, int]],
+        counts: tuple[int, int],
+        asked: float,
+        all_samples: int,
+    ) -> DatasetSummary:
+        """What samples `stretches` of a dataset are, of which it has given or skipped `counts` before and after."""
+        samples = sum(end - begin for begin, end in stretches)
+        dataset = self._datasets.get(source.name)
+        documents = padding = counted = 0
+        for begin, end in stretches if dataset else ():
+            end = min(end, begin + SAMPLES_COUNTED - counted)
+            spans = source.spans(*source.samples(begin, end))
+            documents += self._documents_begun(spans, packed=dataset is not None and dataset.counts is not None)
+            padding += (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
+            counted += end - begin
+        passes = None
+        if dataset:
+            pass_tokens = dataset.pass_tokens("train")
+            passes = (counts[0] * self._seq_length / pass_tokens, counts[1] * self._seq_length / pass_tokens)
+        return DatasetSummary(
+            dataset=source.name,
+            asked=asked,
+            realised=samples / all_samples,
+            samples=samples,
+            tokens=samples * self._seq_length,
+            padding_tokens=padding * samples // max(counted, 1),
+            fill=1 - padding / max(counted * self._seq_length, 1) if samples else None,
+            documents=documents * samples // max(counted, 1),
+            documents_are_exact=counted == samples or not dataset,
+            passes=passes,
+        )
+
+    def _documents_begun(self, spans: Spans, packed: bool) -> int:
+        """How many documents begin in samples; where streamed, one in the last token counts for the next sample."""
+        begun = spans.starts == 0
+        if not packed:
+            begun &= spans.places(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
+        return int(np.count_nonzero(begun))
+
+
+def inspect(
+    config: InspectConfig,
+    state: Mapping[str, Any] | None = None,
+    restored_batch: int | None = None,
+    show: Callable[[str], None] = print,
+    note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> None:
+    """Show what steps of a run train on.
+
+    Args:
+        config: the run, and what to show.
+        state: position in the data of the checkpoint that the run goes on from, if any.
+        restored_batch: its global batch size.
+        show: prints a line of the answer.
+        note: prints what is no part of the answer.
+
+    Raises:
+        ConfigError: the settings contradict each other.
+        DataError: the data cannot be read, or is not in the order that the checkpoint was trained in.
+    """
+    check_inspect_config(config)
+    asked = config.inspect
+    ranks = asked.world_size or 1
+    size = _global_batch_size(config.batch, ranks, restored_batch)
+    if asked.world_size is None and config.batch.global_batch_size is None and restored_batch is None:
+        note(f"A step is {size} sequences, as on one GPU: give --world_size or --global_batch_size if it is not.")
+    opened = None
+    if not config.data.use_dummy_dataset:
+        listing = list_datasets(config.data)
+        build_indices(listing, config.data, say=note)
+        opened = open_datasets(listing, config.data)
+    loader = build_loader(
+        opened, config.data, _plan_of(size, ranks), 0, config.run.seed, resolve_shape(config.model).vocab_size
+    )
+    if state is not None:
+        loader.load_state_dict(state)  # refuses another order
+    inspector = Inspector(
+        loader.reader, opened, config.data.seq_length, quarantine=config.data.bad_documents == "quarantine"
+    )
+    if asked.steps is not None:
+        first, last = asked.step_range
+        summaries = inspector.summary(first, last)
+        for line in (
+            [json.dumps({"first_step": first, "last_step": last, **asdict(each)}) for each in summaries]
+            if asked.json
+            else describe_summaries(first, last, config.data.seq_length, summaries)
+        ):
+            show(line)
+        return
+    _show_slots(config, inspector, ranks, show)
+
+
+def _show_slots(config: InspectConfig, inspector: Inspector, ranks: int, show: Callable[[str], None]) -> None:
+    asked = config.inspect
+    step = asked.step
+    if asked.sample_id is not None:
+        sample_step = inspector.step_of_sample(asked.sample_id)
+        if step is not None and step != sample_step:
+            raise ConfigError(f"--sample_id={asked.sample_id} is in step {sample_step}, not in --step={step}")
+        step = sample_step
+    assert step is not None  # check_inspect_config asks for one of them
+    size = inspector.global_batch_size(step)
+    share = _plan_of(size, ranks).share(asked.rank) if asked.rank is not None else None
+    decode = None
+    if asked.tokens and not asked.json and config.data.tokenizer_path is not None:
+        decode = load_tokenizer(config.data.tokenizer_path).decode
+    if not asked.json:
+        place = f"rank {asked.rank} of {ranks}" if asked.rank is not None else "all ranks"
+        show(f"step {step}, {place}: the global batch has {size} slots of {config.data.seq_length} tokens and one more")
+    shown = 0
+    for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
+        shown += 1
+        for line in [json.dumps(slot.document())] if asked.json else slot.describe(decode):
+            show(line)
+    if asked.sample_id is not None and not shown:
+        raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
+
+
+def _plan_of(size: int, ranks: int) -> BatchPlan:
+    """How ranks share a global batch; micro-batches do not change which slots they take."""
+    return BatchPlan(size, -(-size // ranks), 1, ranks)
+
+
+def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> int:
+    """Sequences a step; the order of precedence is that of `plan_batch`."""
+    if batch.global_batch_size is not None:
+        return batch.global_batch_size
+    return restored or batch.batch_size * (batch.grad_accum_steps or 1) * ranks
+
+
+def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
+    """Where the pieces of a sample are on disk."""
+    files = dataset.index.files_of(spans.documents)
+    rows = spans.documents - dataset.index.first_documents[files]
+    documents = dataset.index.documents[spans.documents]
+    has_bos = (documents["flags"] & VIRTUAL_BOS) != 0
+    ends = spans.starts + spans.lengths >= documents["tokens"].astype(np.int64) + has_bos
+    columns = (column.tolist() for column in (files, rows, spans.starts, spans.lengths, ends))
+    for file, row, start, length, ends_document in zip(*columns, strict=True):
+        yield SpanPlace(dataset.files.path(file), row, start, length, ends_document)
+
+
+# TODO(merge): was pretraining.tools.inspect
+# What `pretrain inspect` finds, and how people and programs are shown it.
+
+SAMPLES_COUNTED = 20_000
+"""Samples of a dataset in which a summary counts documents one by one: a second or two."""
+
+_IDS_SHOWN = 12
+_CHARACTERS_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class SpanPlace:
+    """A piece of a document in a sample.
+
+    Attributes:
+        file: absolute path.
+        row: of the document in the file.
+        start: first token of the piece within the document as it is trained on: the token that `bos_token` puts in
+            front counts, those that `strip_tokens` removes do not.
+        length: tokens of the piece, with the separator that `sep_token` puts behind the document if it reaches there.
+        ends_document: whether the piece goes to the document's end.
+    """
+
+    file: str
+    row: int
+    start: int
+    length: int
+    ends_document: bool
+
+
+@dataclass(frozen=True)
+class InspectedSlot:
+    """A slot of a global batch.
+
+    Attributes:
+        step: from 1.
+        slot: place in the global batch, which ranks share in contiguous pieces.
+        sample_id: global index of its sample.
+        dataset: that gives it.
+        spans: in order; their lengths add up to S + 1, of which the last token is only ever a label, or to less where
+            documents are packed. None where samples are made up.
+        ids: the tokens of the spans; None where they were not asked for, or cannot be read.
+        problem: why they cannot be read, where that quarantines the sample.
+    """
+
+    step: int
+    slot: int
+    sample_id: int
+    dataset: str
+    spans: tuple[SpanPlace, ...]
+    ids: tuple[int, ...] | None
+    problem: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The JSON object of `--json`, an interface: fields are added, never renamed."""
+        fields = asdict(self)
+        for span in fields["spans"]:
+            del span["ends_document"]
+        for name in ("ids", "problem"):
+            if fields[name] is None:
+                del fields[name]
+        return fields
+
+    def describe(self, decode: Callable[[Sequence[int]], str] | None) -> Iterator[str]:
+        """Lines for people: where each piece is and, where ids are known, the ends of it.
+
+        Args:
+            decode: ids to text; None = show ids.
+        """
+        yield f"slot {self.slot}  sample {self.sample_id}  dataset {self.dataset}"
+        if self.problem is not None:
+            yield f"  quarantined, no labels: {self.problem}"
+        at = 0
+        for span in self.spans:
+            end = ", to its end" if span.ends_document else ""
+            yield f"  {span.file}  row {span.row}  tokens {span.start}-{span.start + span.length - 1}{end}"
+            if self.ids is not None:
+                yield f"    {_content(self.ids[at : at + span.length], decode)}"
+            at += span.length
+        if not self.spans and self.ids is not None:
+            yield f"    {_content(self.ids, decode)}"
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """What a dataset gives to steps A to B.
+
+    Attributes:
+        dataset: name.
+        asked: its weight as a fraction.
+        realised: its fraction of the samples.
+        samples: of it.
+        tokens: of these, S a sample.
+        padding_tokens: how many of them are padding: labels that are ignored, as the documents packed into a sample
+            are shorter than it.
+        fill: the fraction of tokens that are not padding; None where there is no sample.
+        documents: that begin in these samples, once each pass.
+        documents_are_exact: False where documents and padding were counted in the first `SAMPLES_COUNTED` samples and
+            scaled.
+        passes: over the dataset that are done before step A, and after step B; None where it has no end.
+    """
+
+    dataset: str
+    asked: float
+    realised: float
+    samples: int
+    tokens: int
+    padding_tokens: int
+    fill: float | None
+    documents: int
+    documents_are_exact: bool
+    passes: tuple[float, float] | None
+
+
+def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequence[DatasetSummary]) -> list[str]:
+    """A table with a line a dataset, and totals over it."""
+    samples = sum(each.samples for each in summaries)
+    table = [("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")]
+    table += [
+        (
+            each.dataset,
+            f"{each.asked:.4%}",
+            f"{each.realised:.4%}",
+            f"{each.samples:,}",
+            f"{each.tokens:,}",
+            f"{'' if each.documents_are_exact else 'about '}{each.padding_tokens:,}",
+            f"{each.fill:.2%}" if each.fill is not None else "",
+            f"{'' if each.documents_are_exact else 'about '}{each.documents:,}",
+            f"{each.passes[0]:.3f} to {each.passes[1]:.3f}" if each.passes else "",
+        )
+        for each in summaries
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in table
+    ]
+    return [f"steps {first:,} to {last:,}: {samples:,} samples, {samples * seq_length:,} tokens", *lines]
+
+
+def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> str:
+    """Ids, or their text in quotes, the middle of long ones left out."""
+    if decode is not None:
+        text = decode(ids)
+        if len(text) > _CHARACTERS_SHOWN:
+            half = _CHARACTERS_SHOWN // 2
+            return f"{_quoted(text[:half])} … {_quoted(text[-half:])}"
+        return _quoted(text)
+    if len(ids) > _IDS_SHOWN:
+        half = _IDS_SHOWN // 2
+        return f"{' '.join(map(str, ids[:half]))} … {' '.join(map(str, ids[-half:]))}"
+    return " ".join(map(str, ids))
+
+
+def _quoted(text: str) -> str:
+    """On one line, whatever is in it."""
+    return json.dumps(text, ensure_ascii=False)

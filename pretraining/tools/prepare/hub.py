@@ -1,0 +1,204 @@
+"""Hugging Face datasets as pieces, through the `datasets` library (extra `hf`): by name, or a local folder.
+
+A dataset of the Hub and a folder of data files are streamed, a shard (a data file) at a time, so that nothing is
+downloaded before it is encoded and nothing is stored; a folder that `save_to_disk` wrote is read in place, in ranges of
+rows. Either way documents come in the library's order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from pretraining.errors import DataError
+from pretraining.tools.prepare.inputs import fingerprint
+from pretraining.tools.prepare.pieces import Piece
+from pretraining.tools.prepare.tables import ROWS_AT_ONCE, field_type, pieces_of_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+_SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """One split of a dataset.
+
+    Attributes:
+        path: name on the Hub, or a local folder.
+        config: the configuration; None where there is only one.
+        split: its name.
+    """
+
+    path: str
+    config: str | None
+    split: str
+
+    def __str__(self) -> str:
+        config = "" if self.config is None else f", {self.config}"
+        return f"{self.path}{config} ({self.split})"
+
+
+@dataclass(frozen=True)
+class HubShards:
+    """How a split can be cut.
+
+    Attributes:
+        ranges: (begin, end, bytes) of each shard or range of rows, in order; 0 bytes are unknown.
+        fingerprint: hash of what the split is made of: files with their sizes, revision of the Hub.
+    """
+
+    ranges: tuple[tuple[int, int, int], ...]
+    fingerprint: str
+
+
+def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
+    """Find out what a split consists of.
+
+    Args:
+        split: to be read.
+        wanted_bytes: size of a range of rows, where it is rows that are cut.
+
+    Raises:
+        DataError: the library is missing, or there is no such dataset, configuration or split.
+    """
+    _open_split.cache_clear()  # it may have changed since an earlier call in this process
+    opened = _open_split(split)
+    if not _is_streamed(opened):
+        size = sum(Path(file["filename"]).stat().st_size for file in opened.cache_files)
+        rows, ranges = opened.num_rows, max(-(-size // wanted_bytes), 1)
+        cuts = [rows * i // ranges for i in range(ranges + 1)]
+        bounds = tuple((cuts[i], cuts[i + 1], size * (i + 1) // ranges - size * i // ranges) for i in range(ranges))
+        return HubShards(bounds, fingerprint([(opened._fingerprint, rows)]))
+    files = _data_files(split)
+    names, sizes = [name for name, _ in files], [size for _, size in files]
+    shards = opened.num_shards
+    if len(names) != shards:  # archives have more shards than files
+        sizes = [sum(sizes) // shards] * shards
+    return HubShards(tuple((i, i + 1, sizes[i]) for i in range(shards)), fingerprint(files))
+
+
+def column_type_of(split: HubSplit, column: str) -> pa.DataType:
+    """The type of a split's column; null where the split has no rows.
+
+    Raises:
+        DataError: there is no such column, or the split cannot be read.
+    """
+    for table in _tables(split, _open_split(split), column, 1):
+        return table.schema.types[0]
+    return pa.null()
+
+
+def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Piece]:
+    """Read some shards (streamed) or rows (saved to disk) of a split.
+
+    Args:
+        split: to be read.
+        column: that holds the documents.
+        begin: first shard or row.
+        end: the one after the last.
+        size: bytes that they stand for.
+
+    Raises:
+        DataError: they cannot be read, or the column holds neither text nor token ids.
+    """
+    opened = _open_split(split)
+    if not _is_streamed(opened):
+        done = begin
+        for table in _tables(split, opened.select(range(begin, end)), column, ROWS_AT_ONCE):
+            read = size * len(table) // max(end - begin, 1)
+            yield from _pieces(table, column, str(split), done, read)
+            done += len(table)
+        return
+    for shard in range(begin, end):
+        done = 0
+        only = opened.shard(num_shards=opened.num_shards, index=shard)
+        for table in _tables(split, only, column, ROWS_AT_ONCE):
+            yield from _pieces(table, column, f"{split}, shard {shard}", done, 0)
+            done += len(table)
+
+
+def _pieces(table: pa.Table, column: str, place: str, first_row: int, bytes_read: int) -> Iterator[Piece]:
+    for chunk in table.column(0).chunks:
+        yield from pieces_of_rows(chunk, column, place, first_row, bytes_read)
+        first_row, bytes_read = first_row + len(chunk), 0
+
+
+def _tables(split: HubSplit, opened: Dataset | IterableDataset, column: str, rows: int) -> Iterator[pa.Table]:
+    """The column of a split, some rows at a time."""
+    if opened.features is not None:  # else the first rows tell
+        field_type(opened.features.arrow_schema, column, str(split))
+    with_column = opened.select_columns([column]).with_format("arrow")
+    batches = iter(with_column.iter(batch_size=rows))
+    while True:
+        try:
+            table = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:  # whatever a file format's reader or the network raises
+            raise DataError(f"{split} cannot be read: {_first_line(error)}") from error
+        yield table
+
+
+@functools.lru_cache(maxsize=4)
+def _open_split(split: HubSplit) -> Any:
+    """The split: a `Dataset` where it was saved to disk, else a streamed `IterableDataset`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"--hf_dataset={split.path} needs the `datasets` package ({error}): pip install 'pretraining[hf]'"
+        ) from error
+    folder = Path(split.path).expanduser()
+    try:
+        if not any((folder / name).exists() for name in _SAVED_TO_DISK):
+            return datasets.load_dataset(_place(split), split.config, split=split.split, streaming=True)
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library raises errors of many kinds, the Hub's among them
+        raise DataError(
+            f"the dataset {split} cannot be opened: {_first_line(error)}. Look at --hf_dataset (a name on the Hub or a "
+            "folder), --hf_config and --hf_split"
+        ) from error
+    if isinstance(loaded, datasets.Dataset):  # a single split, whatever it was called
+        return loaded
+    if split.split not in loaded:
+        raise DataError(f"{split.path} has no split {split.split!r}, but {', '.join(loaded)}: give --hf_split")
+    return loaded[split.split]
+
+
+def _data_files(split: HubSplit) -> list[tuple[str, int]]:
+    """Names and sizes of the files of a streamed split, in order; a file of the Hub is named with its revision."""
+    import datasets
+    import fsspec
+
+    folder = Path(split.path).expanduser()
+    try:
+        builder = datasets.load_dataset_builder(_place(split), split.config)
+        urls = list((builder.config.data_files or {}).get(split.split, ()))
+        found = []
+        for url in urls:
+            system, path = fsspec.core.url_to_fs(url)
+            name = Path(url).relative_to(folder.absolute()).as_posix() if folder.is_dir() else url
+            found.append((name, int(system.size(path) or 0)))
+    except Exception as error:  # as above
+        raise DataError(f"the files of {split} cannot be listed: {_first_line(error)}") from error
+    return found
+
+
+def _place(split: HubSplit) -> str:
+    folder = Path(split.path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else split.path
+
+
+def _is_streamed(opened: Dataset | IterableDataset) -> bool:
+    return hasattr(opened, "num_shards")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,142 @@
+"""Which files there are to read, and in which order.
+
+    inputs (files, folders, globs) --list_files--> [InputFile]
+
+The order is a function of the inputs and the files' names only, never of the file system's. What is in a file follows
+from its ending: `.jsonl` and `.ndjson` hold a document a line, `.parquet`, `.arrow` and `.feather` a document a row,
+any other file is one document. `.gz` and `.zst` behind the ending of a text are unpacked on the way.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretraining.config.commands import COMPRESSED_ENDINGS
+from pretraining.errors import DataError
+from pretraining.tools.prepare.records import MANIFEST_FILE
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of documents.
+
+    Attributes:
+        path: where it is.
+        name: path below the input that it was found under, with `/`: the same on every machine.
+        size: bytes on disk.
+    """
+
+    path: Path
+    name: str
+    size: int
+
+    @property
+    def compression(self) -> str | None:
+        """`gz`, `zst` or None."""
+        ending = self.name.lower().rpartition(".")[2]
+        return ending if f".{ending}" in COMPRESSED_ENDINGS else None
+
+    @property
+    def kind(self) -> str:
+        """`lines` (a JSON object a line), `parquet`, `arrow`, or `text` (one document)."""
+        name = self.name.lower()
+        if name.endswith(".parquet"):
+            return "parquet"
+        if name.endswith((".arrow", ".feather")):
+            return "arrow"
+        if self.compression is not None:
+            name = name[: -len(self.compression) - 1]
+        return "lines" if name.endswith((".jsonl", ".ndjson")) else "text"
+
+
+def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFile]:
+    """Find the files of some inputs: in the order of the inputs, inside a folder or glob by name, each file once.
+
+    Args:
+        inputs: files, folders (walked to the bottom, following links, passing over hidden names and prepared
+            datasets) and globs.
+        extensions: endings, without the first dot, of the files to take from folders; `.gz` and `.zst` may follow.
+
+    Raises:
+        DataError: an input does not exist, cannot be read, or matches no file.
+    """
+    files: list[InputFile] = []
+    seen: set[tuple[int, int]] = set()
+    for given in inputs:
+        before = len(files)
+        try:
+            found = [(path, name, path.stat()) for path, name in _paths_of(given, extensions)]
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or given} cannot be read: {error.strerror}. Mend it (a broken link? permissions?) or "
+                "give another --input_path"
+            ) from error
+        for path, name, status in found:
+            identity = (status.st_dev, status.st_ino)
+            if not stat.S_ISREG(status.st_mode) or (identity in seen and status.st_ino):
+                continue
+            seen.add(identity)
+            files.append(InputFile(path, name, status.st_size))
+        if len(files) == before:
+            endings = ", ".join(f".{extension}" for extension in extensions)
+            raise DataError(
+                f"{given} holds no text that is not listed already. Folders are searched for {endings}; --extensions "
+                "changes that"
+            )
+    return files
+
+
+def fingerprint(names_and_sizes: Sequence[tuple[str, int]]) -> str:
+    """A hash of names, sizes and order: what an input is recognised by without reading it."""
+    listing = "".join(f"{name}\0{size}\n" for name, size in names_and_sizes)
+    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _paths_of(given: str, extensions: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """Paths of one input with their names below it."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        plain = [f".{extension.lower().lstrip('.')}" for extension in extensions]
+        yield from _walk(path, tuple(ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS)))
+    elif path.exists():
+        yield path, path.name
+    elif any(character in given for character in "*?["):
+        # Names start below the last folder without a wildcard.
+        fixed = path
+        while any(character in str(fixed) for character in "*?["):
+            fixed = fixed.parent
+        # Unlike Path.glob, glob.glob takes absolute patterns and passes hidden names over.
+        for match in sorted(Path(found) for found in glob.glob(str(path), recursive=True)):  # noqa: PTH207
+            if not match.is_dir():
+                yield match, match.relative_to(fixed).as_posix()
+    else:
+        raise DataError(f"--input_path: there is no file or folder {path.absolute()}")
+
+
+def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+    """Files below a folder with one of the endings, sorted by path."""
+
+    def refuse(error: OSError) -> None:  # os.walk passes over what it cannot read unless told otherwise
+        raise error
+
+    found: list[Path] = []
+    visited: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
+        status = Path(folder).stat()
+        # A link back to a folder above; or token files that were made here, of an output below the input.
+        if (status.st_dev, status.st_ino) in visited or (MANIFEST_FILE in names and Path(folder) != root):
+            folders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found.extend(
+            Path(folder, name) for name in names if not name.startswith(".") and name.lower().endswith(endings)
+        )
+    for path in sorted(found):
+        yield path, path.relative_to(root).as_posix()

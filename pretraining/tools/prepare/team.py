@@ -1,0 +1,240 @@
+"""Processes of one job that meet in a folder which all of them see, and share out work.
+
+    rank 0                                          the others
+    clears the folder, waits for all                write rank_<r> with a name of their own
+    writes joined: whom it has seen                 wait until their own name is in it
+    publishes something                             receive it
+    anyone who fails writes failed_<r>; everyone touches rank_<r> now and then; whoever waits looks at both
+    waits until the others have left                remove rank_<r>
+    removes the folder
+
+What an earlier job left in the folder is never taken for this one's: a process goes on only after rank 0 has named it,
+and by then rank 0 has cleared the folder. No network is used, so that it works wherever the output can be written, and
+no clock but the own one is trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pretraining.errors import DataError, PretrainError
+from pretraining.tools.prepare.writer import write_aside
+
+POLL_SECONDS = 0.2
+NOTE_SECONDS = 30.0
+JOIN_SECONDS = 600.0
+BEAT_SECONDS = 10.0
+SILENT_SECONDS = 300.0
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Team:
+    """This process among those of its job; a context, in which they have found each other.
+
+    Attributes:
+        rank: number of this process; 0 leads.
+        size: processes of the job. One alone needs no folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        size: int,
+        note: Callable[[str], None] = _note,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._folder = folder
+        self._note = note
+        self._clock = clock
+        self._checked = self._listened = clock()
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Team:
+        if self.size > 1:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self.rank == 0:
+                self._gather()
+            else:
+                self._join()
+            threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.size == 1:
+            return
+        try:
+            if error is not None:
+                self._fail(error)
+            elif self.rank > 0:
+                self._member(self.rank).unlink(missing_ok=True)
+            else:
+                self.wait(lambda: not self._present(), lambda: f"ranks {_listed(self._present())} to end")
+                shutil.rmtree(self._folder, ignore_errors=True)
+        finally:
+            self._ended.set()
+
+    def publish(self, name: str, content: Any) -> None:
+        """Rank 0: hand something to the others, who `receive` it; JSON."""
+        if self.size > 1:
+            write_aside(self._folder / f"{name}.json", json.dumps(content))
+
+    def receive(self, name: str) -> Any:
+        """Others: wait for what rank 0 publishes.
+
+        Raises:
+            DataError: another process has failed.
+        """
+        path = self._folder / f"{name}.json"
+        self.wait(path.exists, lambda: f"rank 0: {name}")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until something is so, and say now and then for what.
+
+        Args:
+            ready: whether it is.
+            what: that is waited for, in words.
+
+        Raises:
+            DataError: another process has failed.
+        """
+        self._wait(ready, what, self._look_after_others)
+
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None]) -> None:
+        noted = self._clock()
+        while not ready():
+            check()
+            now = self._clock()
+            if now - noted > NOTE_SECONDS:
+                noted = now
+                self._note(f"rank {self.rank} of {self.size} waits for {what()} (in {self._folder})")
+            time.sleep(POLL_SECONDS)
+
+    def check(self) -> None:
+        """Look now and then whether another process has failed; cheap enough to be called often.
+
+        Raises:
+            DataError: it has.
+        """
+        if self.size > 1 and self._clock() - self._checked > POLL_SECONDS:
+            self._checked = self._clock()
+            self._look_after_others()
+
+    def _gather(self) -> None:
+        """Rank 0: clear the folder, and name everyone who comes after that."""
+        for leftover in self._folder.iterdir():
+            leftover.unlink(missing_ok=True)
+        write_aside(self._member(0), "")
+
+        def missing() -> list[int]:
+            present = self._present()
+            return [rank for rank in range(1, self.size) if rank not in present]
+
+        self._wait_to_begin(lambda: not missing(), lambda: f"ranks {_listed(missing())} to begin")
+        self.publish("joined", {rank: self._member(rank).read_text() for rank in range(1, self.size)})
+
+    def _join(self) -> None:
+        """Others: write a name that no other process has, again where rank 0 cleared it away, until rank 0 has it."""
+        name = f"{platform.node()} {os.getpid()} {time.time_ns()}"
+        joined = self._folder / "joined.json"
+
+        def is_named() -> bool:
+            try:
+                if joined.exists() and json.loads(joined.read_text()).get(str(self.rank)) == name:
+                    return True
+                if not self._member(self.rank).exists():
+                    write_aside(self._member(self.rank), name)
+            except FileNotFoundError:
+                pass  # cleared away under our hands
+            return False
+
+        self._wait_to_begin(is_named, lambda: "rank 0 to begin")
+
+    def _wait_to_begin(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait without looking for failures, which may be an earlier job's, but not for ever."""
+        began = self._clock()
+
+        def check() -> None:
+            if self._clock() - began > JOIN_SECONDS:
+                raise DataError(
+                    f"rank {self.rank} waited {JOIN_SECONDS:.0f} s for {what()}, in vain. Start all {self.size} "
+                    "processes together; --output_path must name a folder that all machines see"
+                )
+
+        self._wait(ready, what, check)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others, unless one of them told us."""
+        if isinstance(error, PretrainError):
+            if error.is_everywhere:
+                return
+            error.rank = self.rank or None
+        text = str(error) if isinstance(error, PretrainError) else f"{type(error).__name__}: {error}"
+        if self._folder.is_dir():
+            write_aside(self._folder / f"failed_{self.rank}", text)
+
+    def _beat(self) -> None:
+        """Give signs of life, on a thread."""
+        while not self._ended.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(self._member(self.rank))
+
+    def _look_after_others(self) -> None:
+        """End with those that say that they failed, or say nothing any more."""
+        for path in sorted(self._folder.glob("failed_*")):
+            who = path.name.replace("failed_", "rank ")
+            raise _failed(f"{who} has failed: {path.read_text(encoding='utf-8')}")
+        now = self._clock()
+        if now - self._listened < BEAT_SECONDS:
+            return
+        self._listened = now
+        for rank in (0, *self._present()):
+            with suppress(FileNotFoundError):
+                beat = self._member(rank).stat().st_mtime_ns
+                if rank not in self._heard or self._heard[rank][0] != beat:
+                    self._heard[rank] = beat, now
+                elif rank != self.rank and now - self._heard[rank][1] > SILENT_SECONDS:
+                    raise _failed(
+                        f"rank {rank} has given no sign of life for {SILENT_SECONDS:.0f} s: was it killed? The same "
+                        "command goes on from what is complete"
+                    )
+
+    def _present(self) -> list[int]:
+        """Ranks besides 0 that have come and not left."""
+        ranks = (int(path.name.removeprefix("rank_")) for path in self._folder.glob("rank_*"))
+        return sorted(rank for rank in ranks if rank > 0)
+
+    def _member(self, rank: int) -> Path:
+        return self._folder / f"rank_{rank}"
+
+
+def _failed(text: str) -> DataError:
+    """An error that every process has, so that one of them says it."""
+    error = DataError(text)
+    error.is_everywhere = True
+    return error
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

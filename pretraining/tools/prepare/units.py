@@ -1,0 +1,181 @@
+"""The input cut into units: what is shared out between processes and machines, and what is gone on with after a stop.
+
+    config --find_input--> Input: units --read_part--> pieces
+
+A unit is a stretch of the input of about 256 MB: many small files, or a range of a large one where that can be cut
+(tables, and JSON lines that are not compressed). The cuts are a function of the input's names and sizes alone, so that
+whoever encodes a unit, and however often it was interrupted, writes the same token files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from pretraining.config.commands import PrepareConfig
+from pretraining.errors import DataError
+from pretraining.tools.prepare.corpus import standard_library_files
+from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
+from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files
+from pretraining.tools.prepare.pieces import Piece
+from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
+from pretraining.tools.prepare.text import read_lines, read_text
+
+UNIT_BYTES = 1 << 28
+"""Input of a unit, in bytes on disk: a token file of some hundred megabytes, encoded by eight cores in ten seconds."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or a range of one.
+
+    Attributes:
+        source: the file; or a split of a Hugging Face dataset.
+        begin: byte (JSON lines), row group (Parquet), record batch (Arrow), shard or row (Hugging Face).
+        end: the one after the last; None = to the end.
+        size: bytes on disk that it stands for; 0 where that is unknown.
+        version: of the source, where name and size do not tell.
+    """
+
+    source: InputFile | HubSplit
+    begin: int
+    end: int | None
+    size: int
+    version: str = ""
+
+    @property
+    def name(self) -> str:
+        """The same on every machine."""
+        name = self.source.name if isinstance(self.source, InputFile) else f"{self.source}\0{self.version}"
+        return name if (self.begin, self.end) == (0, None) else f"{name}\0{self.begin}-{self.end}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the size is that of text."""
+        source = self.source
+        return isinstance(source, InputFile) and source.kind in ("text", "lines") and source.compression is None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Some parts, one after the other.
+
+    Attributes:
+        number: from 0, in the order of the input.
+        parts: at least one.
+    """
+
+    number: int
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Input:
+    """Everything that is to be read.
+
+    Attributes:
+        units: in order.
+        size: bytes on disk.
+        token_type: type of the token ids that it holds; None where it holds text.
+        settings: what it is recognised by, for prepare.json.
+    """
+
+    units: tuple[Unit, ...]
+    size: int
+    token_type: pa.DataType | None
+    settings: dict[str, Any]
+
+
+def find_input(config: PrepareConfig) -> Input:
+    """Find what the settings name, and cut it.
+
+    Raises:
+        DataError: there is nothing to read, or it cannot be read.
+    """
+    column = config.text_field
+    if config.hf_dataset is not None:
+        split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
+        shards = shards_of(split, UNIT_BYTES)
+        parts = [Part(split, *bounds, shards.fingerprint) for bounds in shards.ranges]
+        holds, count, recognised_by, has_fields = column_type_of(split, column), len(parts), shards.fingerprint, True
+        tokens = token_type(holds, column, str(split))
+    else:
+        stdlib = config.source == "stdlib"
+        files = standard_library_files() if stdlib else list_files(config.input_path, config.extensions)
+        parts = [part for file in files for part in _parts_of(file)]
+        tokens = _token_type_of(files, column)
+        count, recognised_by = len(files), fingerprint([(file.name, file.size) for file in files])
+        has_fields = any(file.kind != "text" for file in files)
+    size = sum(part.size for part in parts)
+    settings = {
+        "input_files": count,
+        "input_bytes": size,
+        "input_fingerprint": recognised_by,
+        "text_field": column if has_fields else None,
+        "tokens_per_file": config.tokens_per_file,
+    }
+    return Input(tuple(cut_units(parts)), size, tokens, settings)
+
+
+def read_part(part: Part, text_field: str) -> Iterator[Piece]:
+    """Read the documents of a part.
+
+    Raises:
+        DataError: it cannot be read; says where.
+    """
+    source = part.source
+    if isinstance(source, HubSplit):
+        assert part.end is not None
+        return read_shards(source, text_field, part.begin, part.end, part.size)
+    if source.kind == "text":
+        return read_text(source)
+    if source.kind == "lines":
+        return read_lines(source, text_field, part.begin, part.end)
+    return read_table(source, text_field, part.begin, part.end)
+
+
+def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
+    """Put parts that follow each other together, as long as they fit into a unit; what has no known size is one."""
+    number, together, size = 0, list[Part](), 0
+    for part in parts:
+        is_unknown = part.size == 0 and isinstance(part.source, HubSplit)
+        part_size = UNIT_BYTES if is_unknown else part.size
+        if together and size + part_size > UNIT_BYTES:
+            yield Unit(number, tuple(together))
+            number, together, size = number + 1, [], 0
+        together.append(part)
+        size += part_size
+    if together:
+        yield Unit(number, tuple(together))
+
+
+def _parts_of(file: InputFile) -> list[Part]:
+    """A file as a whole, or in ranges where it is large and can be cut."""
+    if file.size > UNIT_BYTES and file.kind == "lines" and file.compression is None:
+        ranges = -(-file.size // UNIT_BYTES)
+        cuts = [file.size * i // ranges for i in range(ranges + 1)]
+        return [Part(file, cuts[i], cuts[i + 1], cuts[i + 1] - cuts[i]) for i in range(ranges)]
+    if file.size > UNIT_BYTES and file.kind in ("parquet", "arrow"):
+        return [Part(file, *bounds) for bounds in ranges_of_table(file, UNIT_BYTES)]
+    return [Part(file, 0, None, file.size)]
+
+
+def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
+    """The type of the token ids in the files; None where they hold text. Only the first table is looked at."""
+    tables = [file for file in files if file.kind in ("parquet", "arrow")]
+    tokens = token_type(column_type(tables[0], column), column, str(tables[0].path)) if tables else None
+    texts = [file for file in files if file.kind in ("text", "lines")]
+    if tokens is not None and texts:
+        raise DataError(
+            f"{texts[0].path} is text, but column {column!r} of {tables[0].path} holds token ids: prepare them as two "
+            "datasets"
+        )
+    return tokens

@@ -1,0 +1,129 @@
+"""The tokenizer of a root folder: found, or trained on the input.
+
+It is that of all datasets of the root; once it is there it is used and never replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
+from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
+from pretraining.errors import ConfigError, DataError
+from pretraining.tools.prepare.pieces import PIECE_CHARACTERS
+from pretraining.tools.prepare.records import read_summaries
+from pretraining.tools.prepare.units import Input, Part, read_part
+from pretraining.tools.prepare.work import WorkFolder
+
+DEFAULT_VOCABULARY = 32_000
+TRAINING_SAMPLE_CHARACTERS = 256 * 10**6
+"""Text that a tokenizer is trained on at most: more changes little, and a minute is enough for it."""
+
+
+def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
+    """The tokenizer given, or the one in the root; None where there is neither.
+
+    Raises:
+        DataError: it cannot be read, or the root has another one.
+    """
+    given = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
+    if not (root / TOKENIZER_FILE).exists():
+        return given
+    present = load_tokenizer(root)
+    way_out = "All datasets of a root share one tokenizer: drop the flag to use it, or give another --output_path"
+    if given is not None and given.sha256 != present.sha256:
+        raise DataError(
+            f"--tokenizer_path={config.tokenizer_path} is another tokenizer than {root / TOKENIZER_FILE}. {way_out}"
+        )
+    if config.vocab_size is not None and config.vocab_size != present.vocab_size:
+        raise DataError(
+            f"--vocab_size={config.vocab_size}, but {root / TOKENIZER_FILE} has {present.vocab_size} entries. {way_out}"
+        )
+    return present
+
+
+def trained_tokenizer(
+    config: PrepareConfig, found: Input, root: Path, work: WorkFolder, show: Callable[[str], None]
+) -> Tokenizer:
+    """Train a tokenizer on the input, or on a sample where it is long; take the one that an interrupted call trained.
+
+    Raises:
+        ConfigError: the vocabulary asked for is too small for any text.
+        DataError: it is too large for this text, or the root holds token ids of another tokenizer.
+    """
+    wanted = config.vocab_size or DEFAULT_VOCABULARY
+    if wanted < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"--vocab_size={wanted}: a tokenizer for any text has at least {SMALLEST_VOCABULARY} entries, all bytes "
+            "and the end of text"
+        )
+    foreign = [summary.folder for summary in read_summaries(root) if summary.tokenizer is None]
+    if foreign:
+        raise DataError(
+            f"{foreign[0]} holds token ids of a tokenizer that is not in {root}, and all datasets of a root share one: "
+            "give that by --tokenizer_path, or another --output_path"
+        )
+    trained_on = {"vocab_size": wanted, **found.settings}
+    plan = work.read_plan()
+    if plan.get("trained_on") == trained_on:
+        with suppress(DataError):
+            earlier = load_tokenizer(work.path)
+            if earlier.sha256 == plan.get("tokenizer"):
+                show("Going on with the tokenizer that an interrupted call trained.")
+                return earlier
+    show(f"Training a tokenizer of {wanted:,} entries (byte-level BPE) on the text.")
+    with library_threads(config.num_workers != 1):
+        tokenizer = train_tokenizer(training_sample(found, config.text_field), wanted)
+    if tokenizer.vocab_size < wanted and config.vocab_size is not None:
+        raise DataError(
+            f"--vocab_size={wanted}: the text has only enough different words for {tokenizer.vocab_size} entries. "
+            f"Give --vocab_size={tokenizer.vocab_size} or less, or more text"
+        )
+    work.create()
+    tokenizer.save(work.path)
+    work.write_plan({"trained_on": trained_on, "tokenizer": tokenizer.sha256})
+    return tokenizer
+
+
+def keep_tokenizer(root: Path, tokenizer: Tokenizer) -> None:
+    """Make a tokenizer that of a root.
+
+    Raises:
+        DataError: there is another one by now.
+    """
+    if not (root / TOKENIZER_FILE).exists():
+        tokenizer.save(root)
+    elif load_tokenizer(root).sha256 != tokenizer.sha256:
+        raise DataError(
+            f"another tokenizer has come to {root} in the meantime, and all datasets of a root share one. Start the "
+            "same command again to encode with that one, or give another --output_path"
+        )
+
+
+def training_sample(found: Input, text_field: str, characters: int = TRAINING_SAMPLE_CHARACTERS) -> Iterator[str]:
+    """Text to train on: all where that is known to fit, else the beginnings of parts, shuffled by their names' hash."""
+    parts = [part for unit in found.units for part in unit.parts]
+    everything_fits = found.size <= characters and all(part.is_plain for part in parts)
+    share = characters if everything_fits else max(characters // len(parts), PIECE_CHARACTERS)
+    left = characters
+    for part in sorted(parts, key=_shuffled):
+        part_left = share
+        for piece in read_part(part, text_field):
+            if not isinstance(piece.content, str):
+                break  # encoding will say what is wrong with it
+            text = piece.content[: min(part_left, left)]
+            part_left -= len(text)
+            left -= len(text)
+            yield text
+            if not left:
+                return
+            if not part_left:
+                break
+
+
+def _shuffled(part: Part) -> Any:
+    return hashlib.sha256(part.name.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,295 @@
+"""Reads every token file wholly and names every fault: `pretrain verify`.
+
+    listing, prepare.json -> on threads, a file at a time: bytes and checksum -> structure -> tokens -> faults
+
+Training checks only what it touches: names and sizes at the start, the footer when a file is opened, bounds and
+vocabulary when a document is read. Here everything is looked at. Where a file's structure is damaged its first fault is
+named, as what follows from there cannot be trusted; of wrong tokens every row is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretraining.config.commands import VerifyConfig
+from pretraining.config.data import DataConfig
+from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
+from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
+from pretraining.data.threads import map_in_order
+from pretraining.errors import DataError
+from pretraining.tools.prepare.encoding_progress import LINE_INTERVAL_SECONDS
+from pretraining.tools.prepare.records import MANIFEST_FILE
+from pretraining.tools.prepare.writer import TokenFile, file_checksum
+
+FAULTS_SHOWN = 100
+"""Rows of a file that are named one by one; of a file of another tokenizer nearly all would be."""
+_TOKENS_AT_ONCE = 1 << 22
+
+
+@dataclass
+class FileReport:
+    """What was found in a file.
+
+    Attributes:
+        faults: a line each, with the place.
+        documents, tokens, bytes: in it; 0 as far as it cannot be read.
+        compared: whether its checksum was compared with that of prepare.json.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    compared: bool = False
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What prepare.json says of a dataset.
+
+    Attributes:
+        files: by name; empty where there is no prepare.json.
+        vocab_size: of the tokenizer.
+        faults: of prepare.json itself.
+    """
+
+    files: dict[str, TokenFile]
+    vocab_size: int | None
+    faults: tuple[str, ...] = ()
+
+
+def verify(
+    config: VerifyConfig,
+    show: Callable[[str], None] = print,
+    note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> None:
+    """Check the token files of datasets.
+
+    Args:
+        config: which files, and what their tokens must be below.
+        show: prints a fault, as it is found, or a line of the summary.
+        note: prints progress.
+
+    Raises:
+        DataError: there are faults, or there is nothing to check.
+    """
+    assert config.data_path is not None
+    data = DataConfig(data_path=config.data_path, datasets=config.datasets, col_name=config.col_name)
+    listing = list_datasets(data)
+    total_bytes = sum(sum(files.sizes) for files in listing.datasets)
+    progress = _Progress(total_bytes, note)
+    faults = faulty_files = file_count = 0
+    summary = []
+    for folder in _emptied_folders(config, [files.name for files in listing.datasets]):
+        show(f"{folder} has a {MANIFEST_FILE}, but its token files are gone")
+        faults, faulty_files = faults + 1, faulty_files + 1
+    for files in listing.datasets:
+        record = _read_record(files)
+        missing = _missing_files(files, record)
+        for fault in (*record.faults, *missing):
+            show(fault)
+        faults += len(record.faults) + len(missing)
+        faulty_files += len(record.faults) + len(missing)
+        reports = []
+        for report in _check_files(files, record, config):
+            for fault in report.faults:
+                show(fault)
+            faults += len(report.faults)
+            faulty_files += bool(report.faults)
+            reports.append(report)
+            progress.add(report.bytes)
+        file_count += len(reports)
+        summary.append(_describe(files, record, reports, config))
+    if faults:
+        raise DataError(
+            f"{faults:,} faults in {faulty_files:,} files ({file_count:,} were read); they are listed above"
+        )
+    for line in summary:
+        show(line)
+    show(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
+
+
+def check_file(
+    path: str, size: int, column: str, vocab_size: int | None = None, written: TokenFile | None = None
+) -> FileReport:
+    """Read a token file wholly.
+
+    Args:
+        path: of the file.
+        size: in bytes when it was listed.
+        column: of the token lists.
+        vocab_size: every token is below it; None = not checked.
+        written: what `prepare` wrote, where it did.
+    """
+    report = FileReport()
+    try:
+        # By reads, before it is mapped: what the disk cannot give is an error here and not a crash.
+        checksum, report.bytes = file_checksum(Path(path))
+    except OSError as error:
+        report.faults.append(f"{path} cannot be read: {error.strerror or error}")
+        return report
+    if report.bytes != size:
+        report.faults.append(f"{path} has changed since it was listed: it had {size:,} bytes, now {report.bytes:,}")
+    report.faults += _changes(path, report.bytes, checksum, written)
+    report.compared = written is not None and written.crc32 is not None
+    try:
+        layout = read_document_layout(path, column)
+    except DataError as error:
+        report.faults.append(str(error))
+        return report
+    report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
+    if vocab_size is not None:
+        report.faults += _beyond_vocabulary(path, layout, vocab_size)
+    return report
+
+
+def _check_files(files: DatasetFiles, record: _Record, config: VerifyConfig) -> Iterator[FileReport]:
+    """The reports of a dataset's files, in their order."""
+    vocab_size = record.vocab_size if config.vocab_size is None else config.vocab_size
+
+    def check(number: int) -> FileReport:
+        name = files.paths[number]
+        report = check_file(
+            files.path(number), files.sizes[number], config.col_name, vocab_size, record.files.get(name)
+        )
+        if record.files and name not in record.files:
+            report.faults.insert(
+                0, f"{files.path(number)} was not made by `pretrain prepare`: {MANIFEST_FILE} has it not"
+            )
+        return report
+
+    return map_in_order(check, range(len(files.paths)), config.num_workers or min(32, os.cpu_count() or 1))
+
+
+def _changes(path: str, size: int, checksum: str, written: TokenFile | None) -> list[str]:
+    """How a file differs from what was written."""
+    if written is None:
+        return []
+    if size != written.bytes:
+        return [f"{path} has {size:,} bytes, but `pretrain prepare` wrote {written.bytes:,}"]
+    if written.crc32 is not None and checksum != written.crc32:
+        return [
+            f"{path} has changed since `pretrain prepare` wrote it: its bytes have the checksum {checksum}, "
+            f"not {written.crc32}"
+        ]
+    return []
+
+
+def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> list[str]:
+    """A fault for each row with tokens beyond the vocabulary."""
+    if vocab_size >= 1 << 8 * layout.width:
+        return []
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+    tokens = content[: len(content) // layout.width * layout.width].view(f"<u{layout.width}")
+    rows = np.flatnonzero(layout.lengths)
+    rows = rows[np.argsort(layout.offsets[rows], kind="stable")]
+    begins = layout.offsets[rows] // layout.width
+    ends = begins + layout.lengths[rows]
+    # Of each row, how many of its tokens are wrong, and where the first is.
+    counts, firsts = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    for at in range(int(begins[0]), int(ends[-1]), _TOKENS_AT_ONCE) if len(rows) else ():
+        places = at + np.flatnonzero(tokens[at : min(at + _TOKENS_AT_ONCE, int(ends[-1]))] >= vocab_size)
+        owners = np.searchsorted(begins, places, side="right") - 1
+        inside = places < ends[owners]  # between record batches is no document
+        found, first, count = np.unique(owners[inside], return_index=True, return_counts=True)
+        firsts[found] = np.where(counts[found], firsts[found], places[inside][first])
+        counts[found] += count
+    wrong = np.flatnonzero(counts)
+    wrong = wrong[np.argsort(rows[wrong])]
+    faults = [
+        _wrong_token(
+            path, layout, int(rows[one]), int(firsts[one]), int(tokens[firsts[one]]), int(counts[one]), vocab_size
+        )
+        for one in wrong[:FAULTS_SHOWN]
+    ]
+    if len(wrong) > FAULTS_SHOWN:
+        faults.append(f"{path}: {len(wrong) - FAULTS_SHOWN:,} more rows have tokens beyond the vocabulary")
+    return faults
+
+
+def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, token: int, count: int, vocab_size: int) -> str:
+    bits = 8 * layout.width
+    if bits >= 32 and token >> bits - 1:  # no vocabulary reaches there: a negative number was meant
+        token -= 1 << bits
+    more = f" ({count:,} such tokens in the row)" if count > 1 else ""
+    position = at - int(layout.offsets[row]) // layout.width
+    return (
+        f"{path}, row {row}, byte {at * layout.width:,}: token {position} of the document is {token}, but the "
+        f"vocabulary ends at {vocab_size - 1}{more}"
+    )
+
+
+def _read_record(files: DatasetFiles) -> _Record:
+    """What prepare.json says; nothing where there is none, a fault where it cannot be read."""
+    path = Path(files.folder) / MANIFEST_FILE
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        entries = [TokenFile(**entry) for entry in content["files"]]
+        if not all(isinstance(entry.name, str) and isinstance(entry.bytes, int) for entry in entries):
+            raise ValueError("a file has no name or no size")
+        return _Record({entry.name: entry for entry in entries}, int(content["tokenizer"]["vocab_size"]))
+    except FileNotFoundError:
+        return _Record({}, None)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        return _Record({}, None, (f"{path} cannot be read ({type(error).__name__}: {error})",))
+
+
+def _emptied_folders(config: VerifyConfig, listed: list[str]) -> list[Path]:
+    """Prepared datasets without any token file, where no datasets are named; a listing passes these over."""
+    if config.datasets:
+        return []
+    assert config.data_path is not None
+    folders = [path.parent for path in sorted(Path(config.data_path).expanduser().glob(f"*/{MANIFEST_FILE}"))]
+    return [folder for folder in folders if folder.name not in listed and not folder.name.startswith(".")]
+
+
+def _missing_files(files: DatasetFiles, record: _Record) -> list[str]:
+    """Files that were written and are gone."""
+    gone = sorted(record.files.keys() - set(files.paths))
+    return [f"{files.folder}/{name} is gone, but {MANIFEST_FILE} names it" for name in gone]
+
+
+def _describe(files: DatasetFiles, record: _Record, reports: list[FileReport], config: VerifyConfig) -> str:
+    """A dataset without faults in a line."""
+    vocab_size = record.vocab_size if config.vocab_size is None else config.vocab_size
+    notes = [
+        f"all below {vocab_size:,}" if vocab_size is not None else "vocabulary not checked: give --vocab_size",
+        f"checksums as in {MANIFEST_FILE}"
+        if reports and all(report.compared for report in reports)
+        else f"no checksums in a {MANIFEST_FILE} to compare with",
+    ]
+    documents, tokens = sum(report.documents for report in reports), sum(report.tokens for report in reports)
+    return (
+        f"dataset '{files.name}': {len(reports):,} files, {documents:,} documents, {tokens:,} tokens "
+        f"({'; '.join(notes)})"
+    )
+
+
+class _Progress:
+    """A line now and then, of how much is read."""
+
+    def __init__(
+        self, total_bytes: int, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total = total_bytes
+        self._note = note
+        self._clock = clock
+        self._read = 0
+        self._began = self._shown = clock()
+
+    def add(self, read_bytes: int) -> None:
+        self._read += read_bytes
+        now = self._clock()
+        if now - self._shown >= LINE_INTERVAL_SECONDS:
+            self._shown = now
+            done, rate = self._read / max(self._total, 1), self._read / (now - self._began)
+            self._note(f"verifying: {done:.0%} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s")

@@ -1,0 +1,172 @@
+"""run_status.json: what the newest start of a run has come to, and whether starts get anywhere.
+
+    {"status": "preempted", "step": 1040, "reason": "SIGUSR1", "starts": 7, "starts_without_progress": 0, ...}
+
+Rank 0 writes it, aside and renamed: "running" at a start, the end at an end. What stays "running" ended without a word:
+it was killed, or its machine was. So the file of a start is written as that of a crash, and an end that is none takes
+that back; a start that finds as many crashes as are allowed, with no checkpoint in between, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+from pretraining.errors import CheckpointError, Preempted, PretrainError
+from pretraining.progress import TrainState
+from pretraining.train.preemption import reason_of
+
+STATUS_FILE = "run_status.json"
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The JSON object of the file.
+
+    Attributes:
+        status: running, finished, preempted or failed.
+        step: of the run when this was written.
+        reason: why it ended, in words; how far it got where it is finished.
+        starts: how often the run was started.
+        starts_without_progress: starts in a row, this one included, that crashed before a checkpoint newer than the one
+            that they began with.
+        started_at_step: of the checkpoint that this start began with.
+        updated: when this was written (ISO 8601, UTC).
+    """
+
+    status: str
+    step: int
+    reason: str
+    starts: int
+    starts_without_progress: int
+    started_at_step: int
+    updated: str
+
+
+class StatusKeeper:
+    """Writes the status of one start, as a context around it.
+
+    Args:
+        max_starts_without_progress: how many crashes in a row to put up with; 0 = any number.
+        is_writer: whether this process writes; the others only go along.
+    """
+
+    def __init__(self, max_starts_without_progress: int, is_writer: bool) -> None:
+        self._path = Path(STATUS_FILE)
+        self._limit = max_starts_without_progress
+        self._is_writer = is_writer
+        self._begun: RunStatus | None = None
+        self._previous: RunStatus | None = None
+        self._state: TrainState | None = None
+
+    def __enter__(self) -> StatusKeeper:
+        return self
+
+    def begin(self, run: Path, restored_step: int) -> None:
+        """Count a start; call it where the run's folder is there and this job is the one that may write to it.
+
+        Call it again where that checkpoint turns out to be damaged, and the start goes on from an older one.
+
+        Args:
+            run: the folder.
+            restored_step: of the checkpoint that the start goes on from.
+
+        Raises:
+            CheckpointError: too many starts in a row have crashed at this step, or the file cannot be written.
+        """
+        if not self._is_writer or self._state is not None:  # a run that goes back begins no new start
+            return
+        self._path = run / STATUS_FILE
+        if self._begun is None:
+            self._previous = read_status(self._path)
+        previous = self._previous
+        starts = previous.starts if previous else 0
+        crashes = previous.starts_without_progress if previous and restored_step <= previous.started_at_step else 0
+        if previous is not None and 0 < self._limit <= crashes:
+            if self._begun is not None:  # from a checkpoint that is damaged: this start was none
+                self._begun = None
+                self._write(previous)
+            raise _crash_loop(self._path, previous, crashes)
+        self._begun = RunStatus("running", restored_step, "", starts + 1, crashes + 1, restored_step, "")
+        try:
+            self._write(self._begun)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path} cannot be written: {error}. Check space and permissions there, or give another "
+                "--ckpt_save_path."
+            ) from None
+
+    def training(self, state: TrainState) -> None:
+        """From now on whatever goes wrong counts as a crash; `state` tells how far the run is."""
+        self._state = state
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._begun is None:
+            return
+        found = read_status(self._path)
+        if found is not None and found.starts != self._begun.starts:
+            return  # a later start has taken the folder over, and speaks for it
+        status = "finished" if error is None else "preempted" if isinstance(error, Preempted) else "failed"
+        step = self._state.step if self._state is not None else self._begun.step
+        crashes = self._begun.starts_without_progress - (not self._is_crash(error))
+        ended = replace(
+            self._begun, status=status, step=step, reason=self._reason(error), starts_without_progress=crashes
+        )
+        try:
+            self._write(ended)
+        except OSError as problem:  # whatever ended the run matters more
+            print(f"{self._path} cannot be written: {problem}", file=sys.stderr)
+
+    def _is_crash(self, error: BaseException | None) -> bool:
+        if error is None or isinstance(error, Preempted | KeyboardInterrupt):
+            return False
+        # A wrong flag is said at once and by all ranks; whoever mends it at the sixth start shall not be refused.
+        is_mistake = isinstance(error, PretrainError) and error.is_everywhere and self._state is None
+        return not is_mistake
+
+    def _reason(self, error: BaseException | None) -> str:
+        if error is None:
+            assert self._state is not None, "a run that ends well has trained, or has found nothing left to train"
+            asked = "" if self._state.finished else ", as many as --run_steps asked for"
+            return f"{self._state.step} of {self._state.total_steps} steps are done{asked}"
+        if isinstance(error, KeyboardInterrupt):
+            return "interrupted (Ctrl-C)"
+        if isinstance(error, Preempted) and self._state is not None:
+            return reason_of(self._state.stop)
+        if isinstance(error, PretrainError):
+            return str(error)
+        return ": ".join(filter(None, (type(error).__name__, str(error))))
+
+    def _write(self, status: RunStatus) -> None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(replace(status, updated=now)), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self._path)
+
+
+def read_status(path: Path) -> RunStatus | None:
+    """The status in a file; None where there is none, or something else: counting must not keep a run from starting."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return RunStatus(**{field.name: document[field.name] for field in fields(RunStatus)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _crash_loop(path: Path, previous: RunStatus, crashes: int) -> CheckpointError:
+    last = previous.reason
+    if previous.status == "running":
+        last = "it ended without a word, as a process does that is killed or finds no memory left"
+    starts = "its last start" if crashes == 1 else f"its last {crashes} starts"
+    return CheckpointError(
+        f"this run is in a crash loop: {starts} went on from step {previous.started_at_step} and crashed before a new "
+        f"checkpoint. The last time: {last}\nOne more would end alike. Mend the cause (--skip_samples leaves out what "
+        "cannot be trained on), then go on by the same command with --max_starts_without_progress=0. "
+        f"{path} counts the starts."
+    )

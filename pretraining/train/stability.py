@@ -1,0 +1,176 @@
+"""Watches over a run's updates: tells of those that were left out, and ends the run where there were too many in a row.
+
+Whether an update is left out is decided on the device, inside the step. Here the host learns of it, one step later, so
+that it never waits for the step that is under way. All ranks learn the same at the same step, so they end together.
+
+Ends with `DivergenceError`, which `rollback.py` may answer with an earlier checkpoint, or with `HardwareError`, where
+replicas no longer hold the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pretraining.config.guards import GuardConfig
+from pretraining.distributed.host_sync import wait_for_device
+from pretraining.distributed.processes import Pulse
+from pretraining.distributed.replicas import Replicas
+from pretraining.errors import DivergenceError, HardwareError
+from pretraining.progress import Interval, TrainState
+from pretraining.train.step import StepOutcome
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What the device is about to say of a step.
+
+    Attributes:
+        step: its number, from 1.
+        numbers: on the host: skipped; where spikes are looked for, also: is a spike, loss, mean, deviation.
+        event: when they are there; None = now.
+    """
+
+    step: int
+    numbers: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+class Guards:
+    """Learns of every step how it went.
+
+    Args:
+        config: how much is let go.
+        samples_of: (first, end) of the global indices of the samples that steps A to B, numbered from 1, are made of.
+        replicas: the copies of the model.
+        replica_check: when they are compared.
+        pulse: told of every step.
+        note: shows a line.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        *,
+        samples_of: Callable[[int, int], tuple[int, int]],
+        replicas: Replicas,
+        replica_check: Interval,
+        pulse: Pulse,
+        note: Callable[[str], None],
+    ) -> None:
+        self._most_in_a_row = config.max_skipped_steps
+        self._asks = config.max_skipped_steps > 0 or config.spike_threshold is not None
+        self._samples_of = samples_of
+        self._replicas = replicas
+        self._replica_check = replica_check
+        self._equal_at: int | None = None
+        self._pulse = pulse
+        self._note = note
+        self._pending: _Pending | None = None
+        self._in_a_row = 0
+        self._last_step = 0
+
+    def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
+        """Take note of a step, and judge the one before it.
+
+        Raises:
+            DivergenceError: too many updates in a row were left out; the same on all ranks.
+            HardwareError: replicas differ; the same on all ranks.
+        """
+        self._pulse.end_step(state.step)
+        self._learn()
+        self._pending = _ask(state.step, outcome) if self._asks else None
+        if state.stopping:
+            self._learn()
+        if self._most_in_a_row and self._in_a_row >= self._most_in_a_row:
+            self._give_up()
+        if self._replica_check.is_due(state):
+            self._compare_replicas(state.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, JSON-able; waits for the device."""
+        self._learn()
+        return {"skipped_in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where a checkpoint was made."""
+        most = self._most_in_a_row - 1 if self._most_in_a_row else math.inf  # a smaller limit counts from the next step
+        self._in_a_row = int(min(state["skipped_in_a_row"], most))
+
+    def _learn(self) -> None:
+        """Hear what the device says of the pending step, if there is one."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.event is not None:
+            wait_for_device(pending.event)
+        skipped, *numbers = pending.numbers.tolist()
+        self._last_step = pending.step
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row and self._in_a_row.bit_count() == 1:  # 1, 2, 4, 8 ...: told, and not drowned in
+            row = f", {self._in_a_row} in a row" if self._in_a_row > 1 else ""
+            self._note(f"step {pending.step}  update left out: {_reason(numbers)}{row}")
+
+    def _give_up(self) -> None:
+        first, last = self._last_step - self._in_a_row + 1, self._last_step
+        begin, end = self._samples_of(first, last)
+        text = (
+            f"step {last}: the updates since step {first} were left out, {self._in_a_row} in a row "
+            "(--max_skipped_steps), because loss or gradient was not finite or the loss a spike. The weights are those "
+            f"of step {first - 1}. Go on from a checkpoint before (--ckpt_load_path, with another --ckpt_save_path) "
+            "with a smaller --learning_rate, a longer --warmup_steps, or without the samples of these steps: "
+            f"--skip_samples={begin}-{end - 1}; `pretrain inspect --step={first}` shows them."
+        )
+        raise DivergenceError(text, first, last, (begin, end))
+
+    def _compare_replicas(self, step: int) -> None:
+        odd = self._replicas.odd_ones()
+        if not odd:
+            self._equal_at = step
+            return
+        hosts = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        named = [
+            f"  rank {rank} on {hosts[rank]} holds other weights than rank {', '.join(map(str, others))}"
+            for rank, others in odd.items()
+        ]
+        known = (
+            "no earlier step was compared" if self._equal_at is None else f"at step {self._equal_at} they were equal"
+        )
+        raise HardwareError(
+            f"step {step}: replicas are no longer equal ({known}), so a device computes or remembers wrongly:\n"
+            + "\n".join(named)
+            + "\nTake the machine out (where two differ, it is one of them), remove the checkpoints since then, which "
+            "may hold its weights, and start again."
+        )
+
+
+def _ask(step: int, outcome: StepOutcome) -> _Pending:
+    """Have what the host wants to know of a step brought to it, without waiting."""
+    verdict = outcome.verdict
+    # What is left out while the scale of the loss goes down does not go wrong: the next steps are to show.
+    skipped = outcome.skipped if outcome.rescaled is None else outcome.skipped & ~outcome.rescaled
+    numbers = skipped.reshape(1)
+    if verdict is not None:
+        numbers = torch.stack(
+            (skipped.float(), verdict.is_spike.float(), verdict.loss, verdict.mean, verdict.deviation)
+        )
+    if numbers.device.type == "cpu":
+        return _Pending(step, numbers, None)
+    event = torch.cuda.Event(blocking=True)
+    brought = numbers.to("cpu", non_blocking=True)  # into pinned memory
+    event.record()
+    return _Pending(step, brought, event)
+
+
+def _reason(numbers: list[float]) -> str:
+    if numbers and numbers[0] and math.isfinite(numbers[1]):
+        _, loss, mean, deviation = numbers
+        return f"its loss of {loss:.4f} is a spike (before: {mean:.4f}, standard deviation {deviation:.4f})"
+    return "loss or gradient is not finite"

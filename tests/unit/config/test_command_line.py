@@ -1,0 +1,267 @@
+"""The command line: every spelling of a flag, every mistake, all of them at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fire
+import pytest
+from fire.decorators import SetParseFn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretraining.config.command_line import load_train_config, parse_config
+from pretraining.config.fields import setting, settings_of, values_of
+from pretraining.config.training import TrainConfig
+from pretraining.errors import ConfigError
+from pretraining.progress import Duration
+
+DUMMY = {"use_dummy_dataset": "true"}
+
+
+def through_fire(*arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """What a command receives from fire for words on the command line."""
+    received: list[Any] = []
+
+    @SetParseFn(str)
+    def main(*overrides: str, **flags: str) -> None:
+        received.append((overrides, flags))
+
+    fire.Fire(main, command=list(arguments), name="main")
+    return received[0]
+
+
+def value_of(name: str, *arguments: str) -> object:
+    """One setting of a training run started with these words, on dummy data unless they say otherwise."""
+    overrides, flags = through_fire(*arguments)
+    return values_of(parse_config(TrainConfig, overrides, flags))[name]
+
+
+def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        load_train_config(overrides, flags)
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--learning_rate=3e-5"], "learning_rate", 3e-5),
+        (["--learning-rate=3e-5"], "learning_rate", 3e-5),
+        (["--learning_rate", "3e-5"], "learning_rate", 3e-5),
+        (["--optimizer.learning_rate=3e-5"], "learning_rate", 3e-5),
+        (["--optimizer.learning-rate=3e-5"], "learning_rate", 3e-5),
+        (["learning_rate=3e-5"], "learning_rate", 3e-5),
+        (["learning-rate=3e-5"], "learning_rate", 3e-5),
+        (["optimizer.learning_rate=3e-5"], "learning_rate", 3e-5),
+        (["seed=1", "seed=2"], "seed", 2),
+        (["--seed=1", "--seed=2"], "seed", 2),
+        (["seed=2", "--run.seed=2"], "seed", 2),
+        (["--batch_size=1e3"], "batch_size", 1000),
+        (["--mixed_precision=false"], "mixed_precision", False),
+        (["--mixed_precision", "off"], "mixed_precision", False),
+        (["--nomixed_precision"], "mixed_precision", False),
+        (["--nomixed-precision"], "mixed_precision", False),
+        (["--no-mixed_precision"], "mixed_precision", False),
+        (["--no-mixed-precision"], "mixed_precision", False),
+        (["--use_dummy_dataset"], "use_dummy_dataset", True),
+        (["--use-dummy-dataset", "--seed=1"], "use_dummy_dataset", True),
+        (["--data_path=1e5"], "data_path", "1e5"),
+        (["--data_path=a=b"], "data_path", "a=b"),
+        (["--data_path=None"], "data_path", None),
+        (["--datasets=a"], "datasets", ("a",)),
+        (["--datasets=a,b"], "datasets", ("a", "b")),
+        (["--datasets=[a,b]"], "datasets", ("a", "b")),
+        (["--weights=1,2"], "weights", (1.0, 2.0)),
+        (["--model_variant=llama3.2_1b"], "model_variant", "llama3.2_1b"),
+        (["--sharding_strategy=FSDP"], "sharding_strategy", "fsdp"),
+        (["--sharding_strategy=HSDP-zero2"], "sharding_strategy", "hsdp_zero2"),
+        (["--sharding_strategy=zero0"], "sharding_strategy", "ddp"),
+        (["--sharding_strategy=ZeRO3"], "sharding_strategy", "fsdp"),
+        (["--num_steps=5Btok"], "num_steps", Duration(5_000_000_000, "tokens")),
+        (["--num_steps=2ep"], "num_steps", Duration(2, "epochs")),
+        (["--checkpoint_interval=30min"], "checkpoint_interval", Duration(1800, "seconds")),
+        (["--max_tokens=5B"], "num_steps", Duration(5_000_000_000, "tokens")),
+        (["--max_tokens=5e9"], "num_steps", Duration(5_000_000_000, "tokens")),
+        (["--max-tokens=5_000"], "num_steps", Duration(5000, "tokens")),
+        (["--run.max_tokens=5ktok"], "num_steps", Duration(5000, "tokens")),
+        (["max_tokens=5k", "--num_steps=5ktok"], "num_steps", Duration(5000, "tokens")),
+        (["--report_to=none"], "tracker", ()),
+        (["--report_to=tensorboard"], "tracker", ("tensorboard",)),
+        (["--resume_from_checkpoint=runs/a"], "ckpt_load_path", "runs/a"),
+        (["--local-rank=3", "--seed=4"], "seed", 4),
+        (["--local_rank=3"], "seed", 2023),
+        ([], "seed", 2023),
+    ],
+)
+def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: object) -> None:
+    assert value_of(name, *arguments) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--learning_rat=1"], "--learning_rat is not known: did you mean learning_rate?"),
+        (["--lr=1"], "--lr is not known: did you mean learning_rate?"),
+        (["--recipes=demo"], "--recipes is not known: did you mean recipe?"),
+        (["--optimizer.learning_rat=1"], "--optimizer.learning_rat is not known: did you mean learning_rate?"),
+        (["--model.seed=1"], "--model.seed is not known: seed is a setting of run"),
+        (["--optimizer=adam"], "--optimizer is not known: it is a section; write optimizer.<setting>"),
+        (["xyzzy=1"], "xyzzy is not known: --help lists every setting"),
+        (["--seed=x"], "--seed=x: a whole number is needed, as 5000, 5_000 or 5e3"),
+        (["--seed"], "--seed is given no value: write --seed=…"),
+        (["--data_path"], "--data_path is given no value: write --data_path=…"),
+        (["--noseed"], "--seed is given no value: write --seed=…"),
+        (["--max_tokens"], "--max_tokens is given no value: write --max_tokens=…"),
+        (["--recipe"], "--recipe is given no value: write --recipe=…"),
+        (["demo"], "'demo' sets nothing: write name=value or --name=value"),
+        (["mine.yaml"], "'mine.yaml' sets nothing: write --recipe=mine.yaml"),
+        (["--num_steps=10", "--max_tokens=5B"], "two run lengths, --num_steps=10 and --max_tokens=5B: keep one"),
+        (["seed=1", "--seed=2"], "two values for seed, seed=1 and --seed=2: keep one"),
+        (["--seed=1", "--run.seed=2"], "two values for seed, --seed=1 and --run.seed=2: keep one"),
+        (["--max_tokens=2ep"], "--max_tokens=2ep: it counts tokens, so write 5_000_000_000 or 5B"),
+        (["--warmup_steps=30min"], "--warmup_steps=30min: seconds mean nothing here, give steps, tokens or epochs"),
+        (
+            ["--resume_from_checkpoint=true"],
+            "--resume_from_checkpoint=true: it takes the path of a run or checkpoint; a run found in --ckpt_save_path "
+            "is continued without a flag",
+        ),
+        (["--recipe=demo", "--config=demo"], "recipes are named twice, --recipe=demo and --config=demo: write one "
+         "comma list, read left to right"),
+        (["--recipe=demo,,demo"], "--recipe=demo,,demo: there is an empty item in the comma list"),
+        (["--held_out_fraction=1"], "--held_out_fraction=1: it must be below 1"),
+        (["--adam_beta2=1"], "--adam_beta2=1: it must be below 1"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_what_to_write(arguments: list[str], problem: str) -> None:
+    if not {"--recipe", "--data_path"} & {argument.partition("=")[0] for argument in arguments}:
+        arguments = [*arguments, "--use_dummy_dataset=true"]
+    overrides, flags = through_fire(*arguments)
+    assert problems_of(*overrides, **flags) == (problem,)
+
+
+def test_all_problems_come_in_one_error() -> None:
+    problems = problems_of(
+        "stray", learning_rat="1", seed="x", weights="1,2", recipe="demo", num_steps="0", hsdp_group_size="2"
+    )
+    beginnings = ["'stray'", "--learning_rat", "--seed=x", "--weights=1.0,2.0", "--num_steps=0", "--hsdp_group_size=2"]
+    assert [problem.startswith(start) for problem, start in zip(problems, beginnings, strict=True)] == [True] * 6
+
+
+def test_a_value_that_cannot_be_read_makes_no_second_problem() -> None:
+    """warmup_steps would be too long for the default length of a run, but that is not what was asked for."""
+    assert len(problems_of(num_steps="soon", warmup_steps="5000", use_dummy_dataset="true")) == 1
+
+
+def test_a_recipe_that_cannot_be_read_makes_no_second_problem() -> None:
+    assert problems_of(recipe="missing.yaml") == ("--recipe=missing.yaml: there is no such file",)
+
+
+def test_every_recipe_that_cannot_be_read_is_named() -> None:
+    assert len(problems_of(recipe="missing.yaml,nowhere.json,demo")) == 2
+
+
+def test_without_data_the_error_says_how_to_get_some() -> None:
+    assert problems_of() == ("no data: give --data_path, --use_dummy_dataset=true or --recipe=demo",)
+
+
+def test_later_recipes_win_and_flags_win_over_all(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.json"
+    first.write_text("use_dummy_dataset: true\nseed: 1\nbatch_size: 11\nlearning_rate: 1e-1")
+    second.write_text('{"run": {"seed": 2}, "batch_size": 12}')
+    config = load_train_config([], {"config": f"{first},{second}", "batch_size": "13"})
+    assert config.optimizer.learning_rate == 0.1  # from the first
+    assert config.run.seed == 2  # from the second
+    assert config.batch.batch_size == 13  # from the command line
+    assert config.data.seq_length == 4096  # default
+
+
+def test_a_recipe_may_be_named_positionally() -> None:
+    assert load_train_config(["recipe=demo"]).model.vocab_size == 4096
+
+
+def test_a_run_length_of_a_recipe_may_be_replaced_under_its_other_name() -> None:
+    assert load_train_config([], {"recipe": "demo", "max_tokens": "1M"}).run.num_steps == Duration(10**6, "tokens")
+
+
+def test_values_may_come_from_python() -> None:
+    flags = {
+        "data_path": "d",
+        "datasets": ["a", "b"],
+        "weights": (1, 2.5),
+        "learning_rate": 1e-4,
+        "deterministic": True,
+    }
+    config = load_train_config([], flags)
+    assert config.data.datasets == ("a", "b") and config.data.weights == (1.0, 2.5)
+    assert config.optimizer.learning_rate == 1e-4 and config.run.deterministic
+
+
+def test_a_flag_without_a_value_may_come_as_none() -> None:
+    assert load_train_config([], {"use_dummy_dataset": None}).data.use_dummy_dataset
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Settings of a small command."""
+
+    output_path: str = setting(help="where to write")
+    count: int = setting(3, "how many")
+
+
+def test_a_flat_dataclass_is_parsed_by_the_same_rules() -> None:
+    assert parse_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}) == Flat("x", 4)
+
+
+def test_a_required_setting_that_is_missing_is_explained() -> None:
+    with pytest.raises(ConfigError, match="--output_path is missing: where to write"):
+        parse_config(Flat)
+
+
+def test_a_required_setting_that_cannot_be_read_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(Flat, [], {"output_path": "True"})
+    assert error.value.problems == ("--output_path is given no value: write --output_path=…",)
+
+
+def test_a_flat_setting_has_no_section() -> None:
+    with pytest.raises(ConfigError, match=r"--run\.count is not known: write count without a section"):
+        parse_config(Flat, [], {"run.count": "3", "output_path": "x"})
+
+
+def test_foreign_names_of_settings_that_a_command_lacks_are_unknown_to_it() -> None:
+    with pytest.raises(ConfigError, match="--max_tokens is not known"):
+        parse_config(Flat, [], {"max_tokens": "3", "output_path": "x"})
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text(max_size=20), max_size=5), st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=5)
+)
+def test_whatever_is_typed_gives_a_configuration_or_a_config_error(overrides: list[str], flags: dict[str, str]) -> None:
+    try:
+        load_train_config(overrides, flags | DUMMY)
+    except ConfigError as error:
+        assert error.problems
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(settings_of(TrainConfig))), st.text(max_size=30))
+def test_whatever_a_setting_is_given_it_is_read_or_refused(name: str, text: str) -> None:
+    try:
+        load_train_config([], DUMMY | {name: text})
+    except ConfigError as error:
+        assert error.problems
+
+
+def test_parsing_needs_no_torch() -> None:
+    script = (
+        "import sys; import pretraining.config.command_line as flags;"
+        "import pretraining.config.batch, pretraining.config.help;"
+        "flags.load_train_config(['recipe=demo']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3]).returncode == 0

@@ -1,0 +1,55 @@
+"""The settings of `pretrain prepare`."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretraining.config.commands import PrepareConfig, check_prepare_config
+from pretraining.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (PrepareConfig(source="stdlib"), "stdlib"),
+        (PrepareConfig(input_path=("/texts/books/",)), "books"),
+        (PrepareConfig(input_path=("wiki.jsonl.gz",)), "wiki"),
+        (PrepareConfig(input_path=("v1.5",)), "v1.5"),
+        (PrepareConfig(input_path=("a.rst",), extensions=(".rst",)), "a"),
+        (PrepareConfig(input_path=("a", "b"), dataset="both"), "both"),
+        (PrepareConfig(input_path=("wiki.ndjson.zst",)), "wiki"),
+        (PrepareConfig(input_path=("web.parquet",)), "web"),
+        (PrepareConfig(hf_dataset="someone/web-text"), "web-text"),
+        (PrepareConfig(hf_dataset="/data/mine/"), "mine"),
+    ],
+)
+def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) -> None:
+    check_prepare_config(config)
+    assert config.dataset_name == name
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (PrepareConfig(), "no text to prepare"),
+        (PrepareConfig(input_path=("a",), source="stdlib"), "--input_path=a and --source=stdlib all say which text"),
+        (PrepareConfig(hf_dataset="a", source="stdlib"), "--source=stdlib and --hf_dataset=a all say which text"),
+        (PrepareConfig(source="stdlib", hf_config="en"), "--hf_config=en is of which dataset"),
+        (PrepareConfig(source="stdlib", tokenizer_path="t", vocab_size=300), "drop one of them"),
+        (PrepareConfig(input_path=("a", "b")), "give --dataset="),
+        (PrepareConfig(input_path=("a/*.txt",)), "give --dataset="),
+        (PrepareConfig(input_path=("a",), dataset="x/y"), "'x/y' cannot be a dataset's name"),
+        (PrepareConfig(input_path=("a",), dataset=""), "'' cannot be a dataset's name"),
+        (PrepareConfig(input_path=("a/.hidden",)), r"'\.hidden' cannot be a dataset's name"),
+        (PrepareConfig(input_path=("a",), extensions=()), "--extensions is empty"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(config: PrepareConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_prepare_config(config)
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_prepare_config(PrepareConfig(tokenizer_path="t", vocab_size=300))
+    assert len(caught.value.problems) == 2

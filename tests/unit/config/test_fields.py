@@ -1,0 +1,124 @@
+"""The table of settings that a dataclass asks for."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+
+import pytest
+
+from pretraining.config.fields import build, sections_of, setting, settings_of, values_of
+from pretraining.config.training import BatchConfig, TrainConfig
+from pretraining.config.values import limit_problem
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large."""
+
+    width: int = setting(4, "width")
+    heights: tuple[int, ...] = setting((1, 2), "heights")
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A required setting, a section with a default of its own, and one that a factory makes."""
+
+    name: str = setting(help="what it is called")
+    size: Size = Size(width=8)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+
+
+def test_a_setting_knows_its_section_and_default() -> None:
+    settings = settings_of(Mixed)
+    assert list(settings)[:3] == ["name", "width", "heights"]
+    assert settings["name"].required and settings["name"].section == ""
+    assert settings["width"].section == "size" and settings["width"].default == 8
+    assert settings["batch_size"].section == "batch" and not settings["batch_size"].required
+    assert sections_of(Mixed) == {"size": Size, "batch": BatchConfig}
+
+
+def test_building_keeps_the_defaults_of_the_root() -> None:
+    config = build(Mixed, {"name": "a", "heights": (3,), "batch_size": 5})
+    assert config == Mixed("a", Size(width=8, heights=(3,)), BatchConfig(batch_size=5))
+
+
+def test_values_are_the_inverse_of_building() -> None:
+    config = Mixed("a", Size(width=1), BatchConfig(grad_accum_steps=7))
+    assert build(Mixed, values_of(config)) == config
+
+
+def test_a_root_without_default_sections_is_built() -> None:
+    assert build(NoDefault, {"width": 3}) == NoDefault(Size(width=3))
+    assert settings_of(NoDefault)["width"].default == 4
+    assert settings_of(Required)["count"].default is MISSING
+
+
+@dataclass(frozen=True)
+class NoDefault:
+    """A section that must be built."""
+
+    size: Size
+
+
+@dataclass(frozen=True)
+class Required:
+    """A plain dataclass, without help."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Again:
+    """Has the name of a setting of Size."""
+
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class Twice:
+    """Two sections with the same name in them."""
+
+    size: Size = Size()
+    again: Again = Again()
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A type that no text stands for."""
+
+    mapping: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Ambiguous:
+    """Two types at once."""
+
+    either: int | str
+
+
+@dataclass(frozen=True)
+class MaybeMany:
+    """Nothing and the empty tuple would be written the same."""
+
+    several: tuple[int, ...] | None = None
+
+
+def test_two_settings_cannot_share_a_name() -> None:
+    with pytest.raises(TypeError, match="Twice has two settings named width"):
+        settings_of(Twice)
+
+
+@pytest.mark.parametrize("root", [Unreadable, Ambiguous, MaybeMany])
+def test_a_type_that_no_text_stands_for_is_refused(root: type) -> None:
+    with pytest.raises(TypeError, match="settings are str, int"):
+        settings_of(root)
+
+
+def test_every_setting_of_a_training_run_is_explained() -> None:
+    unexplained = [name for name, known in settings_of(TrainConfig).items() if not known.help]
+    assert unexplained == []
+
+
+def test_every_default_of_a_training_run_is_within_its_limits() -> None:
+    problems = {name: limit_problem(known, known.default) for name, known in settings_of(TrainConfig).items()}
+    assert {name: problem for name, problem in problems.items() if problem} == {}

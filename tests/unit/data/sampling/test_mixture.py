@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pretraining.data.sampling import mixture
+from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, WeightTree, integer_weights
+from pretraining.errors import ConfigError
+
+WEIGHTS = st.lists(st.one_of(st.just(0), st.integers(1, 10), st.integers(1, 10**9)), min_size=1, max_size=40).filter(
+    any
+)
+
+
+def drift(weights: list[int], samples: int) -> float:
+    """The largest distance of a dataset from its share, over all prefixes, in samples."""
+    datasets, _ = WeightTree(weights).assign(0, samples)
+    counts = np.cumsum(datasets[:, None] == np.arange(len(weights)), axis=0)
+    shares = np.arange(1, samples + 1)[:, None] * (np.array(weights) / sum(weights))
+    return float(np.abs(counts - shares).max())
+
+
+@settings(max_examples=80, deadline=None)
+@given(WEIGHTS)
+def test_every_prefix_is_within_two_samples_of_the_weights(weights: list[int]) -> None:
+    assert drift(weights, 600) < 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 100, 1000])
+@pytest.mark.parametrize("shape", ["equal", "steep", "random"])
+def test_every_prefix_is_within_two_samples_of_the_weights_for_many_datasets(count: int, shape: str) -> None:
+    fibonacci = [1, 1]
+    while len(fibonacci) < 50:
+        fibonacci.append(fibonacci[-1] + fibonacci[-2])
+    weights = {
+        "equal": [1] * count,
+        "steep": (fibonacci * 20)[: min(count, 50)],  # the deepest tree there is
+        "random": np.random.default_rng(count).integers(1, 10**6, count).tolist(),
+    }[shape]
+    assert drift(weights, 3000) < 2
+
+
+ASKED_WEIGHTS = st.one_of(st.sampled_from([1e-6, 1e-3, 0.1, 1.0]), st.floats(1e-6, 1.0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 1000), st.lists(ASKED_WEIGHTS, min_size=1, max_size=20), st.integers(0, 10**9))
+@example(1000, [1.0, 1e-6], 10**9)
+@example(1000, [0.1 * 0.618**number for number in range(24)], 10**6)
+def test_anywhere_in_a_run_each_dataset_is_within_two_samples_of_the_weight_that_was_asked_for(
+    count: int, few: list[float], begin: int
+) -> None:
+    asked = (few * count)[:count]
+    exact = [Fraction(str(weight)) for weight in asked]
+    total = sum(exact)
+    shares = np.array([float(weight / total) for weight in exact])
+    tree = WeightTree(list(integer_weights({str(number): weight for number, weight in enumerate(asked)}).values()))
+    before = np.array(tree.counts(begin))
+    assert np.abs(before - begin * shares).max() < 2
+    datasets, numbers = tree.assign(begin, begin + 300)
+    counts = before + np.cumsum(datasets[:, None] == np.arange(count), axis=0)
+    assert np.abs(counts - np.arange(begin + 1, begin + 301)[:, None] * shares).max() < 2
+    assert (numbers == counts[np.arange(300), datasets] - 1).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(WEIGHTS, st.integers(0, 2**60), st.integers(0, 200))
+@example([1, 10**9 + 7, 3, 3 * 10**8], 2**60 + 12345, 200)
+def test_a_datasets_samples_are_numbered_without_gaps_from_anywhere(weights: list[int], begin: int, count: int) -> None:
+    tree = WeightTree(weights)
+    datasets, numbers = tree.assign(begin, begin + count)
+    before, after = tree.counts(begin), tree.counts(begin + count)
+    assert sum(before) == begin and sum(after) == begin + count
+    for dataset in range(len(weights)):
+        assert numbers[datasets == dataset].tolist() == list(range(before[dataset], after[dataset]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(WEIGHTS, st.lists(st.integers(0, 300), max_size=6))
+def test_any_stretch_is_a_slice_of_the_whole(weights: list[int], cuts: list[int]) -> None:
+    tree = WeightTree(weights)
+    borders = [0, *sorted(cuts), 300]
+    parts = [tree.assign(begin, end) for begin, end in pairwise(borders)]
+    for which in range(2):
+        assert (np.concatenate([part[which] for part in parts]) == tree.assign(0, 300)[which]).all()
+
+
+def test_long_stretches_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = WeightTree([3, 1, 4, 1, 5])
+    whole = tree.assign(17, 517)
+    monkeypatch.setattr(mixture, "_LARGEST_RANGE", 64)
+    assert all((part == expected).all() for part, expected in zip(tree.assign(17, 517), whole, strict=True))
+
+
+def test_the_order_of_a_mixture_is_the_same_in_every_release() -> None:
+    assert WeightTree([5, 2, 1]).assign(0, 16)[0].tolist() == [0, 1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 0, 0, 1, 0]
+
+
+def test_a_dataset_of_weight_zero_gives_nothing() -> None:
+    assert 1 not in WeightTree([3, 0, 2]).assign(0, 1000)[0]
+    assert WeightTree([3, 0, 2]).counts(1000) == [600, 0, 400]
+
+
+@given(st.lists(st.decimals(0, 1000, places=4), min_size=1, max_size=20).filter(any))
+def test_decimal_weights_keep_their_exact_ratios(weights: list) -> None:
+    integers = integer_weights({str(n): float(weight) for n, weight in enumerate(weights)})
+    total, exact_total = sum(integers.values()), sum(Fraction(weight) for weight in weights)
+    assert all(Fraction(integers[str(n)], total) == Fraction(weight) / exact_total for n, weight in enumerate(weights))
+
+
+def test_weights_of_any_size_fit() -> None:
+    weights = integer_weights({"a": 1e-6, "b": 1.0, "c": 3 * 10**14, "d": 0})
+    assert weights["d"] == 0 and weights["a"] >= 1 and sum(weights.values()) <= 2**40 + 3
+    assert weights["c"] / sum(weights.values()) == pytest.approx(1, abs=1e-9)
+    assert integer_weights({"a": 10, "b": 5}) == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize("weights", [{"a": -1.0}, {"a": float("nan")}, {"a": float("inf"), "b": 1.0}])
+def test_weights_that_are_no_proportions_are_refused_by_name(weights: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="--weights must be numbers of at least 0, not a="):
+        integer_weights(weights)
+
+
+def test_weights_that_are_all_zero_are_refused() -> None:
+    with pytest.raises(ConfigError, match="all 0"):
+        integer_weights({"a": 0.0, "b": 0.0})
+
+
+def test_a_phase_goes_on_where_the_one_before_ended() -> None:
+    first = Phase.first(4, {"a": 1, "b": 1})
+    second = first.followed_by(5, 6, {"a": 3, "c": 1}, Skipped())
+    assert second == Phase(5, 20, 6, {"a": 3, "c": 1}, {"a": 10, "b": 10, "c": 0})
+    both = Mixture([first, second])
+    assert both.names == ("a", "b", "c")
+    assert [both.first_sample(step) for step in (4, 5, 6)] == [16, 20, 26]
+    assert [both.global_batch_size(step) for step in (4, 5, 6)] == [4, 6, 6]
+
+
+NAMES = ("a", "b", "c", "d", "e")
+ASKED = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 50), min_size=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), ASKED), min_size=1, max_size=6))
+def test_through_any_phases_each_dataset_is_consumed_in_order_and_within_two_samples_of_its_weight(
+    wanted: list[tuple[int, int, dict[str, int]]],
+) -> None:
+    phases: list[Phase] = []
+    step = 0
+    for steps, batch, weights in wanted:
+        phases.append(
+            phases[-1].followed_by(step, batch, weights, Skipped()) if phases else Phase.first(batch, weights)
+        )
+        step += steps
+    mixture, ends = Mixture(phases), [*(phase.first_step for phase in phases[1:]), step]
+    taken = dict.fromkeys(mixture.names, 0)
+    next_sample = 0
+    for phase, end in zip(phases, ends, strict=True):
+        assert phase.base_counts == {name: taken[name] for name in phase.base_counts}
+        total, given = sum(phase.weights.values()), 0
+        for step in range(phase.first_step, end):
+            assert mixture.first_sample(step) == next_sample
+            assert mixture.counts_before_step(step) == taken
+            samples, *assigned = (values.tolist() for values in mixture.assign_step(step))
+            assert samples == list(range(next_sample, next_sample + phase.global_batch_size))
+            next_sample += phase.global_batch_size
+            for dataset, number in zip(*assigned, strict=True):
+                assert number == taken[mixture.names[dataset]]  # in order, no gap, no repeat
+                taken[mixture.names[dataset]] += 1
+                given += 1
+                for name in mixture.names:  # no burst either: a dataset owes nothing for the phases before
+                    share = given * phase.weights.get(name, 0) / total
+                    assert abs(taken[name] - phase.base_counts.get(name, 0) - share) < 2

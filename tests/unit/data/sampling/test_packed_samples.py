@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unit.data.sampling.packing_oracle import PackedOracle, Piece
+from unit.data.sampling.stream_oracle import text_number
+from unit.data.sampling.test_token_stream import EqualLengths, KnownLengths
+from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
+
+from pretraining.config.data import DataConfig
+from pretraining.data.batch import IGNORED_LABEL
+from pretraining.data.dataset import SplitName, build_loader
+from pretraining.data.sampling.packed_samples import BinCache, PackedStream, bin_cache, cut_blocks
+from pretraining.data.sampling.packing import PACKINGS, pack_block
+from pretraining.data.sampling.token_stream import Lengths, Spans, order_cache
+from pretraining.data.storage.index import BLOCK_DOCUMENTS
+from pretraining.errors import DataError
+
+KEY = (11, 22)
+SEP = 999
+LENGTHS = st.lists(
+    st.one_of(st.just(0), st.just(1), st.integers(0, 12), st.integers(30, 80)), min_size=1, max_size=60
+).filter(any)
+
+
+def pieces(spans: Spans) -> list[list[Piece]]:
+    columns = zip(*(array.tolist() for array in (spans.documents, spans.starts, spans.lengths)), strict=True)
+    found, bounds = list(columns), spans.first_spans.tolist()
+    return [found[begin:end] for begin, end in pairwise(bounds)]
+
+
+def stream(
+    known: Lengths, bounds: np.ndarray, shards: int, seq_length: int, packing: str, cache: BinCache | None = None
+) -> PackedStream:
+    cut = cut_blocks(bounds, shards)
+    return PackedStream(known, bounds, cut, seq_length, packing, KEY, order_cache(), cache or bin_cache())
+
+
+def known_stream(
+    lengths: list[int], block: int, shards: int, seq_length: int, packing: str, cache: BinCache | None = None
+) -> PackedStream:
+    blocks = [np.array(lengths[begin : begin + block]) for begin in range(0, len(lengths), block)]
+    counts = [len(pack_block(each, seq_length, packing)) for each in blocks]
+    bounds = np.concatenate(([0], np.cumsum(counts)))
+    return stream(KnownLengths(lengths, block), bounds, shards, seq_length, packing, cache)
+
+
+def samples_of(made: PackedStream, shard: int, begin: int, end: int) -> list[list[Piece]]:
+    return pieces(made.spans(np.full(end - begin, shard), np.arange(begin, end)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.integers(1, 20), st.sampled_from(PACKINGS))
+@example([80] * 8 + [1] * 16, 8, 9, 3, "greedy")  # shards without a block
+@example([0, 0, 0, 0, 5, 0, 0, 0], 2, 4, 19, "best_fit")  # blocks without a bin
+def test_samples_are_those_of_the_oracle(
+    lengths: list[int], block: int, shards: int, seq_length: int, packing: str
+) -> None:
+    made = known_stream(lengths, block, shards, seq_length, packing)
+    oracle = PackedOracle(lengths, block, shards, seq_length, packing, KEY)
+    assert len(made.bins) == len(oracle.shard_blocks())
+    for shard, bins in enumerate(made.bins.tolist()):
+        expected = [sample for number in range(3) for sample in oracle.one_pass(shard, number)]
+        assert samples_of(made, shard, 0, 3 * bins) == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 9), st.integers(1, 20), st.sampled_from(PACKINGS))
+def test_a_pass_gives_every_bin_and_every_label_once(
+    lengths: list[int], block: int, shards: int, seq_length: int, packing: str
+) -> None:
+    made = known_stream(lengths, block, shards, seq_length, packing)
+    passes = [
+        [
+            sample
+            for shard, bins in enumerate(made.bins.tolist())
+            for sample in samples_of(made, shard, e * bins, (e + 1) * bins)
+        ]
+        for e in range(3)
+    ]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
+    labels = Counter(
+        (d, token) for sample in passes[1] for d, start, n in sample for token in range(start + 1, start + n)
+    )
+    assert labels == {(document, token): 1 for document, length in enumerate(lengths) for token in range(1, length)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any), st.integers(1, 60))
+def test_shards_are_runs_of_whole_blocks_with_nearly_equal_bins(counts: list[int], logical_shards: int) -> None:
+    bounds = np.concatenate(([0], np.cumsum(counts)))
+    first_blocks = cut_blocks(bounds, logical_shards)
+    bins = np.diff(bounds[first_blocks])
+    assert first_blocks[0] == 0 and first_blocks[-1] == len(counts) and (np.diff(first_blocks) >= 0).all()
+    assert len(bins) == max(1, min(logical_shards, sum(map(bool, counts)), sum(counts) // 8))
+    assert bins.sum() == sum(counts) and bins.max() <= sum(counts) / len(bins) + max(counts)
+
+
+def test_every_pass_has_an_order_of_its_own() -> None:
+    made = known_stream([4] * 64, 8, 1, 3, "greedy")
+    orders = {str(samples_of(made, 0, 64 * number, 64 * (number + 1))) for number in range(20)}
+    assert len(orders) == 20
+
+
+def test_the_memory_for_bins_is_bounded_and_changes_nothing() -> None:
+    lengths = np.random.default_rng(1).integers(0, 9, 600).tolist()
+    small = bin_cache(limit_bytes=4000)
+    forgetful = known_stream(lengths, 16, 5, 13, "best_fit", small)
+    made = known_stream(lengths, 16, 5, 13, "best_fit")
+    order = np.random.default_rng(2).permutation(200)
+    shards = order % 5
+    assert pieces(forgetful.spans(shards, order)) == [
+        samples_of(made, s, j, j + 1)[0] for s, j in zip(shards, order, strict=True)
+    ]
+    assert small.total_cost <= 4000
+
+
+def test_a_sample_costs_the_same_in_any_pass() -> None:
+    lengths = np.random.default_rng(0).integers(0, 30, 4000).tolist()
+    for sample in (10, 10**9, 10**15 + 10):
+        known = KnownLengths(lengths, 64)
+        made = known_stream(lengths, 64, 4, 100, "first_fit")
+        made._lengths = known
+        made.spans(np.array([2]), np.array([sample]))
+        assert known.asked == 64  # the one block
+
+
+def test_counts_beyond_32_bits_are_exact() -> None:
+    known = EqualLengths(documents=200_000_000, length=100_003)  # 24 full pieces, and a rest that fits twice into a bin
+    blocks = len(known.block_bounds) - 1
+    counts = np.full(blocks, 1024 * 24 + 512)
+    counts[-1] = (200_000_000 - (blocks - 1) * 1024) * 49 // 2
+    bounds = np.concatenate(([0], np.cumsum(counts)))
+    made = stream(known, bounds, 2, 4096, "greedy")
+    assert bounds[-1] > 2**32
+    for sample in (0, 2**31 + 5, 7 * int(made.bins[1]), 2**50):
+        spans = made.spans(np.array([1]), np.array([sample]))
+        assert (spans.documents > 10**8 - 1024).all()
+        assert (spans.starts % 4096 == 0).all()
+        assert spans.lengths.tolist() in ([4097], [1699, 1699])
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    root = make_root(tmp_path_factory.mktemp("data"), web=300, code=120, books=40)
+    return DataConfig(
+        data_path=str(root),
+        seq_length=24,
+        sep_token=SEP,
+        packing="best_fit",
+        logical_shards=8,
+        num_workers=0,
+        held_out_fraction=0.2,
+    )
+
+
+STEPS = 20  # the smallest dataset begins its second pass
+
+
+@pytest.fixture(scope="module")
+def batches(config: DataConfig) -> list[list[list[int]]]:
+    whole = loader(config, plan(11))
+    return [rows(next(whole)) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, packing: str) -> None:
+    documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=70)
+    write_documents(tmp_path / "web/x.arrow", documents)
+    settings = DataConfig(
+        data_path=str(tmp_path), seq_length=50, sep_token=SEP, packing=packing, logical_shards=3, num_workers=0
+    )
+    made = loader(settings, plan(64), seed=42)
+    whole = [[*document, SEP] if document and document[-1] != SEP else document for document in documents]
+    lengths = [len(document) for document in whole]
+    oracle = PackedOracle(lengths, BLOCK_DOCUMENTS, 3, 50, packing, (42, text_number("web", "train")))
+    samples = {shard: oracle.one_pass(shard, 0) + oracle.one_pass(shard, 1) for shard in range(3)}
+    order = oracle.sample_order(2)
+    for step in range(len(order) // 64):
+        taken = sorted(order[step * 64 : (step + 1) * 64], key=lambda pair: pair[0])
+        expected = [
+            [token for document, start, length in samples[shard][number] for token in whole[document][start:][:length]]
+            for shard, number in taken
+        ]
+        batch = next(made)
+        assert rows(batch) == [row + [0] * (51 - len(row)) for row in expected]
+        (micro_batch,) = batch.micro_batches
+        filled = micro_batch.lengths_B
+        assert (filled.tolist() if filled is not None else [51] * 64) == [len(row) for row in expected]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_global_batch_is_the_same_on_any_number_of_ranks(
+    config: DataConfig, batches: list[list[list[int]]], ranks: int
+) -> None:
+    parts = [loader(config, plan(11, ranks), rank) for rank in range(ranks)]
+    for step in range(5):
+        assert [row for part in parts for row in rows(next(part))] == batches[step]
+
+
+def test_stopping_anywhere_and_going_on_equals_going_on(config: DataConfig, batches: list[list[list[int]]]) -> None:
+    datasets = opened(config)
+    with build_loader(datasets, config, plan(11), 0, 7, 1000) as running:
+        for stop in range(STEPS - 1):
+            state = json.loads(json.dumps(running.state_dict()))
+            assert rows(next(running)) == batches[stop]
+            with build_loader(datasets, replace(config, num_workers=2), plan(11), 0, 7, 1000) as resumed:
+                resumed.load_state_dict(state)
+                assert [rows(next(resumed)) for _ in range(2)] == batches[stop : stop + 2]
+
+
+@pytest.mark.parametrize(("before", "after"), [("stream", "best_fit"), ("best_fit", "stream"), ("best_fit", "greedy")])
+def test_a_resume_with_another_packing_is_refused(config: DataConfig, before: str, after: str) -> None:
+    state = loader(replace(config, packing=before)).state_dict()
+    with pytest.raises(DataError, match=rf"(?s)began with:\n  - packing was {before} and is {after}\nRestore"):
+        loader(replace(config, packing=after)).load_state_dict(state)
+
+
+def test_an_epoch_is_every_sample_of_every_dataset_once(config: DataConfig) -> None:
+    datasets = opened(config)
+    samples, rest = divmod(datasets.training_tokens, config.seq_length)
+    assert rest == 0
+    epoch = build_loader(datasets, config, plan(samples), 0, 7, 1000)
+    first, second = sorted(rows(next(epoch))), sorted(rows(next(epoch)))
+    assert first == second
+    stored = sum(dataset.tokens("train") for dataset in datasets.datasets)
+    assert sum(len(row) for row in first) == samples * 25 > stored
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_with_a_document_mask_every_token_but_a_documents_first_is_a_label_once(
+    config: DataConfig, packing: str
+) -> None:
+    config = replace(config, packing=packing, document_mask=True)
+    datasets = opened(config)
+    epoch = build_loader(datasets, config, plan(datasets.training_tokens // 24), 0, 7, 1000)
+    (micro_batch,) = next(epoch).micro_batches
+    labels = micro_batch.model_inputs().labels_BS
+    lengths = np.concatenate([each.index.split("train").lengths(0, 1000) for each in datasets.datasets])
+    assert int((labels != IGNORED_LABEL).sum()) == int(np.maximum(lengths - 1, 0).sum())
+
+
+def test_held_out_samples_are_packed_from_held_out_documents(config: DataConfig) -> None:
+    datasets = opened(config)
+    splits: tuple[SplitName, SplitName] = ("train", "held_out")
+    for number, dataset in enumerate(datasets.datasets):
+        documents = []
+        for split in splits:
+            source = build_loader(datasets, config, plan(8), 0, 7, 1000, split=split).reader.sources[number]
+            samples = dataset.pass_tokens(split) // config.seq_length
+            documents.append(set(source.spans(*source.samples(0, samples)).documents.tolist()))
+        assert not documents[0] & documents[1] and documents[1]
+        assert documents[0] | documents[1] == set(np.flatnonzero(dataset.index.documents["tokens"]).tolist())
+
+
+def test_a_dataset_shorter_than_a_sample_can_be_packed(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2], [], [3]])
+    made = loader(DataConfig(data_path=str(tmp_path), seq_length=8, packing="greedy", num_workers=0), plan(2))
+    assert rows(next(made)) == [[1, 2, 3, 0, 0, 0, 0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("documents", "changes", "message"),
+    [
+        ([[], []], {}, "dataset 'web' has no documents to train on"),
+        ([], {}, "dataset 'web' is empty"),
+        (
+            [[1, 2]],
+            {"held_out_fraction": 1e-9},
+            "held_out_fraction=1e-09 keeps no tokens of dataset 'web': give a larger",
+        ),
+    ],
+)
+def test_nothing_to_pack_is_an_error(
+    tmp_path: Path, documents: list[list[int]], changes: dict[str, Any], message: str
+) -> None:
+    write_documents(tmp_path / "web/x.arrow", documents)
+    settings = replace(DataConfig(data_path=str(tmp_path), seq_length=8, packing="best_fit", num_workers=0), **changes)
+    with pytest.raises(DataError, match=message):
+        build_loader(opened(settings), settings, plan(2), 0, 7, 1000, split="held_out" if changes else "train")
+
+
+def test_the_setting_names_the_packings_that_there_are() -> None:
+    (field,) = (field for field in fields(DataConfig) if field.name == "packing")
+    assert field.metadata["choices"] == ("stream", *PACKINGS)

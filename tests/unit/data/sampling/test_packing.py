@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unit.data.sampling.packing_oracle import Piece, pack
+
+from pretraining.data.sampling.packing import PACKINGS, PackedBlock, pack_block
+
+LENGTHS = st.lists(
+    st.one_of(st.integers(0, 3), st.integers(0, 12), st.integers(13, 30), st.integers(30, 100)), max_size=40
+)
+BLOCKS = given(LENGTHS, st.one_of(st.integers(1, 12), st.integers(12, 60)), st.sampled_from(PACKINGS))
+
+
+def packed(lengths: list[int], seq_length: int, packing: str) -> PackedBlock:
+    return pack_block(np.array(lengths, dtype=np.int64), seq_length, packing)
+
+
+def bins_of(block: PackedBlock) -> list[list[Piece]]:
+    bins = [block.bin(number) for number in range(len(block))]
+    return [list(zip(*(array.tolist() for array in arrays), strict=True)) for arrays in bins]
+
+
+@settings(max_examples=500, deadline=None)
+@BLOCKS
+@example([], 4, "best_fit")
+@example([0, 0], 4, "first_fit")
+@example([1] * 7, 1, "greedy")
+@example([5, 5, 5], 4, "greedy")  # exactly a row each
+@example([3, 9, 2], 4, "greedy")  # full pieces leave the bin of the item before open
+@example([2, 6, 3], 4, "best_fit")  # the last token of the second document is the label of its only piece
+@example([6, 4, 6, 4], 9, "best_fit")
+def test_bins_are_those_of_the_oracle(lengths: list[int], seq_length: int, packing: str) -> None:
+    assert bins_of(packed(lengths, seq_length, packing)) == pack(lengths, seq_length, packing)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("mean", "seq_length"), [(60, 512), (600, 512), (600, 4096)])
+def test_whole_blocks_are_packed_as_the_oracle_does(packing: str, mean: int, seq_length: int) -> None:
+    lengths = np.random.default_rng(3).lognormal(np.log(mean), 1.0, 1024).astype(np.int64)
+    block = pack_block(lengths, seq_length, packing)
+    assert bins_of(block) == pack(lengths.tolist(), seq_length, packing)
+
+
+@settings(max_examples=200, deadline=None)
+@BLOCKS
+def test_no_bin_overflows_and_nothing_is_split_that_fits(lengths: list[int], seq_length: int, packing: str) -> None:
+    pieces = Counter[int]()
+    for items in bins_of(packed(lengths, seq_length, packing)):
+        assert 1 <= sum(length for _, _, length in items) <= seq_length + 1
+        pieces.update(document for document, _, _ in items)
+    for document, length in enumerate(lengths):
+        # No fewer pieces would do: each labels S tokens at most, and the first token of all needs no label.
+        assert pieces[document] == (max(1, -(-(length - 1) // seq_length)) if length else 0)
+
+
+@settings(max_examples=200, deadline=None)
+@BLOCKS
+def test_every_token_but_a_documents_first_is_a_label_inside_it_once(
+    lengths: list[int], seq_length: int, packing: str
+) -> None:
+    labels = Counter(
+        (document, token)
+        for items in bins_of(packed(lengths, seq_length, packing))
+        for document, start, length in items
+        for token in range(start + 1, start + length)
+    )
+    assert labels == {(document, token): 1 for document, length in enumerate(lengths) for token in range(1, length)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 60), st.sampled_from(["first_fit", "best_fit"]))
+def test_at_most_one_bin_is_half_empty(lengths: list[int], seq_length: int, packing: str) -> None:
+    sizes = [sum(length for _, _, length in items) for items in bins_of(packed(lengths, seq_length, packing))]
+    assert sum(2 * size <= seq_length + 1 for size in sizes) <= 1
+
+
+def test_the_algorithms_stay_what_they_are() -> None:
+    lengths = [7, 3, 0, 25, 2, 9, 1, 6, 4, 10, 3, 5, 2]
+    sizes = {
+        packing: [[length for _, _, length in items] for items in bins_of(packed(lengths, 9, packing))]
+        for packing in PACKINGS
+    }
+    assert sizes == {
+        "greedy": [[7, 3], [10], [10], [7, 2], [9, 1], [6, 4], [10], [3, 5, 2]],
+        "first_fit": [[7, 3], [10], [10], [7, 2, 1], [9], [6, 4], [10], [3, 5, 2]],
+        "best_fit": [[7, 3], [10], [10], [7, 3], [2, 5, 2], [9, 1], [6, 4], [10]],
+    }
+
+
+def test_documents_of_billions_of_tokens_take_no_memory() -> None:
+    block = packed([2**32, 5, 2**32 - 1], 2, "best_fit")
+    assert block.nbytes < 1000
+    assert len(block) == 2**32 + 1
+    assert [array.tolist() for array in block.bin(2**31 - 1)] == [[0], [2**32 - 2], [2]]
+    assert [array.tolist() for array in block.bin(2**32)] == [[2], [2**32 - 4], [3]]

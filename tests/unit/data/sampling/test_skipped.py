@@ -1,0 +1,180 @@
+"""Ranges of samples that are left out: what was stays, what comes moves up, and `inspect` knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.data.test_phases import go_on, numbers_loader
+from unit.data.token_files import loader, make_root, opened, plan, rows
+
+from pretraining.config.data import DataConfig
+from pretraining.data.dataset import build_loader
+from pretraining.data.loader import Loader
+from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
+from pretraining.errors import ConfigError, DataError
+from pretraining.tools.inspect import Inspector
+
+RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 25)).map(lambda pair: (pair[0], sum(pair))), max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(RANGES, RANGES, st.integers(0, 80), st.integers(0, 60))
+def test_ranges_are_sets_of_samples(
+    ranges: list[tuple[int, int]], others: list[tuple[int, int]], sample: int, count: int
+) -> None:
+    skipped, other = Skipped(ranges), Skipped(others)
+    left_out = {each for begin, end in ranges for each in range(begin, end)}
+    taken = [each for each in range(sample, 400) if each not in left_out]
+    assert skipped.advance(sample, count) == taken[count]
+    end = sample + count
+    parts = list(skipped.taken(sample, end))
+    assert [each for first, last in parts for each in range(first, last)] == [each for each in taken if each < end]
+    assert all(first < last for first, last in parts)
+    assert skipped.count(sample, end) == sum(each < end for each in taken)
+    gone = {each for begin, end in others for each in range(begin, end)}
+    assert [each for first, last in skipped.without(other) for each in range(first, last)] == sorted(left_out - gone)
+
+
+def skipping_loader(weights: dict[str, int], batch: int, skip: list[tuple[int, int]]) -> Loader:
+    made = numbers_loader(weights, batch)
+    state = made.state_dict()
+    made._order_of_new_run["skipped"] = [list(each) for each in skip]  # as build_loader describes it
+    made.load_state_dict(state)
+    return made
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.dictionaries(st.sampled_from("abc"), st.integers(1, 9), min_size=1),
+            st.integers(1, 7),
+            st.integers(0, 8),
+            st.lists(st.tuples(st.integers(0, 15), st.integers(1, 12)), max_size=2),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_through_phases_and_resumes_steps_take_the_samples_that_are_left_in_order(
+    stages: list[tuple[dict[str, int], int, int, list[tuple[int, int]]]],
+) -> None:
+    state: dict[str, Any] | None = None
+    skipped: set[int] = set()
+    trained: list[int] = []
+    used: dict[str, list[int]] = {name: [] for name in "abc"}
+    for weights, batch, steps, wanted in stages:
+        next_sample = state["next_sample"] if state else 0
+        ranges = [(next_sample + first, next_sample + first + length) for first, length in wanted]
+        made = skipping_loader(weights, batch, ranges)
+        if state is not None:
+            made.load_state_dict(json.loads(json.dumps(state)))
+        skipped |= {each for begin, end in ranges for each in range(begin, end)}
+        for _ in range(steps):
+            samples, datasets, numbers = made.reader.mixture.assign_step(made.next_step)
+            trained += samples.tolist()
+            content = {tuple(row) for row in rows(next(made))}
+            assert content == {
+                (ord(made.reader.mixture.names[dataset]), number)
+                for dataset, number in zip(datasets.tolist(), numbers.tolist(), strict=True)
+            }
+            for dataset, number in zip(datasets.tolist(), numbers.tolist(), strict=True):
+                used[made.reader.mixture.names[dataset]].append(number)
+        state = made.state_dict()
+    limit = trained[-1] if trained else 0
+    assert trained == [each for each in range(limit + 1) if each not in skipped][: len(trained)]
+    for name, numbers in used.items():
+        assert numbers == sorted(set(numbers)), name  # none twice, though some are left out
+    assert state is not None and len(skipped & set(range(state["next_sample"]))) + len(trained) == state["next_sample"]
+    assert sum(state["counts"].values()) == state["next_sample"]
+
+
+def test_other_samples_keep_their_datasets_and_numbers() -> None:
+    plain = Mixture([Phase.first(10, {"a": 3, "b": 1})])
+    skipping = Mixture(plain.phases, Skipped([(7, 12), (25, 45)]))
+
+    def first_assigned(mixture: Mixture, steps: int) -> dict[int, tuple[int, int]]:
+        columns = [
+            column
+            for step in range(steps)
+            for column in zip(*(v.tolist() for v in mixture.assign_step(step)), strict=True)
+        ]
+        return {sample: (dataset, number) for sample, dataset, number in columns}
+
+    before, after = first_assigned(plain, 10), first_assigned(skipping, 6)
+    assert len(after) == 60 and not after.keys() & {*range(7, 12), *range(25, 45)}
+    assert all(before[sample] == place for sample, place in after.items() if sample in before)
+    taken = list(skipping.taken(0, 6))
+    assert sum(end - begin for stretch in taken for begin, end in stretch.values()) == 60 and len(taken) == 3
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    root = make_root(tmp_path / "data", web=100, code=60)
+    return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=2)
+
+
+def test_a_range_asked_for_at_a_resume_is_said_skipped_and_kept(config: DataConfig) -> None:
+    with loader(config, plan(8)) as plain, loader(config, plan(8)) as begun:
+        _, state = go_on([begun], None, 2)
+        asked = replace(config, skip_samples=("24-31", "33"))
+        with loader(asked, plan(8)) as skipping:
+            assert skipping.state_dict()["skipped"] == [[24, 32], [33, 34]]
+            skipping.load_state_dict(state)
+            assert skipping.changes_at_resume == ("skipped: samples 24-31", "skipped: samples 33-33")
+            taken, middle = go_on([skipping], None, 4)
+            expected, _ = go_on([plain], None, 9)
+            assert taken[0] == expected[2]
+            wanted = [*range(16, 24), 32, *range(34, 57)]
+            assert [s for step in range(2, 6) for s in sorted(skipping.reader.slots(step).samples.tolist())] == wanted
+        with loader(config, plan(8)) as later, loader(asked, plan(8)) as again:  # with the flag or without it
+            first, last = go_on([later], middle, 3)
+            assert (first, last) == go_on([again], middle, 3)
+            assert last["skipped"] == [[24, 32], [33, 34]] and again.changes_at_resume == ()
+
+
+def test_what_was_trained_on_cannot_be_skipped(config: DataConfig) -> None:
+    with loader(config, plan(8)) as begun:
+        _, state = go_on([begun], None, 3)
+    with (
+        loader(replace(config, skip_samples=("20-40",)), plan(8)) as made,
+        pytest.raises(DataError, match=r"skip sample 20, but the run has trained on all before 24.*earlier checkpoint"),
+    ):
+        made.load_state_dict(state)
+
+
+def test_inspect_knows_what_is_skipped(config: DataConfig) -> None:
+    asked = replace(config, skip_samples=("4-11",), num_workers=0)
+    datasets = opened(asked)
+    made = loader(asked, plan(8))
+    inspector = Inspector(made.reader, datasets, 16)
+    assert [inspector.step_of_sample(sample) for sample in (0, 3, 12, 15, 16)] == [1, 1, 1, 1, 2]
+    with pytest.raises(ConfigError, match=r"--sample_id=7 is skipped \(see --skip_samples\)"):
+        inspector.step_of_sample(7)
+    shown = [slot.sample_id for slot in inspector.slots(1)]
+    assert sorted(shown) == [0, 1, 2, 3, 12, 13, 14, 15]
+    summary = inspector.summary(1, 3)
+    assert sum(each.samples for each in summary) == 24 and abs(sum(each.realised for each in summary) - 1) < 1e-9
+    begun = {each.dataset: each.documents for each in summary}
+    counted = dict.fromkeys(begun, 0)
+    for step in (1, 2, 3):
+        for slot in inspector.slots(step):
+            at = 0
+            for span in slot.spans:
+                counted[slot.dataset] += span.start == 0 and at < 16
+                at += span.length
+    assert begun == counted
+
+
+def test_a_held_out_set_is_never_skipped_from(config: DataConfig) -> None:
+    held = replace(config, held_out_fraction=0.3, num_workers=0)
+    plain = build_loader(opened(held), held, plan(4), 0, 7, 1000, split="held_out")
+    asked = replace(held, skip_samples=("0-100",))
+    made = build_loader(opened(asked), asked, plan(4), 0, 7, 1000, split="held_out")
+    assert rows(next(made)) == rows(next(plain))

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unit.data.sampling.stream_oracle import Oracle, Place
+
+from pretraining.data.sampling.token_stream import Shards, Spans, TokenStream, cut_shards, order_cache, shard_count
+
+KEY = (11, 22)
+
+
+class KnownLengths:
+    """Documents of given lengths; counts how many were asked for."""
+
+    def __init__(self, lengths: list[int], block_documents: int) -> None:
+        self.document_count = len(lengths)
+        self.block_documents = block_documents
+        self._lengths = np.array(lengths, dtype=np.int64)
+        starts = np.concatenate(([0], np.cumsum(self._lengths)))
+        self.block_bounds = np.append(starts[:-1:block_documents], starts[-1])
+        self.asked = 0
+
+    def lengths(self, begin: int, end: int) -> np.ndarray:
+        self.asked += end - begin
+        return self._lengths[begin:end].copy()
+
+
+class EqualLengths:
+    """More documents than memory would hold, all equally long."""
+
+    def __init__(self, documents: int, length: int) -> None:
+        self.document_count, self.block_documents, self._length = documents, 1024, length
+        self.block_bounds = np.append(np.arange(0, documents, 1024, dtype=np.int64), documents) * length
+
+    def lengths(self, begin: int, end: int) -> np.ndarray:
+        return np.full(end - begin, self._length)
+
+
+def places(spans: Spans) -> list[Place]:
+    return [
+        (document, start + at)
+        for document, start, length in zip(
+            *(a.tolist() for a in (spans.documents, spans.starts, spans.lengths)), strict=True
+        )
+        for at in range(length)
+    ]
+
+
+def spans_of(made: TokenStream, shard: int, sample: int) -> Spans:
+    return made.spans(np.array([shard]), np.array([sample]))
+
+
+def stream(lengths: list[int], block: int, shards: int, seq_length: int) -> tuple[TokenStream, Shards, Oracle]:
+    known = KnownLengths(lengths, block)
+    cut = cut_shards(known, shards)
+    return (
+        TokenStream(known, cut, seq_length, KEY, order_cache()),
+        cut,
+        Oracle(lengths, block, shards, seq_length, KEY),
+    )
+
+
+LENGTHS = st.lists(
+    st.one_of(st.just(0), st.just(1), st.integers(0, 12), st.integers(30, 80)), min_size=1, max_size=30
+).filter(any)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.integers(1, 20))
+@example([5], 4, 7, 3)  # fewer documents than shards
+@example([3, 0, 0, 2], 2, 2, 19)  # shards shorter than a sample
+@example([100, 1, 1], 2, 3, 7)  # a document much longer than a sample
+@example([0, 0, 1, 0], 2, 1, 1)
+def test_samples_are_those_of_the_oracle(lengths: list[int], block: int, shards: int, seq_length: int) -> None:
+    made, cut, oracle = stream(lengths, block, shards, seq_length)
+    for shard, tokens in enumerate(cut.tokens.tolist()):
+        passes = 3 if tokens >= seq_length else -(-3 * seq_length // max(tokens, 1))
+        if not tokens or passes > 30:
+            continue
+        expected = oracle.shard_samples(shard, passes)
+        for sample, wanted in enumerate(expected):
+            spans = spans_of(made, shard, sample)
+            assert places(spans) == wanted
+            assert (spans.lengths > 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 6), st.integers(1, 15))
+def test_many_samples_at_once_are_the_single_ones(lengths: list[int], block: int, shards: int, seq_length: int) -> None:
+    made, cut, _ = stream(lengths, block, shards, seq_length)
+    filled = np.flatnonzero(cut.tokens)
+    wanted_shards, samples = np.repeat(filled, 4), np.tile([0, 3, 1, 17], len(filled))
+    spans = made.spans(wanted_shards, samples)
+    assert spans.row_tokens.tolist() == [seq_length + 1] * len(samples)
+    assert spans.rows.tolist() == sorted(spans.rows.tolist())
+    single = [spans_of(made, *pair) for pair in zip(wanted_shards.tolist(), samples.tolist(), strict=True)]
+    assert places(spans) == [place for each in single for place in places(each)]
+    assert np.diff(spans.first_spans).tolist() == [len(each.documents) for each in single]
+    begins = spans.places(np.arange(len(samples)) * 1000)
+    assert begins.tolist() == [
+        1000 * row + int(place) for row, each in enumerate(single) for place in each.places(np.zeros(1, int))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 6), st.integers(1, 15))
+def test_every_token_comes_exactly_once_in_every_pass(
+    lengths: list[int], block: int, shards: int, seq_length: int
+) -> None:
+    made, cut, _ = stream(lengths, block, shards, seq_length)
+    passes = 3
+    seen: Counter[tuple[int, Place]] = Counter()
+    for shard, tokens in enumerate(cut.tokens.tolist()):
+        position = 0
+        for sample in range(passes * tokens // seq_length + 1 if tokens else 0):
+            for place in places(spans_of(made, shard, sample))[:seq_length]:
+                if position < passes * tokens:
+                    seen[position // tokens, place] += 1
+                position += 1
+    assert seen == {(n, (d, at)): 1 for n in range(passes) for d, length in enumerate(lengths) for at in range(length)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 12))
+def test_shards_are_cut_between_documents_and_balanced(lengths: list[int], count: int) -> None:
+    cut = cut_shards(KnownLengths(lengths, 4), count)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    assert len(cut) == count and cut.documents[0] == 0 and cut.documents[-1] == len(lengths)
+    assert (np.diff(cut.documents) >= 0).all()
+    assert (cut.token_bounds == starts[cut.documents]).all()
+    assert cut.tokens.max() <= sum(lengths) / count + max(lengths)
+
+
+def test_the_label_of_a_samples_last_token_is_the_next_samples_first() -> None:
+    made, _, _ = stream([7, 3, 20, 1], 2, 1, 6)
+    for sample in range(50):
+        assert places(spans_of(made, 0, sample))[-1] == places(spans_of(made, 0, sample + 1))[0]
+
+
+def test_every_pass_has_an_order_of_its_own() -> None:
+    made, _, _ = stream([1] * 64, 8, 1, 64)
+    orders = [tuple(place[0] for place in places(spans_of(made, 0, number))[:64]) for number in range(20)]
+    assert len(set(orders)) == 20
+
+
+def test_a_sample_costs_the_same_in_any_pass() -> None:
+    lengths = np.random.default_rng(0).integers(0, 30, 4000).tolist()
+    costs = []
+    for sample in (10, 10**9, 10**12 + 10):
+        known = KnownLengths(lengths, 64)
+        made = TokenStream(known, cut_shards(known, 4), 100, KEY, order_cache())
+        known.asked = 0
+        spans = spans_of(made, 2, sample)
+        assert spans.lengths.sum() == 101
+        costs.append(known.asked)
+    assert max(costs) <= 3 * 64  # a sample of 101 tokens lies in one block of about 1000, or across a border
+
+
+def test_counts_beyond_32_bits_are_exact() -> None:
+    known = EqualLengths(documents=2_000_000, length=100_003)  # 2e11 tokens
+    cut = cut_shards(known, 2)
+    made = TokenStream(known, cut, 4096, KEY, order_cache())
+    tokens = int(cut.tokens[1])
+    for sample in (0, 2**31 + 5, 7 * tokens // 4096, 2**50):
+        spans = spans_of(made, 1, sample)
+        assert spans.lengths.sum() == 4097
+        within = sample * 4096 % tokens
+        assert spans.starts[0] == within % 100_003  # all documents are equally long, whatever their order
+        assert ((spans.documents >= cut.documents[1]) & (spans.documents < cut.documents[2])).all()
+
+
+def test_the_memory_for_orders_is_bounded_and_changes_nothing() -> None:
+    lengths = np.random.default_rng(1).integers(0, 9, 600).tolist()
+    small, large = order_cache(limit_bytes=2000), order_cache()
+    known = KnownLengths(lengths, 16)
+    cut = cut_shards(known, 5)
+    forgetful = TokenStream(known, cut, 13, KEY, small)
+    made = TokenStream(known, cut, 13, KEY, large)
+    for sample in range(40):
+        for shard in range(5):
+            assert places(spans_of(forgetful, shard, sample)) == places(spans_of(made, shard, sample))
+            assert small.total_cost <= 2000 or len(small) == 1
+    assert len(large) > len(small)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (799, 1), (1600, 2), (10**9, 64)])
+def test_small_datasets_are_cut_into_fewer_shards(tokens: int, expected: int) -> None:
+    assert shard_count(tokens, seq_length=100, logical_shards=64) == expected

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.data.sampling.packing_oracle import pack
+from unit.data.token_files import random_documents, write_documents
+
+from pretraining.config.data import DataConfig
+from pretraining.data.dataset import build_indices, open_datasets
+from pretraining.data.storage import bin_counts
+from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
+from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
+from pretraining.errors import DataError
+
+DOCUMENTS = 4 * BLOCK_DOCUMENTS + 100
+SEQ_LENGTH = 30
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bin_counts, "BLOCKS_A_PROCESS", 1)
+    write_documents(tmp_path / "data/web/x.arrow", random_documents(DOCUMENTS))
+    return index_of(config(tmp_path))
+
+
+def config(root: Path, **changes: object) -> DataConfig:
+    settings = DataConfig(data_path=str(root / "data"), seq_length=SEQ_LENGTH, held_out_fraction=0.1)
+    return replace(settings, **changes)  # type: ignore[arg-type]
+
+
+def index_of(settings: DataConfig) -> Index:
+    listing = list_datasets(settings)
+    build_indices(listing, settings)
+    return open_datasets(listing, settings).datasets[0].index
+
+
+def build(index: Index, packing: str = "best_fit", workers: int | None = 1, said: list[str] | None = None) -> BinCounts:
+    said = [] if said is None else said
+    return build_bin_counts("web", index, [index.path], SEQ_LENGTH, packing, workers, said.append)
+
+
+def find(index: Index, seq_length: int = SEQ_LENGTH, packing: str = "best_fit") -> BinCounts | None:
+    return find_bin_counts(index, [index.path], seq_length, packing)
+
+
+def file_of(index: Index) -> Path:
+    (place,) = index.path.parent.glob("*.bins")
+    return place
+
+
+def bounds_of(counts: BinCounts) -> dict[str, list[int]]:
+    return {split: bounds.tolist() for split, bounds in counts.bounds.items()}
+
+
+@pytest.mark.parametrize("packing", ["greedy", "first_fit", "best_fit"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_bins_of_every_block_are_counted_in_any_number_of_processes(
+    index: Index, packing: str, workers: int
+) -> None:
+    counts = build(index, packing, workers)
+    for split in SPLITS:
+        lengths = index.split(split).lengths(0, DOCUMENTS)
+        blocks = np.split(lengths, range(BLOCK_DOCUMENTS, DOCUMENTS, BLOCK_DOCUMENTS))
+        expected = [len(pack(block.tolist(), SEQ_LENGTH, packing)) for block in blocks]
+        assert counts.bounds[split].tolist() == [0, *np.cumsum(expected).tolist()]
+        assert counts.bins(split) == sum(expected)
+
+
+def test_they_are_counted_once(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    counts = build(index, said=said)
+    assert said == [f"packing dataset 'web': {DOCUMENTS:,} documents into samples of 30 tokens, best_fit"]
+    monkeypatch.setattr(bin_counts, "count_bins", None)
+    again = build(index, said=said)
+    assert len(said) == 1 and bounds_of(again) == bounds_of(counts)
+    assert not again.bounds["train"].flags.owndata  # mapped, and shared with other processes
+
+
+def test_the_counts_of_the_job_that_is_done_first_stay(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, first = bin_counts.count_bins, []
+
+    def slow(*arguments: Any) -> np.ndarray:
+        with monkeypatch.context() as other_job:
+            other_job.setattr(bin_counts, "count_bins", real)
+            build(index)
+            first.append(file_of(index).stat().st_ino)
+        return real(*arguments)
+
+    monkeypatch.setattr(bin_counts, "count_bins", slow)
+    build(index)
+    assert [file_of(index).stat().st_ino] == first
+
+
+def test_other_lengths_and_packings_have_counts_of_their_own(index: Index) -> None:
+    build(index)
+    assert find(index) is not None
+    assert find(index, seq_length=31) is None and find(index, packing="greedy") is None
+    build(index, "greedy")
+    assert find(index) is not None and find(index, packing="greedy") is not None
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
+def test_damaged_counts_are_made_anew(index: Index, damage: str) -> None:
+    counts = build(index)
+    content = file_of(index).read_bytes()
+    if damage == "of others":
+        build(index, "greedy")
+        (greedy,) = index.path.parent.glob("*greedy*.bins")
+        content_now = greedy.read_bytes()
+        greedy.unlink()
+    else:
+        content_now = {
+            "empty": b"",
+            "cut": content[:-16],
+            "flipped": content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+            "no header": content[content.find(b"\n") + 1 :],
+        }[damage]
+    file_of(index).write_bytes(content_now)
+    assert find(index) is None
+    said: list[str] = []
+    assert bounds_of(build(index, said=said)) == bounds_of(counts) and said
+    assert file_of(index).read_bytes() == content
+
+
+def test_counts_are_valid_for_one_index_only(index: Index, tmp_path: Path) -> None:
+    counts = build(index)
+    more = index_of(config(tmp_path, held_out_fraction=0.3))
+    assert find(more) is None
+    # The same documents in another order: names, sizes and tokens of every file stay what they were.
+    documents = random_documents(DOCUMENTS)
+    write_documents(
+        tmp_path / "data/web/x.arrow", [*reversed(documents[:BLOCK_DOCUMENTS]), *documents[BLOCK_DOCUMENTS:]]
+    )
+    index.path.unlink()
+    again = index_of(config(tmp_path))
+    assert again.header == index.header and find(again) is None
+    assert bounds_of(build(again)) != bounds_of(counts)
+
+
+def test_counts_of_read_only_data_lie_beside_the_other_index_place(index: Index, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file, where nothing can be put")
+    index.path = taken / index.path.name
+    elsewhere = tmp_path / "cache" / "web" / index.path.name
+    build_bin_counts("web", index, [index.path, elsewhere], SEQ_LENGTH, "greedy", 1)
+    assert find_bin_counts(index, [index.path, elsewhere], SEQ_LENGTH, "greedy") is not None
+    with pytest.raises(DataError, match=r"no place to write the counts of dataset 'web': .*taken .*give --index_path"):
+        build(index)
+
+
+def test_a_full_disk_leaves_nothing_behind(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = set(index.path.parent.iterdir())
+    monkeypatch.setattr(bin_counts.os, "fsync", full)
+    with pytest.raises(DataError, match=r"cannot write .*\.bins: No space left on device"):
+        build(index)
+    assert set(index.path.parent.iterdir()) == before
+
+
+def test_a_process_that_ends_early_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(DataError, match="packing dataset 'web': the process for blocks 0 to 1 ended with status 1"):
+        build(index, workers=2)
+
+
+def test_counts_that_another_machine_made_elsewhere_are_asked_for(index: Index, tmp_path: Path) -> None:
+    settings = config(tmp_path, packing="first_fit")
+    listing = list_datasets(settings)
+    with pytest.raises(DataError, match=r"no first_fit counts of dataset 'web' in .*web/\.index or .*--index_path"):
+        open_datasets(listing, settings)
+    build_indices(listing, settings)
+    assert open_datasets(listing, settings).datasets[0].counts is not None

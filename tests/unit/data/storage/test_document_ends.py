@@ -1,0 +1,102 @@
+"""bos_token, sep_token, strip_tokens and min_length, against lists that are changed one token at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unit.data.sampling.stream_oracle import as_trained
+from unit.data.token_files import write_batches, write_documents
+
+from pretraining.data.storage import index_build as document_ends
+from pretraining.data.storage.arrow import read_document_layout
+from pretraining.data.storage.index import VIRTUAL_BOS, VIRTUAL_SEP, IndexSettings, split_lengths
+from pretraining.data.storage.index_build import documents_as_trained
+
+BOS, SEP, PAD, OTHER = 1, 2, 3, 7
+FEW_TOKENS = st.lists(st.sampled_from([BOS, SEP, PAD, OTHER]), max_size=12)
+
+
+def trained(path: Path, ends: IndexSettings) -> list[list[int]]:
+    """What an index says is trained on of a file's documents, virtual tokens put where its flags say."""
+    layout = read_document_layout(str(path), "tokens")
+    documents = documents_as_trained(layout, ends)
+    content = path.read_bytes()
+    found = []
+    for offset, tokens, flags in documents.tolist():
+        kept = np.frombuffer(content, f"<u{layout.width}", tokens, offset).tolist()
+        before, behind = [ends.bos_token] * bool(flags & VIRTUAL_BOS), [ends.sep_token] * bool(flags & VIRTUAL_SEP)
+        found.append([*before, *kept, *behind])
+    assert split_lengths(documents, 0).tolist() == [len(document) for document in found]
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(FEW_TOKENS, max_size=20),
+    st.sampled_from([None, BOS, SEP, 300]),
+    st.sampled_from([None, SEP, BOS, 300]),
+    st.sets(st.sampled_from([BOS, SEP, PAD, 300])),
+    st.integers(1, 5),
+    st.sampled_from([pa.uint8(), pa.uint16(), pa.int32(), pa.int64()]),
+    st.sampled_from([1, 3, 1000]),
+)
+@example([[PAD] * 12, [SEP], [BOS], [PAD, SEP], [OTHER], []], BOS, SEP, {PAD, SEP}, 1, pa.uint8(), 1000)
+def test_documents_are_those_of_the_oracle(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    bos_token: int | None,
+    sep_token: int | None,
+    strip_tokens: set[int],
+    min_length: int,
+    kind: pa.DataType,
+    batch_documents: int,
+) -> None:
+    root = tmp_path_factory.mktemp("ends")
+    write_documents(root / "rows.arrow", documents, pa.list_(kind), batch_documents)
+    write_batches(root / "batches.arrow", documents, kind)
+    ends = IndexSettings("web", "tokens", sep_token, 0.0, bos_token, tuple(sorted(strip_tokens)), min_length)
+    expected = [as_trained(document, sep_token, bos_token, strip_tokens, min_length) for document in documents]
+    assert trained(root / "rows.arrow", ends) == expected
+    assert trained(root / "batches.arrow", ends) == expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({}, [[], [SEP], [BOS, 7], [7, SEP], [PAD, 7, SEP, 7, PAD]]),
+        ({"sep_token": SEP}, [[], [SEP], [BOS, 7, SEP], [7, SEP], [PAD, 7, SEP, 7, PAD, SEP]]),
+        ({"bos_token": BOS}, [[], [BOS, SEP], [BOS, 7], [BOS, 7, SEP], [BOS, PAD, 7, SEP, 7, PAD]]),
+        ({"strip_tokens": (BOS, SEP, PAD)}, [[], [], [7], [7], [7, SEP, 7]]),
+        ({"strip_tokens": (SEP,), "sep_token": SEP}, [[], [], [BOS, 7, SEP], [7, SEP], [PAD, 7, SEP, 7, PAD, SEP]]),
+        ({"min_length": 2, "sep_token": SEP}, [[], [], [BOS, 7, SEP], [7, SEP], [PAD, 7, SEP, 7, PAD, SEP]]),
+        ({"min_length": 3}, [[], [], [], [], [PAD, 7, SEP, 7, PAD]]),
+        ({"min_length": 3, "strip_tokens": (PAD,)}, [[], [], [], [], [7, SEP, 7]]),
+        ({"min_length": 4, "strip_tokens": (PAD,)}, [[]] * 5),
+    ],
+)
+def test_what_the_settings_mean(tmp_path: Path, ends: dict[str, int], expected: list[list[int]]) -> None:
+    write_documents(tmp_path / "x.arrow", [[], [SEP], [BOS, 7], [7, SEP], [PAD, 7, SEP, 7, PAD]])
+    made = IndexSettings(**{"dataset": "web", "column": "tokens", "sep_token": None, "held_out_fraction": 0.0, **ends})
+    assert trained(tmp_path / "x.arrow", made) == expected
+
+
+def test_long_runs_are_stripped_in_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [[PAD] * 5000 + [OTHER, PAD, OTHER] + [PAD] * length for length in (0, 1, 4095, 4096, 4097)]
+    documents += [[PAD] * 100_000, [OTHER]]
+    write_documents(tmp_path / "x.arrow", documents)
+    ends = IndexSettings("web", "tokens", None, 0.0, strip_tokens=(PAD,))
+    looks = []
+    real = document_ends._is_any_of
+    monkeypatch.setattr(document_ends, "_is_any_of", lambda *call: looks.append(call) or real(*call))
+    for at_once in (1 << 20, 1 << 13):
+        monkeypatch.setattr(document_ends, "_LOOKED_AT_ONCE", at_once)
+        assert trained(tmp_path / "x.arrow", ends) == [
+            as_trained(document, None, None, {PAD}) for document in documents
+        ]
+    assert len(looks) < 100
+    assert max(tokens.size for tokens, _ in looks) <= 1 << 20

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.data.token_files import random_documents, write_documents
+
+from pretraining.config.data import DataConfig
+from pretraining.data.sampling.token_stream import Spans
+from pretraining.data.storage import document_reader as reader_module
+from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.data.storage.document_reader import DocumentReader, OpenFile, open_files
+from pretraining.data.storage.index import IndexSettings
+from pretraining.data.storage.index_build import build_index
+from pretraining.errors import DataError
+
+
+def reader(
+    root: Path, sep_token: int | None = None, vocab_size: int = 1000, limit: int | None = None
+) -> DocumentReader:
+    files = list_datasets(DataConfig(data_path=str(root), datasets=("web",))).datasets[0]
+    index = build_index(files, IndexSettings("web", "tokens", sep_token, 0.0))
+    return DocumentReader(files, index, (None, sep_token), vocab_size, open_files(limit))
+
+
+Piece = tuple[int, int, int]  # document, start, length
+
+
+def spans(rows: Sequence[Sequence[Piece]]) -> Spans:
+    columns = zip(*(piece for pieces in rows for piece in pieces), strict=True)
+    first_spans = np.cumsum([0, *(len(pieces) for pieces in rows)])
+    return Spans(*(np.array(column, dtype=np.int64) for column in columns), first_spans)
+
+
+def read(made: DocumentReader, pieces: list[Piece], dtype: type = np.uint16) -> list[int]:
+    row: np.ndarray = np.full((1, sum(length for _, _, length in pieces)), 77, dtype=dtype)
+    made.read(spans([pieces]), row, np.array([0]))
+    return row[0].tolist()
+
+
+@st.composite
+def documents_and_rows(draw: st.DrawFn) -> tuple[list[list[int]], list[list[Piece]]]:
+    documents = draw(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        pieces = []
+        for _ in range(draw(st.integers(1, 6))):
+            document = draw(st.integers(0, len(documents) - 1))
+            length = len(documents[document]) + 1  # with the separator
+            start = draw(st.integers(0, length - 1))
+            pieces.append((document, start, draw(st.integers(1, length - start))))
+        rows.append(pieces)
+    return documents, rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    documents_and_rows(),
+    st.integers(0, 8),
+    st.sampled_from(
+        [(pa.uint16(), pa.uint16()), (pa.int32(), pa.int32()), (pa.uint16(), pa.uint32()), (pa.int64(), pa.uint8())]
+    ),
+    st.sampled_from([np.uint16, np.int32]),
+)
+def test_rows_are_filled_with_pieces_of_documents_and_their_separators_and_with_zeros_behind(
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: tuple[list[list[int]], list[list[Piece]]],
+    cut: int,
+    kinds: tuple[pa.DataType, pa.DataType],
+    dtype: type,
+) -> None:
+    documents, rows = drawn
+    root = tmp_path_factory.mktemp("reader")
+    write_documents(root / "web/a.arrow", documents[:cut], pa.list_(kinds[0]), batch_documents=2)
+    write_documents(root / "web/b.arrow", documents[cut:], pa.list_(kinds[1]))
+    made = reader(root, sep_token=200, vocab_size=201)
+    width = max(sum(length for _, _, length in pieces) for pieces in rows)
+    target: np.ndarray = np.full((len(rows) + 2, width), 77, dtype=dtype)
+    numbers = np.roll(np.arange(len(rows)), 1) + 1  # any rows, in any order
+    made.read(spans(rows), target, numbers)
+    assert (target[[0, -1]] == 77).all()  # others are left alone
+    for number, pieces in zip(numbers.tolist(), rows, strict=True):
+        tokens = [token for document, start, length in pieces for token in [*documents[document], 200][start:][:length]]
+        assert target[number].tolist() == tokens + [0] * (width - len(tokens))
+
+
+def test_short_documents_that_lie_together_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = random_documents(200, largest=9)
+    write_documents(tmp_path / "web/x.arrow", documents)
+    made = reader(tmp_path)
+    pieces = [(at, 0, len(documents[at])) for at in np.random.default_rng(0).permutation(200).tolist() if documents[at]]
+    calls = []
+    real = os.preadv
+
+    def counted(*call: Any) -> int:
+        calls.append(call)
+        return real(*call)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    assert read(made, pieces) == [token for document, _, _ in pieces for token in documents[document]]
+    assert len(calls) == 2  # one to check the file
+
+
+@pytest.mark.parametrize("kind", [pa.uint16(), pa.int32(), pa.int64()])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_a_token_beyond_the_vocabulary_is_named_with_file_and_row(
+    tmp_path: Path, kind: pa.DataType, dtype: type
+) -> None:
+    write_documents(tmp_path / "web/a.arrow", [[1, 2], [3]])
+    bad = 65_535 if kind == pa.uint16() else 65_536 + 5  # which would be 5 if it were cut to 16 bits
+    write_documents(tmp_path / "web/b.arrow", [[4], [1, 2, bad, 3]], pa.list_(kind))
+    made = reader(tmp_path)
+    assert read(made, [(0, 0, 2), (1, 0, 1), (3, 0, 2)], dtype) == [1, 2, 3, 1, 2]
+    with pytest.raises(DataError, match=rf"web/b\.arrow, row 1: token 2 of the document is {bad}, but .* ends at 999"):
+        read(made, [(0, 0, 2), (3, 1, 3)], dtype)
+
+
+def test_a_negative_token_is_beyond_the_vocabulary(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/a.arrow", [[1, -2]], pa.list_(pa.int32()))
+    with pytest.raises(DataError, match=r"row 0: token 1 of the document is -2, but"):
+        read(reader(tmp_path), [(0, 0, 2)], np.int32)
+
+
+def test_the_whole_of_16_bits_can_be_used(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/a.arrow", [[65_535, 0]])
+    assert read(reader(tmp_path, vocab_size=65_536), [(0, 0, 2)]) == [65_535, 0]
+
+
+def test_files_that_change_after_they_were_listed_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "web/x.arrow"
+    write_documents(path, [[1] * 500, [2]])
+    content = path.read_bytes()
+
+    made = reader(tmp_path)
+    path.write_bytes(content[:-50])
+    with pytest.raises(DataError, match=rf"x\.arrow has changed since .*it had {len(content):,} bytes and now has"):
+        read(made, [(0, 0, 5)])
+    path.write_bytes(b"\0" * len(content))
+    with pytest.raises(DataError, match=r"x\.arrow is damaged: it does not end as"):
+        read(made, [(0, 0, 5)])
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot open .*x\.arrow: No such file"):
+        read(made, [(0, 0, 5)])
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    path = tmp_path / "web/x.arrow"
+    write_documents(path, [[1] * 5000, [2]])
+    made = reader(tmp_path)
+    assert read(made, [(1, 0, 1)]) == [2]
+    os.truncate(path, 4000)
+    with pytest.raises(DataError, match=r"x\.arrow ends at byte 4,000, before its documents do"):
+        read(made, [(0, 0, 5000)])
+
+
+def test_a_failing_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2, 3]])
+    made = reader(tmp_path)
+    read(made, [(0, 0, 3)])
+
+    def fail(*call: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(DataError, match=r"cannot read .*x\.arrow at byte [\d,]+: Input/output error"):
+        read(made, [(0, 0, 3)])
+
+
+def test_reads_that_come_in_parts_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = random_documents(3, largest=40)
+    write_documents(tmp_path / "web/x.arrow", documents)
+    made = reader(tmp_path)
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, targets, offset: real(file, [targets[0][:3]], offset))
+    assert read(made, [(2, 0, len(documents[2]))]) == documents[2]
+
+
+def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
+    for number in range(12):
+        write_documents(tmp_path / f"web/{number:02}.arrow", [[number, number]])
+    made = reader(tmp_path, limit=3)
+    for _ in range(2):
+        assert read(made, [(number, 0, 2) for number in range(12)]) == [n for n in range(12) for _ in range(2)]
+    gc.collect()
+    targets = [str(entry.resolve()) for entry in Path("/proc/self/fd").iterdir()]
+    assert sum(target.startswith(str(tmp_path)) and target.endswith(".arrow") for target in targets) <= 3
+
+
+def test_a_file_that_goes_after_its_module_is_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(tmp_path / "x.arrow", [[1]])
+    opened = OpenFile(str(tmp_path / "x.arrow"), (tmp_path / "x.arrow").stat().st_size)
+    descriptor = opened._descriptor
+    with monkeypatch.context() as ending:
+        ending.setattr(reader_module, "os", None)
+        del opened
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: Path) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1]])
+    path = str(tmp_path / "web/x.arrow")
+    opened, size = open_files(1), Path(path).stat().st_size
+    held = opened.get("a", lambda: OpenFile(path, size))
+    opened.get("b", lambda: OpenFile(path, size))
+    target = bytearray(6)
+    held.read_into(memoryview(target), 0)
+    assert target == b"ARROW1"
+
+
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint16()])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_a_separator_may_be_wider_than_the_tokens_of_the_files(tmp_path: Path, kind: pa.DataType, dtype: type) -> None:
+    documents = [[1, 2], [3], [4] * 5]
+    write_documents(tmp_path / "web/x.arrow", documents, pa.list_(kind))
+    sep = 999 if dtype == np.uint16 else 70_000
+    made = reader(tmp_path, sep_token=sep, vocab_size=sep + 1)
+    pieces = [(number, 0, len(document) + 1) for number, document in enumerate(documents)]
+    assert read(made, pieces, dtype) == [token for document in documents for token in [*document, sep]]

@@ -1,0 +1,189 @@
+"""What is checkpointed computes the same, under the same names, and keeps less."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emulated_varlen import emulated_varlen
+from tiny_shape import TINY_SHAPE
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretraining.config.parallel import ParallelConfig
+from pretraining.config.variants import LlamaShape
+from pretraining.distributed.activation_checkpointing import checkpoint_activations, recomputed_share
+from pretraining.model.flops import flops_per_token
+from pretraining.model.init import initialize_weights, parameter_name
+from pretraining.model.llama import Llama
+
+SHAPE = replace(TINY_SHAPE, hidden_size=32, intermediate_size=88, num_hidden_layers=6, head_dim=16)
+SELECTIONS = ["1", "op", "2", "1/3"]
+
+
+def checkpointing(selective: str | None) -> ParallelConfig:
+    if selective is None:
+        return ParallelConfig()
+    return ParallelConfig(fsdp_activation_checkpointing=True, selective_checkpointing=selective)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Llama:
+    model = Llama(SHAPE)
+    initialize_weights(model, SHAPE, 0, torch.device("cpu"))
+    return model
+
+
+def checkpointed(plain: Llama, selective: str | None) -> Llama:
+    model = copy.deepcopy(plain)
+    checkpoint_activations(model.model.layers, checkpointing(selective))
+    return model
+
+
+def batch(sequences: int = 2, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(SHAPE.vocab_size, (sequences, length + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def gradients(model: Llama) -> dict[str, torch.Tensor]:
+    loss, _, _ = model(*batch())
+    loss.backward()
+    found = {parameter_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("selective", SELECTIONS)
+def test_loss_and_gradients_are_the_same_bits_under_the_same_names(plain: Llama, selective: str) -> None:
+    model = checkpointed(plain, selective)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    expected, found = gradients(copy.deepcopy(plain)), gradients(model)
+    assert found.keys() == expected.keys() == plain.state_dict().keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("selective", "blocks"), [(None, []), ("1", [0, 1, 2, 3, 4, 5]), ("2", [1, 3, 5])])
+def test_the_chosen_blocks_are_exchanged(plain: Llama, selective: str | None, blocks: list[int]) -> None:
+    model = checkpointed(plain, selective)
+    kinds = [type(block) is type(plain.blocks[0]) for block in model.blocks]
+    assert [index for index, is_plain in enumerate(kinds) if not is_plain] == blocks
+
+
+def test_evaluation_needs_no_recomputation(plain: Llama) -> None:
+    with torch.no_grad():
+        assert torch.equal(checkpointed(plain, "op")(batch()[0]), plain(batch()[0]))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operations have made and that something still holds.
+
+    Attributes:
+        now: bytes.
+        peak: the most there ever were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(part.untyped_storage()) for part in args if isinstance(part, torch.Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for part in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(part, torch.Tensor):
+                storage = part.untyped_storage()
+                if id(storage) not in given and storage not in self._known:
+                    self._take(storage)
+        return results
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self._known.add(storage)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._give_back, size)
+
+    def _give_back(self, size: int) -> None:
+        self.now -= size
+
+
+@contextmanager
+def live_bytes() -> Iterator[LiveBytes]:
+    with LiveBytes() as mode:
+        yield mode
+
+
+def memory(plain: Llama, selective: str | None) -> tuple[int, int]:
+    """Bytes that a block adds to what is kept at the end of a forward, and the peak of the whole step."""
+    kept = []
+    for layers in (SHAPE.num_hidden_layers, 0):
+        model = checkpointed(plain, selective)
+        model.model.layers = model.model.layers[:layers]
+        with live_bytes() as live:
+            loss, _, _ = model(*batch())
+            kept.append(live.now)
+            if layers:
+                loss.backward()
+                peak = live.peak
+    return (kept[0] - kept[1]) // SHAPE.num_hidden_layers, peak
+
+
+def test_what_is_kept_and_the_peak_fall_as_each_mode_says(plain: Llama) -> None:
+    found = {selective: memory(plain, selective) for selective in (None, "op", "1/3", "2", "1")}
+    tokens = 2 * 64
+    d, q, k, f = 32, 32, 16, 88
+    assert found["1"][0] == pytest.approx(4 * tokens * d, rel=0.05)  # with a share of the rotation
+    per_operation = 4 * tokens * (3 * d + 2 * q + 2 * k + 2 * f)
+    assert found["op"][0] == pytest.approx(per_operation, rel=0.05)
+    none = 4 * tokens * (4 * d + 2 * q + 2 * k + 4 * f)
+    assert none <= found[None][0] <= 1.5 * none
+    for share, selective in ((1 / 3, "1/3"), (1 / 2, "2")):
+        between = share * found["1"][0] + (1 - share) * found[None][0]
+        assert found[selective][0] == pytest.approx(between, rel=0.02)
+    peaks = {selective: peak for selective, (_, peak) in found.items()}
+    assert peaks[None] > peaks["1/3"] > peaks["2"] > peaks["1"]
+    assert peaks[None] > peaks["op"] > peaks["1"]
+
+
+def counted_flops(plain: Llama, selective: str | None, length: int) -> int:
+    model = checkpointed(plain, selective)
+    with FlopCounterMode(display=False) as counter:
+        model(*batch(1, length))[0].backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("selective", SELECTIONS)
+def test_the_share_that_is_recomputed_is_what_is_counted(plain: Llama, selective: str) -> None:
+    """Without attention, which the counter leaves out on a CPU."""
+    without = counted_flops(plain, None, 64)
+    more = counted_flops(plain, selective, 64) - without
+    forward = flops_of_blocks(SHAPE)
+    assert more / (64 * forward) == pytest.approx(recomputed_share(checkpointing(selective), SHAPE, 0))
+    assert recomputed_share(ParallelConfig(), SHAPE, 0) == 0
+
+
+@pytest.mark.parametrize(("selective", "times"), [(None, 1), ("op", 1), ("1", 2)])
+def test_attention_over_all_documents_at_once_is_computed_again_with_the_whole_block_only(
+    plain: Llama, selective: str | None, times: int
+) -> None:
+    with emulated_varlen() as calls:
+        checkpointed(plain, selective)(*batch(), None, (10, 54, 64))[0].backward()
+    layers = SHAPE.num_hidden_layers
+    assert (calls.count("forward"), calls.count("backward")) == (times * layers, layers)
+
+
+def flops_of_blocks(shape: LlamaShape) -> float:
+    """Of a forward for a token, without attention and head."""
+    return flops_per_token(shape, 0) / 3 - 2 * shape.hidden_size * shape.vocab_size
+
+
+def test_attention_counts_for_what_is_recomputed() -> None:
+    shares = [recomputed_share(checkpointing("1"), SHAPE, length) for length in (0, 64, 10**9)]
+    assert 0.7 < shares[0] < shares[1] < shares[2] < 1
+    assert shares[2] == pytest.approx(1)

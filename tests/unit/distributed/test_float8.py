@@ -1,0 +1,198 @@
+"""Linear layers of the blocks multiply in float8 and are the same in all else; who cannot have it is told why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from emulated_float8 import emulate_float8, needs_torchao
+from tiny_shape import TINY_SHAPE
+from torch import Tensor, nn
+from torch._inductor import config
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import TINY, VOCABULARY
+
+from pretraining.config.command_line import load_train_config
+from pretraining.config.variants import resolve_shape
+from pretraining.distributed.float8 import check_float8, multiply_in_float8
+from pretraining.distributed.mesh import build_mesh
+from pretraining.errors import ConfigError
+from pretraining.model.init import parameter_name
+from pretraining.model.llama import Llama
+from pretraining.train.build_model import build_model
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SCALINGS = ["tensorwise", "rowwise"]
+CHECKPOINTED = "fsdp_activation_checkpointing=true"
+
+
+@pytest.fixture(autouse=True)
+def same_compiler_settings() -> Iterator[None]:
+    """What float8 sets for the rest of a process is set for the time of a test."""
+    with config.patch(emulate_precision_casts=False):
+        yield
+
+
+def gpu_of(capability: tuple[int, int], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    patch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+
+def refusal(scaling: str, device: torch.device) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_float8(scaling, device)
+    return str(error.value)
+
+
+def test_a_cpu_has_no_float8() -> None:
+    assert refusal("rowwise", CPU) == (
+        "--float8=rowwise needs a GPU with units for float8, of compute capability 8.9 or more, and this runs on a "
+        "cpu: train on such a GPU, or leave --float8 out"
+    )
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6)])
+def test_older_gpus_have_no_float8(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_of(capability, monkeypatch)
+    assert refusal("tensorwise", GPU) == (
+        "--float8=tensorwise needs a GPU of compute capability 8.9 or more, and a GPU has "
+        f"{capability[0]}.{capability[1]}, without units for float8: train on another, or leave --float8 out"
+    )
+
+
+def test_without_torchao_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_of((9, 0), monkeypatch)
+    for module in ("torchao", "torchao.float8"):
+        monkeypatch.setitem(sys.modules, module, None)
+    said = refusal("rowwise", GPU)
+    assert said.startswith("--float8=rowwise needs torchao, which cannot be imported (")
+    assert said.endswith("): pip install 'pretraining[float8]', or leave --float8 out")
+
+
+@needs_torchao
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_newer_gpus_with_torchao_have_float8(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_of(capability, monkeypatch)
+    check_float8("tensorwise", GPU)
+
+
+@needs_torchao
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_linear_layers_of_the_blocks_are_exchanged_and_parameters_stay(scaling: str) -> None:
+    with torch.device("meta"):
+        model = Llama(TINY_SHAPE)
+    before = dict(model.named_parameters())
+    multiply_in_float8(model.model.layers, scaling)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) == list(model.state_dict())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert all(type(value) is nn.Parameter and value.is_meta for value in after.values())
+    exchanged = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert len(exchanged) == 7 * TINY_SHAPE.num_hidden_layers and linear - exchanged == {"lm_head"}
+
+
+def test_without_a_scaling_blocks_are_left_alone() -> None:
+    model = Llama(TINY_SHAPE)
+    multiply_in_float8(model.model.layers, None)
+    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, single_process: None) -> Iterator[None]:
+    """Float8 on the CPU, and graphs that are run by PyTorch, which spares the time of a C++ compiler."""
+    emulate_float8(monkeypatch)
+    with torch.compiler.set_stance(force_backend="aot_eager"):
+        yield
+    torch.compiler.reset()
+
+
+def model_with(*flags: str) -> Llama:
+    common = [flag for flag in TINY if not flag.startswith("mixed_precision")]
+    settings = load_train_config([*common, "mixed_precision=true", "use_dummy_dataset=true", *flags])
+    mesh = build_mesh(settings.parallel, 1, 1, "cpu")
+    return build_model(resolve_shape(settings.model), settings, mesh, CPU, initialize=True)
+
+
+def loss_and_gradients(model: Llama) -> dict[str, Tensor]:
+    tokens = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(0))
+    loss, _, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[parameter_name(name)] = parameter.grad.full_tensor()  # type: ignore[attr-defined]
+    return found
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@needs_torchao
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_loss_and_gradients_are_those_of_bfloat16_to_the_digits_of_float8(scaling: str) -> None:
+    expected = loss_and_gradients(model_with())
+    found = loss_and_gradients(model_with(f"float8={scaling}"))
+    assert list(found) == list(expected)
+    assert relative_error(found.pop("loss"), expected.pop("loss")) < 2e-3
+    errors = {name: relative_error(gradient, expected[name]) for name, gradient in found.items()}
+    assert max(errors.values()) < 0.2, errors
+    assert min(error for name, error in errors.items() if "_proj" in name) > 0.01  # it is not bfloat16
+
+
+@needs_torchao
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("selective", ["1", "2", "op"])
+def test_blocks_that_are_computed_again_give_the_same_bits(scaling: str, selective: str) -> None:
+    expected = loss_and_gradients(model_with(f"float8={scaling}"))
+    found = loss_and_gradients(model_with(f"float8={scaling}", CHECKPOINTED, f"selective_checkpointing={selective}"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products of float8 tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default and type(args[0]).__name__ == "Float8TrainingTensor"
+        return func(*args, **(kwargs or {}))
+
+
+@needs_torchao
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("selective", "passes"), [(None, 3), ("1", 4), ("op", 3)])
+def test_checkpointing_per_operation_computes_no_product_again(selective: str | None, passes: int) -> None:
+    flags = [] if selective is None else [CHECKPOINTED, f"selective_checkpointing={selective}"]
+    model = model_with("float8=rowwise", *flags)
+    with Products() as products:
+        loss_and_gradients(model)
+    assert products.count == passes * 7 * len(model.blocks)
+
+
+@needs_torchao
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("selective", [None, "1", "op"])
+def test_blocks_compile_as_whole_graphs(scaling: str, selective: str | None) -> None:
+    flags = [f"float8={scaling}"]
+    if selective is not None:
+        flags += [CHECKPOINTED, f"selective_checkpointing={selective}"]
+    expected = loss_and_gradients(model_with(*flags))
+    found = loss_and_gradients(model_with(*flags, "use_torch_compile=true"))
+    assert max(relative_error(found[name], value) for name, value in expected.items()) < 1e-6
+
+
+@needs_torchao
+@pytest.mark.usefixtures("emulated")
+def test_compiled_blocks_scaled_by_row_round_as_others_do() -> None:
+    model_with("float8=tensorwise")
+    assert not config.emulate_precision_casts
+    model_with("float8=rowwise")
+    assert config.emulate_precision_casts

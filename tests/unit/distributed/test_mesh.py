@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from pretraining.config.parallel import ParallelConfig
+from pretraining.distributed.mesh import build_mesh, mesh_shape
+from pretraining.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("strategy", "group", "shape"),
+    [
+        ("ddp", None, (8, 1)),
+        ("zero2", None, (1, 8)),
+        ("fsdp", None, (1, 8)),
+        ("hsdp", None, (2, 4)),
+        ("hsdp", 2, (4, 2)),
+        ("hsdp_zero2", 8, (1, 8)),
+    ],
+)
+def test_axes_are_replicas_and_shards(strategy: str, group: int | None, shape: tuple[int, int]) -> None:
+    parallel = ParallelConfig(sharding_strategy=strategy, hsdp_group_size=group)
+    assert mesh_shape(parallel, [4] * 8) == shape
+
+
+def test_groups_of_unequal_size_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ConfigError, match=r"6 processes / 4 \(processes of a node.*= 1.50.*divisor of 6"):
+        mesh_shape(ParallelConfig(sharding_strategy="hsdp"), [4] * 6)
+    with pytest.raises(ConfigError, match=r"8 processes / 3 \(hsdp_group_size\)"):
+        mesh_shape(ParallelConfig(sharding_strategy="hsdp_zero2", hsdp_group_size=3), [4] * 8)
+
+
+def test_nodes_that_differ_need_a_group_size() -> None:
+    nodes = [2, 2, 4, 4, 4, 4]
+    with pytest.raises(ConfigError, match=r"different numbers of processes \(2, 4\).*--hsdp_group_size"):
+        mesh_shape(ParallelConfig(sharding_strategy="hsdp"), nodes)
+    assert mesh_shape(ParallelConfig(sharding_strategy="hsdp", hsdp_group_size=2), nodes) == (3, 2)
+    assert mesh_shape(ParallelConfig(sharding_strategy="fsdp"), nodes) == (1, 6)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_mesh_has_named_axes() -> None:
+    mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
+    assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (1, 1)

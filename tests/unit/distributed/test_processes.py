@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pretraining.distributed import processes
+from pretraining.distributed.host_sync import Agreed, Agreement
+from pretraining.distributed.processes import join_processes, on_every_rank, on_rank_zero
+from pretraining.errors import DataError, LaunchError, LostPeerError
+
+
+def test_one_process_joins_itself_without_an_address_and_leaves() -> None:
+    with join_processes(0, 1, 0, 1, {}) as joined:
+        assert joined.is_main and joined.world_size == dist.get_world_size() == 1
+    assert not dist.is_initialized()
+
+
+def test_the_end_of_another_process_is_said_in_a_line_and_not_waited_for() -> None:
+    with (
+        pytest.raises(LostPeerError, match="another process of the job has ended") as raised,
+        join_processes(0, 1, 0, 1, {}),
+    ):
+        raise RuntimeError("[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+    assert raised.value.rank == 0
+    dist.destroy_process_group()  # left behind on purpose: taking leave may wait for the dead
+    with pytest.raises(RuntimeError, match="shape mismatch"), join_processes(0, 1, 0, 1, {}):
+        raise RuntimeError("shape mismatch")
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single_process")
+def test_results_and_errors_come_back() -> None:
+    assert on_rank_zero(lambda: [1, 2]) == [1, 2]
+    assert on_every_rank(lambda: "here") == "here"
+
+    def fails() -> None:
+        raise DataError("no such file")
+
+    with pytest.raises(DataError, match="no such file"):
+        on_rank_zero(fails)
+    with pytest.raises(DataError, match="no such file"):
+        on_every_rank(fails)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_bug_keeps_its_own_type() -> None:
+    with pytest.raises(ZeroDivisionError):
+        on_rank_zero(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        on_every_rank(lambda: 1 / 0)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 4)
+    assert processes._device_of(local_rank=3, local_world_size=4) == torch.device("cuda", 3)
+    with pytest.raises(LaunchError, match=r"8 processes were started on .* 4 GPUs. Start at most 4"):
+        processes._device_of(local_rank=0, local_world_size=8)
+
+
+def test_a_launcher_may_show_each_task_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 1)
+    assert processes._device_of(local_rank=3, local_world_size=4) == torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        uuid = "GPU-1"
+
+    def everyone_says(outcomes: list, mine: object) -> None:
+        outcomes[:] = [mine, mine]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    monkeypatch.setattr(dist, "all_gather_object", everyone_says)
+    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] share one GPU"):
+        processes._refuse_shared_devices(torch.device("cuda", 0))
+
+
+@pytest.mark.usefixtures("single_process")
+def test_what_is_agreed_is_a_step_behind() -> None:
+    with Agreement() as agreement:
+        agreed = [agreement.exchange(seconds, stop) for seconds, stop in ((1.5, 0), (2.5, 15), (3.5, 0))]
+    assert agreed == [Agreed(0.0, 0), Agreed(1.5, 0), Agreed(2.5, 15)]

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretraining.config.guards import GuardConfig
+from pretraining.distributed import watchdog as heartbeats_module
+from pretraining.distributed import watchdog as watchdog_module
+from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, Processes
+from pretraining.distributed.watchdog import (
+    MOST_NAMED,
+    Hang,
+    Heartbeat,
+    Heartbeats,
+    Vigil,
+    Watchdog,
+    collective_timeout,
+    describe,
+)
+from pretraining.progress import Duration
+
+
+def seconds(amount: float) -> Duration:
+    return Duration(amount, "seconds")
+
+
+def beat(count: int = 1, progress: int = 1, step: int = 5, doing: str = "training") -> Heartbeat:
+    return Heartbeat(count, progress, step, doing, "node")
+
+
+def processes(world_size: int, rank: int = 0) -> Processes:
+    made = Processes(rank, world_size, rank, world_size, torch.device("cpu"))
+    made.pulse.turn_to("training")
+    made.pulse.step = 5
+    return made
+
+
+class Answers:
+    """What the other processes say, one answer after the other; the last one stays."""
+
+    def __init__(self, *answers: dict[int, Heartbeat] | None) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+
+    def __call__(self) -> dict[int, Heartbeat] | None:
+        self.asked += 1
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+def look(vigil: Vigil, times: int, progress: int = 1, timeout: float = 10.0) -> Hang | None:
+    """Look every second; returns what the last look found, those before it found nothing."""
+    for _ in range(times - 1):
+        assert vigil.look(1.0, progress, timeout) is None
+    return vigil.look(1.0, progress, timeout)
+
+
+# When it is a hang
+
+
+def test_a_process_by_itself_hangs_after_the_timeout() -> None:
+    vigil = Vigil(1, Answers(None))
+    assert look(vigil, 10) is None  # the first look only begins
+    assert look(vigil, 1) == Hang(10.0, {}, [])
+
+
+def test_progress_begins_the_time_anew() -> None:
+    vigil = Vigil(1, Answers(None))
+    for progress in range(100):
+        assert look(vigil, 9, progress) is None
+    assert look(vigil, 2, 99) is not None
+
+
+def test_a_timeout_of_zero_never_ends_anything() -> None:
+    assert look(Vigil(1, Answers(None)), 1000, timeout=0.0) is None
+
+
+def test_a_process_that_is_not_heard_from_is_the_one() -> None:
+    answers = Answers({1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3), 2: beat(count=9)})
+    hang = look(Vigil(3, answers), 11)
+    assert hang is not None and hang.silent == [1]
+    assert answers.asked == 2
+
+
+def test_one_that_gets_on_is_waited_for_as_long_as_it_does() -> None:
+    """As in a long save, which one process writes and all others wait for."""
+    getting_on = [{1: beat(count, progress=count)} for count in range(1, 20)]
+    vigil = Vigil(2, Answers(*getting_on, {1: beat(count=99, progress=19)}))
+    assert look(vigil, 100) is None
+    assert look(vigil, 1) is not None
+
+
+def test_a_process_that_was_not_there_before_gets_on() -> None:
+    vigil = Vigil(3, Answers({1: beat()}, {1: beat(count=2), 2: beat()}))
+    assert look(vigil, 12) is None
+
+
+def test_where_nobody_can_be_asked_it_is_a_hang_all_the_same() -> None:
+    assert look(Vigil(2, Answers(None)), 11) == Hang(10.0, None, [])
+
+
+# What is said
+
+
+def test_those_that_stand_out_are_named() -> None:
+    others = {1: beat(), 2: beat(doing="data"), 3: beat(step=4), 4: beat(), 5: beat()}
+    text = describe(Hang(61.0, others, [3]), processes(7))
+    assert text.splitlines()[0].startswith("error: rank 0: the job hangs: nothing has made progress for 61 s.")
+    assert text.splitlines()[1:-1] == [
+        "  rank 3 on node is not heard from any more; it was training after step 4",
+        "  rank 6 was never heard from",
+        "  rank 2 is waiting for data after step 5",
+    ]
+    assert "--hang_timeout" in text.splitlines()[-1]
+
+
+def test_two_that_differ_are_both_named() -> None:
+    lines = describe(Hang(61.0, {1: beat(doing="checkpoint")}, []), processes(2)).splitlines()
+    assert lines[1:-1] == [
+        "  rank 0 is training after step 5",
+        "  rank 1 is saving a checkpoint after step 5",
+    ]
+
+
+def test_where_all_are_at_the_same_place_it_is_said() -> None:
+    lines = describe(Hang(61.0, {1: beat()}, []), processes(2)).splitlines()
+    assert lines[1:-1] == ["  all processes are alive, and training after step 5"]
+
+
+def test_a_large_job_names_some() -> None:
+    others = {rank: beat(step=4 if rank < 100 else 5) for rank in range(1, 300)}
+    lines = describe(Hang(61.0, others, []), processes(300)).splitlines()
+    assert len(lines) == MOST_NAMED + 3 and lines[-2] == f"  and {99 - MOST_NAMED} more"
+
+
+def test_a_store_that_does_not_answer_points_to_rank_0() -> None:
+    assert "with rank 0, does not" in describe(Hang(61.0, None, []), processes(2, rank=1))
+
+
+# The watchdog itself
+
+
+GUARD = replace(GuardConfig(), hang_timeout=seconds(0.4), first_step_timeout=seconds(0.8))
+
+
+def test_a_process_that_hangs_is_ended_with_its_stacks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watchdog_module, "_bytes_moved", lambda: 0)
+    codes: list[int] = []
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+        watchdog._ending.clear()
+        watchdog._stopped.set()
+
+    watchdog = Watchdog(GUARD, processes(1), end)
+    with watchdog:
+        assert ended.wait(60)
+    assert codes == [124]
+    text = capfd.readouterr().err
+    assert "test_a_process_that_hangs_is_ended_with_its_stacks" in text  # where the main thread is
+    assert "error: rank 0: the job hangs" in text
+
+
+def test_its_threads_have_ended_before_what_comes_after_it(single_process: None) -> None:
+    before = set(threading.enumerate())
+    with Watchdog(GuardConfig(), processes(2)):
+        assert {thread.name for thread in set(threading.enumerate()) - before} == {"watchdog", "heartbeat"}
+    assert set(threading.enumerate()) == before
+
+
+def test_a_thread_that_the_store_blocks_does_not_keep_a_run_from_its_end(
+    single_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog_module, "PATIENCE_SECONDS", 0.05)
+    release = threading.Event()
+    monkeypatch.setattr(Heartbeats, "tell", lambda *_: release.wait())
+    with Watchdog(GuardConfig(), processes(2)):
+        pass
+    release.set()
+
+
+def test_both_timeouts_at_zero_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_module.threading, "Thread", None)
+    with Watchdog(replace(GUARD, hang_timeout=seconds(0), first_step_timeout=seconds(0)), processes(2)):
+        pass
+
+
+def test_steps_and_bytes_are_progress_and_until_the_first_step_computing_is(tmp_path: Path) -> None:
+    watched = processes(1)
+    watchdog = Watchdog(GUARD, watched)
+    watchdog._measure_progress(1e6)
+    before = watchdog._measure_progress(1e6)
+    assert watchdog._measure_progress(1e6) == before
+    assert watchdog._measure_progress(0.0) == before + 1  # in no time at all, anything is computing
+    watched.pulse.end_step(6)
+    assert watchdog._measure_progress(0.0) == before + 2
+    assert watchdog._measure_progress(0.0) == before + 2
+    (tmp_path / "file").write_bytes(b"0" * (2 << 20))
+    assert watchdog._measure_progress(0.0) == before + 3
+
+
+def test_collectives_give_up_after_the_watchdog() -> None:
+    assert collective_timeout(GUARD) == COLLECTIVE_TIMEOUT
+    patient = replace(GUARD, hang_timeout=seconds(7200))
+    assert collective_timeout(patient) == timedelta(hours=2, minutes=10)
+    assert collective_timeout(GuardConfig()) > timedelta(seconds=float(GuardConfig().first_step_timeout.amount))
+
+
+# Signs of life
+
+
+def test_processes_hear_of_each_other(single_process: None) -> None:
+    one, other = Heartbeats(0, 3), Heartbeats(1, 3)
+    assert one.of_others() == {}
+    other.tell(7, 12, "data")
+    other.tell(8, 13, "training")
+    heard = one.of_others()
+    assert heard is not None and list(heard) == [1]
+    assert (heard[1].count, heard[1].progress, heard[1].step, heard[1].doing) == (2, 8, 13, "training")
+
+
+def test_a_store_that_blocks_is_given_up(single_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats_module, "PATIENCE_SECONDS", 0.05)
+    told = Heartbeats(0, 2)
+    release = threading.Event()
+    stuck: Any = release.wait
+    monkeypatch.setattr(told, "_ask", stuck)
+    assert told.of_others() is None
+    release.set()

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from pretraining.observability.display import (
+    LiveLine,
+    PlainLines,
+    Report,
+    Silent,
+    choose_display,
+    format_seconds,
+    summary,
+)
+
+REPORT = Report(
+    step=50,
+    tokens_seen=51200,
+    loss=3.25,
+    z_loss=0.0,
+    learning_rate=3e-4,
+    grad_norm=0.5,
+    skipped_updates=0,
+    step_seconds=0.5,
+    tokens_per_second_per_gpu=12345.6,
+    tokens_per_second_per_gpu_overall=12000.0,
+    tokens_per_day=1e9,
+    mfu=0.456,
+    hfu=0.456,
+    data_share=0.01,
+    memory_gib=12.34,
+    memory_allocated_gib=None,
+    memory_reserved_gib=None,
+    time_left_seconds=3700.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (61, "1m 01s"), (3600, "1h 00m"), (18420, "5h 07m"), (1050000, "12d 3h")],
+)
+def test_durations_read_as_a_person_says_them(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_hfu_is_shown_where_something_is_computed_again() -> None:
+    assert "HFU" not in summary(REPORT, 989.4, verbose=True)
+    assert "MFU 45.6% HFU 60.0% of 989.4 TFLOP/s" in summary(replace(REPORT, hfu=0.6), 989.4, verbose=True)
+
+
+def test_the_line_shows_loss_rate_mfu_with_its_peak_memory_and_time_left() -> None:
+    line = summary(REPORT, 989.4, verbose=True)
+    for part in (
+        "loss 3.2500",
+        "lr 3.00e-04",
+        "grad 0.500",
+        "12,346 tokens/s/GPU",
+        "MFU 45.6% of 989.4 TFLOP/s",
+        "12.3 GiB",
+        "1h 01m left",
+    ):
+        assert part in line
+
+
+def test_mfu_is_left_out_where_the_peak_is_not_known_and_skips_show_only_when_there_are_some() -> None:
+    line = summary(replace(REPORT, mfu=None), None, verbose=True)
+    assert "MFU" not in line and "skipped" not in line
+    assert "2 updates skipped" in summary(replace(REPORT, skipped_updates=2), None, verbose=True)
+
+
+def test_plain_lines_are_one_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    display = PlainLines(100, None)
+    display.open()
+    display.show(REPORT)
+    display.note("a note")
+    display.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 50/100  loss 3.2500") and lines[1] == "a note"
+
+
+def test_the_live_line_is_redrawn_and_notes_stay_above_it() -> None:
+    screen = io.StringIO()
+    display = LiveLine(100, 989.4, Console(file=screen, force_terminal=True, width=120))
+    display.open()
+    display.show(REPORT)
+    display.note("evaluation [1] done")
+    display.close()
+    text = screen.getvalue()
+    assert "step 50/100" in text and "loss 3.2500" in text and "evaluation [1] done" in text
+
+
+def test_auto_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(choose_display("auto", 10, None), PlainLines)
+    assert isinstance(choose_display("plain", 10, None), PlainLines)
+    live = choose_display("live", 10, None)
+    assert isinstance(live, LiveLine)
+
+
+def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Silent()
+    display.open()
+    display.show(REPORT)
+    display.note("a note")
+    display.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_z_loss_is_shown_where_there_is_some() -> None:
+    assert "z-loss" not in summary(REPORT, None, verbose=False)
+    assert "loss 3.2500  z-loss 1.2e-02  lr" in summary(replace(REPORT, z_loss=0.0123), None, verbose=False)

@@ -1,0 +1,278 @@
+"""Durations: how they are written, what they come to, and when an interval fires."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretraining.errors import ConfigError
+from pretraining.progress import (
+    LARGEST_AMOUNT,
+    Duration,
+    Pace,
+    Progress,
+    is_due,
+    parse_number,
+    resolve_warmup_steps,
+)
+
+durations = st.one_of(
+    st.builds(Duration, st.integers(0, LARGEST_AMOUNT), st.sampled_from(["steps", "tokens"])),
+    st.builds(Duration, st.floats(0, 1e18) | st.integers(0, 10**9), st.sampled_from(["epochs", "seconds"])),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "unit"),
+    [
+        ("1000", 1000, "steps"),
+        (1000, 1000, "steps"),
+        ("1_000", 1000, "steps"),
+        ("1e3", 1000, "steps"),
+        ("1000.0", 1000, "steps"),
+        ("10k", 10_000, "steps"),
+        ("1.5M", 1_500_000, "steps"),
+        ("1000 steps", 1000, "steps"),
+        ("5_000_000tok", 5_000_000, "tokens"),
+        ("5Btok", 5_000_000_000, "tokens"),
+        ("5B tokens", 5_000_000_000, "tokens"),
+        ("0.1Btok", 100_000_000, "tokens"),
+        ("2Ttok", 2 * 10**12, "tokens"),
+        ("3ktok", 3000, "tokens"),
+        ("3Ktok", 3000, "tokens"),
+        ("7Tok", 7, "tokens"),
+        ("2ep", 2, "epochs"),
+        ("0.5 epochs", 0.5, "epochs"),
+        (".5ep", 0.5, "epochs"),
+        ("90s", 90, "seconds"),
+        ("30min", 1800, "seconds"),
+        ("30MIN", 1800, "seconds"),
+        ("1.5h", 5400, "seconds"),
+        (" 2h ", 7200, "seconds"),
+        ("23h30min", 84_600, "seconds"),
+        ("1h 1min 1.5s", 3661.5, "seconds"),
+        ("0", 0, "steps"),
+    ],
+)
+def test_a_duration_is_written_in_these_ways(text: str | int, amount: float, unit: str) -> None:
+    assert Duration.parse(text) == Duration(amount, unit)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "tok",
+        "five",
+        "5m",
+        "5xyz",
+        "5Mx",
+        "-5",
+        "1.5",
+        "0.5tok",
+        "1e-3",
+        "nan",
+        "inf",
+        "1e999999999",
+        "1e19",
+        "1 2",
+        "1h2",
+        "1ep30min",
+        "1k2tok",
+        "1h2min3s4s",
+        "٣",
+    ],
+)
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Duration.parse(text)
+
+
+def test_an_unreadable_duration_says_how_to_write_one() -> None:
+    with pytest.raises(ConfigError, match=r"'5 minutos' is no duration: write 1000 \(steps\).*5Btok.*2ep.*30min"):
+        Duration.parse("5 minutos")
+
+
+@pytest.mark.parametrize(
+    ("amount", "unit", "message"),
+    [
+        (1, "days", "'days' is no unit"),
+        (-1, "steps", "are no duration"),
+        (math.nan, "epochs", "are no duration"),
+        (math.inf, "seconds", "are no duration"),
+        (10**400, "tokens", "are no duration"),
+        (1.5, "steps", "steps come whole, not as 1.5"),
+    ],
+)
+def test_an_impossible_duration_cannot_be_made(amount: float, unit: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Duration(amount, unit)
+
+
+@pytest.mark.parametrize(
+    ("duration", "text"),
+    [
+        (Duration(1000, "steps"), "1000"),
+        (Duration(5e9, "tokens"), "5Btok"),
+        (Duration(1_500_000, "tokens"), "1500ktok"),
+        (Duration(0, "tokens"), "0tok"),
+        (Duration(7, "tokens"), "7tok"),
+        (Duration(2.0, "epochs"), "2ep"),
+        (Duration(0.1, "epochs"), "0.1ep"),
+        (Duration(90, "seconds"), "90s"),
+        (Duration(1800, "seconds"), "30min"),
+        (Duration(7200, "seconds"), "2h"),
+        (Duration(84_600, "seconds"), "23h30min"),
+        (Duration(0, "seconds"), "0s"),
+    ],
+)
+def test_the_canonical_text_is_the_shortest(duration: Duration, text: str) -> None:
+    assert str(duration) == text
+
+
+@settings(deadline=None)
+@given(durations)
+def test_the_canonical_text_reads_back_equal(duration: Duration) -> None:
+    assert Duration.parse(str(duration)) == duration
+
+
+@settings(deadline=None)
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_is_read_exactly_as_written(number: float) -> None:
+    assert parse_number(repr(number)) == Fraction(repr(number))
+
+
+def test_a_word_is_no_number() -> None:
+    assert parse_number("0x10") is None
+
+
+def test_a_length_is_rounded_up_to_whole_steps() -> None:
+    assert Duration(100, "steps").to_steps(7, None) == 100
+    assert Duration(100, "tokens").to_steps(7, None) == 15
+    assert Duration(98, "tokens").to_steps(7, None) == 14
+    assert Duration(2, "epochs").to_steps(7, 50) == 15
+
+
+def test_epochs_count_as_the_decimal_that_was_written() -> None:
+    # As a binary fraction 0.1 is a little more than a tenth, which would round up to 2 steps.
+    assert Duration(0.1, "epochs").to_steps(100, 1000) == 1
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**15), st.integers(1, 10**9))
+def test_steps_are_the_fewest_that_reach_the_tokens(tokens: int, tokens_per_step: int) -> None:
+    steps = Duration(tokens, "tokens").to_steps(tokens_per_step, None)
+    assert (steps - 1) * tokens_per_step < tokens <= steps * tokens_per_step
+
+
+def test_epochs_of_data_without_an_end_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2ep counts passes over a dataset"):
+        Duration(2, "epochs").to_steps(7, None)
+
+
+def test_a_time_is_no_length() -> None:
+    with pytest.raises(ConfigError, match="30min is a time"):
+        Duration(1800, "seconds").to_steps(7, 50)
+
+
+def progress(step: int, tokens_per_step: int = 10) -> Progress:
+    return Progress(step, step * tokens_per_step, step * 0.7)
+
+
+@settings(deadline=None)
+@given(durations.filter(lambda every: every.amount > 1e-6), st.integers(1, 30), st.integers(0, 60))
+def test_an_interval_never_drifts(every: Duration, stride: int, steps: int) -> None:
+    """However often it is asked, it has fired for every boundary passed, at most once a question."""
+    training_tokens = 55
+    walk = [progress(step) for step in range(0, steps + 1, stride)]
+    fired = [is_due(every, before, after, training_tokens) for before, after in pairwise(walk)]
+    each_step = [is_due(every, progress(step), progress(step + 1), training_tokens) for step in range(walk[-1].steps)]
+    assert fired == [any(each_step[start : start + stride]) for start in range(0, walk[-1].steps, stride)]
+
+
+@pytest.mark.parametrize(
+    ("every", "due_after"),
+    [
+        ("3", [3, 6, 9]),
+        ("25tok", [3, 5, 8, 10]),
+        ("0.5ep", [2, 4, 6, 8, 10]),  # of 40 tokens
+        ("2s", [3, 6, 9]),  # of 0.7 seconds a step
+        ("1", list(range(1, 11))),
+        ("1tok", list(range(1, 11))),
+        ("0", []),
+        ("0tok", []),
+        ("0s", []),
+        ("0ep", []),
+    ],
+)
+def test_an_interval_fires_when_a_multiple_is_crossed(every: str, due_after: list[int]) -> None:
+    interval = Duration.parse(every)
+    assert [step + 1 for step in range(10) if is_due(interval, progress(step), progress(step + 1), 40)] == due_after
+
+
+def test_an_interval_in_epochs_needs_a_dataset() -> None:
+    with pytest.raises(ConfigError, match="counts passes"):
+        is_due(Duration(1, "epochs"), progress(0), progress(1), None)
+
+
+def test_epochs_of_an_empty_dataset_never_come() -> None:
+    assert not is_due(Duration(1, "epochs"), progress(0), progress(1), 0)
+
+
+def test_warmup_is_a_twentieth_of_the_run_where_it_is_left_open() -> None:
+    pace = Pace.steady(100)
+    assert resolve_warmup_steps(None, Duration(600, "steps"), pace, None) == 30
+    assert resolve_warmup_steps(None, Duration(60_000, "tokens"), pace, None) == 30
+    assert resolve_warmup_steps(None, Duration(10, "steps"), pace, None) == 0
+    assert resolve_warmup_steps(None, Duration(10**6, "steps"), pace, None) == 2000
+
+
+def test_warmup_may_be_in_any_unit_of_training() -> None:
+    length, pace = Duration(600, "steps"), Pace.steady(100)
+    assert resolve_warmup_steps(Duration.parse("50"), length, pace, None) == 50
+    assert resolve_warmup_steps(Duration.parse("1ktok"), length, pace, None) == 10
+    assert resolve_warmup_steps(Duration.parse("0.1ep"), length, pace, 5000) == 5
+
+
+def test_a_warmup_longer_than_the_run_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ConfigError, match="--warmup_steps=1Mtok is 1000 steps of 1000 tokens, more than the 600"):
+        resolve_warmup_steps(Duration.parse("1Mtok"), Duration(600, "steps"), Pace.steady(1000), None)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), st.integers(0, 300))
+def test_where_the_batch_changed_steps_are_still_the_fewest_that_reach_the_tokens(
+    wanted: list[tuple[int, int]], tokens: int
+) -> None:
+    stretches, step, seen = [], 0, 0
+    for steps, tokens_per_step in wanted:
+        stretches.append((step, seen, tokens_per_step))
+        step, seen = step + steps, seen + steps * tokens_per_step
+    pace = Pace(tuple(stretches))
+    per_step = [tokens_per_step for steps, tokens_per_step in wanted for _ in range(steps)]
+    per_step += [wanted[-1][1]] * 400
+    reached = list(accumulate(per_step, initial=0))
+    assert [pace.tokens_at(number) for number in range(len(reached))] == reached
+    assert Duration(tokens, "tokens").to_steps(pace, None) == next(
+        n for n, seen in enumerate(reached) if seen >= tokens
+    )
+
+
+def test_a_batch_that_changes_takes_the_steps_that_the_tokens_left_need() -> None:
+    pace = Pace(((0, 0, 10), (40, 400, 25)))
+    assert Duration(1000, "tokens").to_steps(pace, None) == 40 + 24
+    assert Duration(2, "epochs").to_steps(pace, 501) == 40 + 25  # 602 tokens are left
+    assert Duration(1000, "steps").to_steps(pace, None) == 1000
+    assert Duration(200, "tokens").to_steps(pace, None) == 20  # long past
+
+
+def test_a_batch_that_changes_leaves_the_warmup_where_it_was() -> None:
+    before, after = Pace.steady(10), Pace(((0, 0, 10), (400, 4000, 5)))
+    for warmup in (None, Duration(500, "tokens"), Duration(50, "steps"), Duration(0.05, "epochs")):
+        assert resolve_warmup_steps(warmup, Duration(10_000, "tokens"), before, 10_000) == 50
+        assert resolve_warmup_steps(warmup, Duration(10_000, "tokens"), after, 10_000) == 50

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+
+from pretraining.tools.doctor.devices import Rate
+from pretraining.tools.doctor.diagnosis import Diagnosis, RankReport, as_object, as_text, find_what_is_slow
+from pretraining.tools.doctor.judgement import Link
+from pretraining.tools.doctor.links import CollectiveTime
+
+
+def rank(number: int, tflops: float, host: str = "node0") -> RankReport:
+    facts = {"machine": host, "device": "NVIDIA H200, 139.8 GiB", "torch": "2.13.0"}
+    return RankReport(host, facts, [], [Rate("matmul bfloat16 8192", tflops, "TFLOP/s")], float(number))
+
+
+RANKS = [rank(0, 700.0), rank(1, 710.0), rank(2, 300.0, "node1"), rank(3, 705.0, "node1")]
+LINKS = {
+    **{Link(0, 1, True): 300.0, Link(2, 3, True): 310.0},
+    **{Link(0, 2, False): 40.0, Link(0, 3, False): 41.0, Link(1, 2, False): 39.0, Link(1, 3, False): 10.0},
+}
+
+
+def test_what_is_slow_is_said_with_its_machine_its_number_and_how_many_times() -> None:
+    assert find_what_is_slow(RANKS, LINKS, 1.3) == [
+        "rank 2 on node1 is slow: matmul bfloat16 8192 300 TFLOP/s, 2.4 times slower than the median of the others",
+        "the link between rank 1 and rank 3 (node0 to node1) is slow: 10 GiB/s, 4.0 times slower than the median of "
+        "the others",
+    ]
+
+
+def test_the_tables_show_rates_beside_the_peak_collectives_and_links_by_kind() -> None:
+    collectives = [CollectiveTime("all-reduce", 2**20, 0.001, 1.5), CollectiveTime("all-gather", 2048, 1e-5, 0.1)]
+    text = as_text(Diagnosis(RANKS, collectives, LINKS, ["rank 2 is slow"], ["only 64 open files"]))
+    for part in (
+        "4 processes on 2 machines; that of rank 0:",
+        "702       300       710 TFLOP/s, 71% of the peak of 989.4 (slowest: rank 2)",
+        "1 MiB  1.000 ms       1.5 GiB/s",
+        "2 KiB  0.010 ms       0.1 GiB/s",
+        "links inside machines",
+        "pairs of ranks: 4           39.5        10        41 GiB/s each way",
+        "slow: rank 2 is slow",
+        "warning: only 64 open files",
+    ):
+        assert part in text, text
+
+
+def test_what_a_copy_counts_stands_beside_its_rate() -> None:
+    copies = [Rate("memory copy", 20.0, "GiB/s", "256 MiB read, 256 MiB written a copy")]
+    text = as_text(Diagnosis([RankReport("node0", {"device": "cpu"}, [], copies, 0.0)], [], {}, [], []))
+    assert "  memory copy                   20        20        20 GiB/s; 256 MiB read, 256 MiB written a copy" in text
+
+
+def test_nothing_stands_out_where_nothing_does() -> None:
+    text = as_text(Diagnosis([rank(0, 700.0)], [], {}, [], []))
+    assert text.startswith("1 process on 1 machine") and text.endswith("nothing stands out")
+    assert "collectives" not in text and "links" not in text
+
+
+def test_the_object_is_json() -> None:
+    found = json.loads(json.dumps(as_object(Diagnosis(RANKS, [], LINKS, [], []))))
+    assert found["links"][0] == {"one": 0, "other": 1, "is_inside": True, "gib_per_second": 300.0}
+    assert found["ranks"][2]["rates"][0]["value"] == 300.0

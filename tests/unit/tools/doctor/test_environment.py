@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+
+from pretraining.tools.doctor import environment
+from pretraining.tools.doctor.environment import facts_of, warnings_across, warnings_of
+
+CPU = torch.device("cpu")
+
+
+def test_facts_name_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    facts = facts_of(CPU)
+    assert facts["torch"] == torch.__version__ and facts["device"] == "cpu" and facts["SLURM_NNODES"] == "3"
+    assert {"machine", "system", "cores", "memory", "open files", "locked memory", "/dev/shm"} <= facts.keys()
+
+
+@pytest.fixture
+def good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(environment, "_shared_memory_bytes", lambda: 2**34)
+    monkeypatch.setattr(environment, "_cores", lambda: 64)
+    monkeypatch.setattr(environment, "_text_of", lambda path: "")
+
+
+@pytest.mark.usefixtures("good_machine")
+def test_a_good_machine_has_no_warnings() -> None:
+    assert warnings_of(CPU, 8, {"NCCL_P2P_DISABLE": "0"}) == []
+
+
+@pytest.mark.usefixtures("good_machine")
+@pytest.mark.parametrize(
+    ("name", "value", "warning"),
+    [
+        ("_shared_memory_bytes", lambda: 2**26, "/dev/shm has 64.0 MiB"),
+        ("_cores", lambda: 4, "8 processes share 4 cores"),
+        (
+            "_text_of",
+            lambda path: "powersave" if path.endswith("governor") else "acpi-cpufreq",
+            "the cores are kept at their lowest clock",
+        ),
+    ],
+)
+def test_what_is_bad_on_a_machine_is_named(
+    name: str, value: object, warning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, name, value)
+    assert any(sentence.startswith(warning) for sentence in warnings_of(CPU, 8, {}))
+
+
+@pytest.mark.usefixtures("good_machine")
+def test_limits_that_are_too_low_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 65536))
+    assert warnings_of(CPU, 1, {}) == [
+        "only 1024 open files are allowed, and large datasets and many connections need more: ulimit -n 65536"
+    ]
+    on_gpu = warnings_of(torch.device("cuda"), 1, {})
+    assert any("of memory may be locked" in sentence for sentence in on_gpu)
+
+
+@pytest.mark.usefixtures("good_machine")
+def test_variables_that_slow_training_are_named() -> None:
+    found = warnings_of(CPU, 1, {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "detail"})
+    assert found[0] == "CUDA_LAUNCH_BLOCKING=1 is set: each kernel is waited for"
+    assert found[1].startswith("TORCH_DISTRIBUTED_DEBUG=DETAIL is set")
+
+
+def test_what_differs_between_ranks_is_named() -> None:
+    facts = [{"torch": "2.13.0"}, {"torch": "2.13.0"}, {"torch": "2.11.0"}]
+    assert warnings_across(facts, [5.0, 5.1, 5.0]) == ["torch differs: 2.13.0 on rank 0; 2.11.0 on rank 2"]
+    (skewed,) = warnings_across(facts[:2], [100.0, 90.0])
+    assert "differ by 10.0 s (that of rank 1 is behind)" in skewed

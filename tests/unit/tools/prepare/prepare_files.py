@@ -1,0 +1,60 @@
+"""Small inputs of `prepare` for tests, and what came of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+
+from pretraining.tools.prepare.inputs import InputFile, list_files
+from pretraining.tools.prepare.pieces import Piece
+
+
+def quiet(line: str) -> None:
+    """Show nothing."""
+
+
+def one(path: Path, content: bytes | str) -> InputFile:
+    """Write a file, and list it."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return list_files([str(path)], ())[0]
+
+
+def documents_of(pieces: Iterable[Piece]) -> list[str]:
+    """The texts that pieces make."""
+    found = [""]
+    for piece in pieces:
+        assert isinstance(piece.content, str)
+        found[-1] += piece.content
+        if piece.ends_document:
+            found.append("")
+    assert found.pop() == "", "the last piece must end a document"
+    return found
+
+
+def json_lines(texts: Iterable[str], field: str = "text") -> bytes:
+    return "".join(json.dumps({field: text}) + "\n" for text in texts).encode()
+
+
+def packed(name: str, content: bytes) -> bytes:
+    """Bytes as a file of that name holds them."""
+    if name.endswith(".gz"):
+        return gzip.compress(content)
+    return pa.Codec("zstd").compress(content, asbytes=True) if name.endswith(".zst") else content
+
+
+def rows(folder: Path) -> list[list[int]]:
+    """All documents of a dataset."""
+    return [
+        row
+        for path in sorted(folder.glob("*.arrow"))
+        for row in pa.ipc.open_file(str(path)).read_all()["tokens"].to_pylist()
+    ]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}

@@ -1,0 +1,198 @@
+"""Hugging Face datasets, from local folders."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from unit.tools.prepare.prepare_files import documents_of, json_lines, quiet, rows
+
+from pretraining.config.commands import PrepareConfig
+from pretraining.data.tokenizer import load_tokenizer
+from pretraining.errors import DataError
+from pretraining.tools.prepare import hub, units
+from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
+from pretraining.tools.prepare.prepare import prepare
+
+datasets = pytest.importorskip("datasets")
+fsspec = pytest.importorskip("fsspec")
+
+TEXTS = [f"document {n} of a dataset" for n in range(10)]
+ANY_SIZE = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the Hub, and what the library stores goes away."""
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_MODULES_CACHE", cache)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of data files: two of training, one of validation."""
+    path = tmp_path / "mine"
+    path.mkdir()
+    (path / "train-00000.jsonl").write_bytes(json_lines(TEXTS[:4]))
+    (path / "train-00001.jsonl").write_bytes(json_lines(TEXTS[4:]))
+    (path / "validation.jsonl").write_bytes(json_lines(["held out"]))
+    return path
+
+
+def texts_in(split: HubSplit, wanted_bytes: int = ANY_SIZE) -> list[str]:
+    ranges = shards_of(split, wanted_bytes).ranges
+    return documents_of(piece for bounds in ranges for piece in read_shards(split, "text", *bounds))
+
+
+def test_a_folder_of_data_files_is_read_a_shard_at_a_time(folder: Path) -> None:
+    split = HubSplit(str(folder), None, "train")
+    sizes = [(folder / f"train-0000{n}.jsonl").stat().st_size for n in range(2)]
+    assert shards_of(split, ANY_SIZE).ranges == ((0, 1, sizes[0]), (1, 2, sizes[1]))
+    assert texts_in(split) == TEXTS
+    assert texts_in(HubSplit(str(folder), None, "validation")) == ["held out"]
+
+
+def test_the_fingerprint_knows_files_and_sizes_but_not_the_place(folder: Path) -> None:
+    before = shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE).fingerprint
+    moved = folder.rename(folder.with_name("moved"))
+    assert shards_of(HubSplit(str(moved), None, "train"), ANY_SIZE).fingerprint == before
+    (moved / "train-00001.jsonl").write_bytes(json_lines(TEXTS[5:]))
+    assert shards_of(HubSplit(str(moved), None, "train"), ANY_SIZE).fingerprint != before
+    assert texts_in(HubSplit(str(moved), None, "train")) == TEXTS[:4] + TEXTS[5:]
+
+
+@pytest.mark.parametrize("wanted_bytes", [ANY_SIZE, 100])
+def test_a_folder_of_save_to_disk_is_read_in_ranges_of_rows(tmp_path: Path, wanted_bytes: int) -> None:
+    whole = datasets.Dataset.from_dict({"id": list(range(12)), "text": ["x", *TEXTS, "x"]}).select(range(1, 11))
+    whole.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": whole, "test": whole.select([3, 1])}).save_to_disk(tmp_path / "dict")
+    assert texts_in(HubSplit(str(tmp_path / "one"), None, "train"), wanted_bytes) == TEXTS
+    assert texts_in(HubSplit(str(tmp_path / "dict"), None, "train"), wanted_bytes) == TEXTS
+    assert texts_in(HubSplit(str(tmp_path / "dict"), None, "test"), wanted_bytes) == [TEXTS[3], TEXTS[1]]
+    with pytest.raises(DataError, match=r"no split 'dev', but train, test: give --hf_split"):
+        texts_in(HubSplit(str(tmp_path / "dict"), None, "dev"))
+
+
+def test_bytes_of_ranges_of_rows_add_up(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one")
+    split = HubSplit(str(tmp_path / "one"), None, "train")
+    ranges = shards_of(split, 100).ranges
+    size = sum(path.stat().st_size for path in (tmp_path / "one").glob("*.arrow"))
+    assert len(ranges) > 3 and sum(bounds[2] for bounds in ranges) == size
+    read = sum(piece.bytes_read for bounds in ranges for piece in read_shards(split, "text", *bounds))
+    assert 0.9 * size < read <= size
+
+
+def test_columns_of_token_ids_are_known(tmp_path: Path) -> None:
+    (tmp_path / "ids").mkdir()
+    pq.write_table(pa.table({"input_ids": [[1, 2], [3]]}), tmp_path / "ids/train.parquet")
+    split = HubSplit(str(tmp_path / "ids"), None, "train")
+    assert column_type_of(split, "input_ids") == pa.list_(pa.int64())
+    ids = [piece.content for piece in read_shards(split, "input_ids", 0, 1, 0)]
+    assert all(isinstance(each, np.ndarray) for each in ids) and [list(each) for each in ids] == [[1, 2], [3]]
+
+
+def test_a_split_without_rows_has_no_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = SimpleNamespace(features=None, iter=lambda batch_size: [])
+    empty.select_columns = lambda columns: empty
+    empty.with_format = lambda form: empty
+    monkeypatch.setattr(hub, "_open_split", lambda split: empty)
+    assert column_type_of(HubSplit("empty", None, "train"), "text") == pa.null()
+
+
+def test_more_shards_than_files_share_their_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_split = functools.lru_cache(lambda split: SimpleNamespace(num_shards=4))
+    monkeypatch.setattr(hub, "_open_split", open_split)
+    size = sum((folder / f"train-0000{n}.jsonl").stat().st_size for n in range(2))
+    ranges = shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE).ranges
+    assert ranges == tuple((n, n + 1, size // 4) for n in range(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hf_split": "test"}, r"mine \(test\) cannot be opened: ValueError: Bad split: test.*'train', 'validation'"),
+        ({"hf_config": "en"}, r"mine, en \(train\) cannot be opened: .*'en' not found. Available: \['default'\]"),
+        ({"hf_dataset": "/nowhere/at/all"}, r"/nowhere/at/all \(train\) cannot be opened: .*--hf_dataset"),
+        ({"text_field": "body"}, r"no column 'body'\. The columns are: 'text' \(string\); .*--text_field"),
+    ],
+)
+def test_what_is_not_there_is_named_with_what_is(folder: Path, change: dict[str, Any], message: str) -> None:
+    config = PrepareConfig(**{"hf_dataset": str(folder), "output_path": str(folder / "out"), **change})
+    with pytest.raises(DataError, match=message):
+        prepare(config, quiet)
+
+
+def test_files_that_cannot_be_listed_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    with pytest.raises(DataError, match=r"files of .*mine \(train\) cannot be listed: ConnectionError: no network"):
+        shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE)
+
+
+def test_a_dataset_of_the_hub_is_known_by_its_files_with_their_revision(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    load = datasets.load_dataset
+
+    def load_of_hub(path: str, *args: Any, **named: Any) -> Any:
+        asked.append((path, *args))
+        return load(str(folder), *args[1:], **named)
+
+    def builder_of_hub(path: str, config: str | None) -> Any:
+        files = [f"memory://datasets/{path}@{revision}/train-{n}.jsonl" for n in range(2)]
+        for file in files:
+            with fsspec.open(file, "wb") as stream:
+                stream.write(b"x" * 300)
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": files, "test": files[:1]}))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_of_hub)
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder_of_hub)
+    split = HubSplit("someone/web", "en", "train")
+    revision = "1111"
+    first = shards_of(split, ANY_SIZE)
+    revision = "2222"
+    assert shards_of(split, ANY_SIZE).fingerprint != first.fingerprint
+    assert first.ranges == ((0, 1, 300), (1, 2, 300))
+    assert texts_in(split) == TEXTS
+    assert set(asked) == {("someone/web", "en")}
+
+
+def test_a_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
+    split = HubSplit(str(folder), None, "train")
+    shards_of(split, ANY_SIZE)
+    (folder / "train-00001.jsonl").write_text("{nonsense")
+    with pytest.raises(DataError, match=r"mine \(train\) cannot be read: \w+: "):
+        texts_in(split)
+
+
+def test_without_the_package_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"needs the `datasets` package .*: pip install 'pretraining\[hf\]'"):
+        prepare(PrepareConfig(hf_dataset=str(folder), output_path=str(folder / "out")), quiet)
+
+
+def test_a_dataset_becomes_token_files_of_several_units(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 100)
+    lines: list[str] = []
+    config = PrepareConfig(hf_dataset=str(folder), output_path=str(folder.parent / "out"))
+    summary = prepare(config, lines.append)
+    tokenizer = load_tokenizer(config.output_path)
+    assert [tokenizer.decode(row) for row in rows(summary.folder)] == TEXTS
+    assert (summary.folder.name, summary.files, summary.documents) == ("mine", 2, 10)
+    assert prepare(config, quiet) == summary
+    (folder / "train-00002.jsonl").write_bytes(json_lines(["more"]))
+    with pytest.raises(DataError, match="input_files: it has 2, asked for is 3"):
+        prepare(config, quiet)

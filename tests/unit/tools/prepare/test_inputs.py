@@ -1,0 +1,127 @@
+"""Finding the files of an input."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pretraining.errors import DataError
+from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files
+
+ENDINGS = ("txt", "jsonl")
+
+
+def tree(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"text of {name}")
+
+
+def names(files: list[InputFile]) -> list[str]:
+    return [file.name for file in files]
+
+
+def test_a_folder_is_walked_to_the_bottom_in_the_order_of_names(tmp_path: Path) -> None:
+    tree(tmp_path, "b.txt", "a/z.txt", "a/deep/er/x.jsonl", "c.TXT", "no.pdf", ".hidden.txt", ".git/x.txt", "a-b.txt")
+    assert names(list_files([str(tmp_path)], ENDINGS)) == ["a/deep/er/x.jsonl", "a/z.txt", "a-b.txt", "b.txt", "c.TXT"]
+
+
+def test_files_and_globs_are_taken_whatever_their_ending(tmp_path: Path) -> None:
+    tree(tmp_path, "one.rst", "x/b.py", "x/y/a.py", "x/y/c.txt")
+    assert names(list_files([str(tmp_path / "one.rst"), str(tmp_path / "x/**/*.py")], ENDINGS)) == [
+        "one.rst",
+        "b.py",
+        "y/a.py",
+    ]
+
+
+def test_a_name_with_brackets_is_a_name_where_there_is_such_a_file(tmp_path: Path) -> None:
+    tree(tmp_path, "a[1].txt")
+    assert names(list_files([str(tmp_path / "a[1].txt")], ENDINGS)) == ["a[1].txt"]
+
+
+def test_each_file_counts_once_and_links_do_not_lead_in_circles(tmp_path: Path) -> None:
+    tree(tmp_path, "in/a.txt", "elsewhere/b.txt")
+    (tmp_path / "in/circle").symlink_to(tmp_path / "in")
+    (tmp_path / "in/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/again.txt").symlink_to(tmp_path / "in/a.txt")
+    assert names(list_files([str(tmp_path / "in")], ENDINGS)) == ["a.txt", "linked/b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("given_input", "message"),
+    [
+        ("nowhere", "no file or folder .*nowhere"),
+        ("*.none", "holds no text"),
+        ("empty", r"searched for \.txt, .*--extensions"),
+    ],
+)
+def test_an_input_without_text_is_refused(tmp_path: Path, given_input: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=message):
+        list_files([str(tmp_path / given_input)], ENDINGS)
+
+
+def test_an_input_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    tree(tmp_path, "a.txt")
+    with pytest.raises(DataError, match="not listed already"):
+        list_files([str(tmp_path), str(tmp_path / "a.txt")], ENDINGS)
+
+
+def test_a_broken_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"gone\.txt cannot be read"):
+        list_files([str(tmp_path)], ENDINGS)
+
+
+def test_a_folder_that_cannot_be_searched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scandir(folder: str) -> None:
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"cannot be read: Permission denied.*--input_path"):
+        list_files([str(tmp_path)], ENDINGS)
+
+
+def test_the_fingerprint_knows_names_sizes_and_order() -> None:
+    a, b = ("a", 1), ("b", 2)
+    assert len({fingerprint(files) for files in ([a, b], [b, a], [a], [a, ("b", 3)], [("ab", 1), b])}) == 5
+
+
+def test_compressed_files_are_found_by_the_ending_of_their_text(tmp_path: Path) -> None:
+    tree(tmp_path, "a.txt.gz", "b.jsonl.zst", "c.JSONL.GZ", "d.rst.gz", "e.gz")
+    assert names(list_files([str(tmp_path)], ENDINGS)) == ["a.txt.gz", "b.jsonl.zst", "c.JSONL.GZ"]
+
+
+def test_token_files_made_here_are_no_input_of_the_folder_around_them(tmp_path: Path) -> None:
+    tree(tmp_path, "a.txt", "data/web/prepare.json", "data/web/part.txt", "data/web/deeper/x.txt", "data/y.txt")
+    assert names(list_files([str(tmp_path)], ENDINGS)) == ["a.txt", "data/y.txt"]
+    assert names(list_files([str(tmp_path / "data/web")], ENDINGS)) == ["deeper/x.txt", "part.txt"]
+
+
+def test_a_chain_of_links_between_folders_ends(tmp_path: Path) -> None:
+    tree(tmp_path, "a/x.txt", "b/y.txt")
+    (tmp_path / "a/to_b").symlink_to(tmp_path / "b")
+    (tmp_path / "b/to_a").symlink_to(tmp_path / "a")
+    assert sorted(Path(name).name for name in names(list_files([str(tmp_path)], ENDINGS))) == ["x.txt", "y.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "compression"),
+    [
+        ("a.txt", "text", None),
+        ("a", "text", None),
+        ("a.md.zst", "text", "zst"),
+        ("a.JSONL", "lines", None),
+        ("a.ndjson.gz", "lines", "gz"),
+        ("a.parquet", "parquet", None),
+        ("a.arrow", "arrow", None),
+        ("a.feather", "arrow", None),
+        ("a.parquet.gz", "text", "gz"),
+    ],
+)
+def test_the_ending_says_what_is_in_a_file(name: str, kind: str, compression: str | None) -> None:
+    file = InputFile(Path(name), name, 1)
+    assert (file.kind, file.compression) == (kind, compression)

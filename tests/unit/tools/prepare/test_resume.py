@@ -1,0 +1,179 @@
+"""A call that was killed is gone on with: nothing is lost, nothing is doubled, nothing is encoded again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from unit.tools.prepare.killed_prepare import prepare_killed
+from unit.tools.prepare.prepare_files import contents, json_lines, packed, quiet
+
+from pretraining.config.commands import PrepareConfig
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import DataError
+from pretraining.tools.prepare import encode, units, vocabulary
+from pretraining.tools.prepare import prepare as run
+from pretraining.tools.prepare.prepare import prepare
+
+TEXTS = [f"Document {n} of a call that is killed. " * (n % 5) for n in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 1500)
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # the power stays on
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PrepareConfig:
+    """An input of several units, of which some give several files, and one none."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(json_lines(TEXTS))
+    (tmp_path / "in/b.jsonl.gz").write_bytes(packed("b.gz", json_lines(TEXTS)))
+    (tmp_path / "in/c.txt").write_text(" " * 2000)
+    (tmp_path / "in/c.jsonl").write_bytes(json_lines([""] * 120))
+    return PrepareConfig(
+        input_path=(str(tmp_path / "in"),), output_path=str(tmp_path / "out"), tokens_per_file=300, num_workers=1
+    )
+
+
+def expected(config: PrepareConfig) -> dict[str, bytes]:
+    """What an uninterrupted call makes."""
+    there = replace(config, output_path=f"{config.output_path}_expected")
+    prepare(there, quiet)
+    return contents(Path(there.output_path))
+
+
+def whole_files(config: PrepareConfig) -> dict[str, int]:
+    """Inodes of the token files that records name."""
+    work = Path(config.output_path) / ".in.preparing"
+    records = [json.loads(path.read_text()) for path in (work / "units").glob("unit_*.json")]
+    names = [file["name"] for record in records for file in record["files"]]
+    there = work / "files"
+    return {name: (there / name).stat().st_ino for name in names} if there.exists() else {}
+
+
+@pytest.mark.parametrize("moment", ["before", "after", "writing"])
+def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: str) -> None:
+    wanted = expected(config)
+    assert len(wanted) > 9
+    kept_at_best = 0
+    for number in count(1):
+        there = replace(config, output_path=f"{config.output_path}_{number}")
+        if not prepare_killed(there, moment, number):
+            break
+        kept = whole_files(there)
+        prepare(there, quiet)
+        assert contents(Path(there.output_path)) == wanted
+        now = {name: (Path(there.output_path) / "in" / name).stat().st_ino for name in kept}
+        assert now == kept, "whole files are not made again"
+        kept_at_best = max(kept_at_best, len(kept))
+    assert number > 8 and kept_at_best > 5
+
+
+def test_killed_again_and_again_it_still_ends(config: PrepareConfig) -> None:
+    wanted = expected(config)
+    kills = 0
+    for moment in ("after", "before", "writing") * 9:
+        if not prepare_killed(config, moment, 5):
+            break
+        kills += 1
+    assert kills > 3
+    prepare(config, quiet)
+    assert contents(Path(config.output_path)) == wanted
+
+
+def test_the_call_says_what_it_goes_on_with_and_does_not_train_again(
+    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prepare_killed(config, "after", 14)
+    monkeypatch.setattr(vocabulary, "train_tokenizer", pytest.fail)
+    lines: list[str] = []
+    prepare(config, lines.append)
+    assert lines[0] == "Going on with the tokenizer that an interrupted call trained."
+    assert any("Going on with an interrupted call: " in line and " documents are there" in line for line in lines)
+
+
+def test_a_failure_on_the_way_keeps_what_is_whole(config: PrepareConfig, tmp_path: Path) -> None:
+    train_tokenizer(TEXTS, 300).save(tmp_path)
+    config = replace(config, tokenizer_path=str(tmp_path))
+    wanted = expected(config)
+    good = (tmp_path / "in/b.jsonl.gz").read_bytes()
+    (tmp_path / "in/b.jsonl.gz").write_bytes(good[:-1] + b"\xff")
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is no complete gzip file"):
+        prepare(config, quiet)
+    kept = whole_files(config)
+    assert len(kept) > 3 and not (tmp_path / "out/in").exists()
+    (tmp_path / "in/b.jsonl.gz").write_bytes(good)
+    prepare(config, quiet)
+    assert contents(tmp_path / "out") == wanted
+    assert {name: (tmp_path / "out/in" / name).stat().st_ino for name in kept} == kept
+
+
+def test_a_full_disk_is_one_error_and_keeps_what_is_whole(
+    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = expected(config)
+    write_record, written = run.WorkFolder.write_record, 0
+
+    def full(*args: object) -> None:
+        nonlocal written
+        written += 1
+        if written > 3:
+            raise OSError(28, "No space left on device")
+        write_record(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run.WorkFolder, "write_record", full)
+    with pytest.raises(DataError, match="cannot be written: No space left on device"):
+        prepare(config, quiet)
+    monkeypatch.setattr(run.WorkFolder, "write_record", write_record)
+    assert len(whole_files(config)) == 3
+    prepare(config, quiet)
+    assert contents(Path(config.output_path)) == wanted
+
+
+def test_with_other_settings_the_unfinished_parts_are_made_anew(config: PrepareConfig) -> None:
+    assert prepare_killed(config, "after", 14)
+    other = replace(config, tokens_per_file=500, vocab_size=280)
+    wanted = expected(other)
+    prepare(other, quiet)
+    assert contents(Path(config.output_path)) == wanted
+
+
+def test_with_changed_input_only_its_own_parts_are_made_anew(config: PrepareConfig, tmp_path: Path) -> None:
+    train_tokenizer(TEXTS, 300).save(tmp_path)
+    config = replace(config, tokenizer_path=str(tmp_path))
+    assert prepare_killed(config, "after", 20)
+    kept = {name: inode for name, inode in whole_files(config).items() if name < "part_000003"}
+    (tmp_path / "in/b.jsonl.gz").write_bytes(packed("b.gz", json_lines(TEXTS[::-1])))
+    wanted = expected(config)
+    prepare(config, quiet)
+    assert contents(tmp_path / "out") == wanted
+    assert len(kept) > 2
+    assert {name: (tmp_path / "out/in" / name).stat().st_ino for name in kept} == kept
+
+
+@pytest.mark.parametrize(
+    "damage", ["files/part_000000_000000.arrow", "units/unit_000000.json", "plan.json", "tokenizer.json"]
+)
+def test_what_a_failing_disk_has_spoilt_is_made_anew(config: PrepareConfig, damage: str) -> None:
+    wanted = expected(config)
+    assert prepare_killed(config, "after", 14)
+    (Path(config.output_path) / ".in.preparing" / damage).write_text("[")
+    prepare(config, quiet)
+    assert contents(Path(config.output_path)) == wanted
+
+
+def test_what_an_older_release_or_another_call_left_is_no_part_of_the_dataset(config: PrepareConfig) -> None:
+    wanted = expected(config)
+    work = Path(config.output_path) / ".in.preparing"
+    (work / "files").mkdir(parents=True)
+    for name in ("part_000007.arrow", "files/part_000099_000000.arrow", "files/.part_000000_000000.arrow.x.1.tmp"):
+        (work / name).write_text("half")
+    (Path(config.output_path) / "in").mkdir()
+    prepare(config, quiet)
+    assert contents(Path(config.output_path)) == wanted

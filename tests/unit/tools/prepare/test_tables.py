@@ -1,0 +1,210 @@
+"""Parquet and Arrow files: text and token ids, a document a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import feather
+from unit.tools.prepare.prepare_files import documents_of
+
+from pretraining.errors import DataError
+from pretraining.tools.prepare import pieces, tables
+from pretraining.tools.prepare.inputs import InputFile
+from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
+
+TEXTS = ["first", None, "größer", "", "last"]
+TOKENS = [[1, 2, 3], [], None, [70_000], [4]]
+
+
+def write_parquet(path: Path, table: pa.Table, rows: int) -> None:
+    pq.write_table(table, path, row_group_size=rows)
+
+
+def write_arrow(path: Path, table: pa.Table, rows: int) -> None:
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+def write_stream(path: Path, table: pa.Table, rows: int) -> None:
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+def write_feather(path: Path, table: pa.Table, rows: int) -> None:
+    feather.write_feather(table, str(path), compression="zstd", chunksize=rows)
+
+
+WRITERS: dict[str, Callable[[Path, pa.Table, int], None]] = {
+    "a.parquet": write_parquet,
+    "file.arrow": write_arrow,
+    "stream.arrow": write_stream,
+    "a.feather": write_feather,
+}
+EVERY_FORMAT = pytest.mark.parametrize("name", WRITERS)
+
+
+def write(path: Path, columns: dict[str, Any], rows: int = 2) -> InputFile:
+    WRITERS[path.name](path, columns if isinstance(columns, pa.Table) else pa.table(columns), rows)
+    return InputFile(path, path.name, path.stat().st_size)
+
+
+def tokens_of(file: InputFile, column: str = "tokens", begin: int = 0, end: int | None = None) -> list[list[int]]:
+    found = []
+    for piece in read_table(file, column, begin, end):
+        assert isinstance(piece.content, np.ndarray) and piece.ends_document
+        found.append(piece.content.tolist())
+    return found
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_a_column_of_strings_is_a_document_a_row_and_a_missing_one_is_empty(
+    tmp_path: Path, name: str, kind: pa.DataType
+) -> None:
+    text = pa.chunked_array([pa.array(TEXTS).cast(kind)])
+    file = write(tmp_path / name, {"id": range(5), "text": text, "more": [["x"]] * 5})
+    found = list(read_table(file, "text"))
+    assert documents_of(found) == ["first", "", "größer", "", "last"]
+    assert 0.9 * file.size <= sum(piece.bytes_read for piece in found) <= file.size or name == "stream.arrow"
+    assert token_type(column_type(file, "text"), "text", name) is None
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.int64()), pa.large_list(pa.uint32()), pa.list_(pa.int32())], ids=["int64", "large", "int32"]
+)
+def test_a_column_of_lists_of_integers_is_token_ids(tmp_path: Path, name: str, kind: pa.DataType) -> None:
+    file = write(tmp_path / name, {"text": ["a"] * 5, "tokens": pa.array(TOKENS, kind)})
+    assert tokens_of(file) == [[1, 2, 3], [], [], [70_000], [4]]
+    assert token_type(column_type(file, "tokens"), "tokens", name) == kind.value_type
+
+
+def test_lists_of_one_length_are_token_ids_too(tmp_path: Path) -> None:
+    fixed = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int16(), 2))
+    assert tokens_of(write(tmp_path / "a.parquet", {"tokens": fixed})) == [[1, 2], [], [3, 4]]
+    assert tokens_of(write(tmp_path / "file.arrow", {"tokens": fixed})) == [[1, 2], [], [3, 4]]
+
+
+def test_a_record_batch_a_document_as_other_tools_write_them(tmp_path: Path) -> None:
+    documents = [[n] * (n % 5) for n in range(50)]
+    file = write(tmp_path / "file.arrow", {"tokens": pa.array(documents, pa.list_(pa.uint32()))}, 1)
+    assert tokens_of(file) == documents
+
+
+def test_a_column_without_any_value_is_empty_documents(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", {"text": [None, None]})
+    assert documents_of(read_table(file, "text")) == ["", ""]
+    assert documents_of(read_table(write(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}), "text")) == []
+
+
+def test_a_long_row_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 20)
+    found = list(read_table(write(tmp_path / "a.parquet", {"text": ["short", "word " * 30]}), "text"))
+    assert documents_of(found) == ["short", "word " * 30]
+    assert len(found) > 7
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    wanted=st.integers(1, 400),
+    name=st.sampled_from(sorted(WRITERS)),
+)
+def test_ranges_of_a_table_give_every_row_once_and_all_its_bytes(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], wanted: int, name: str
+) -> None:
+    path = tmp_path_factory.mktemp("table") / name
+    documents = [[n] for n in range(sum(sizes))]
+    file = write(path, {"tokens": pa.array(documents, pa.list_(pa.int32()))}, max(max(sizes), 1))
+    ranges = ranges_of_table(file, wanted)
+    assert [row for begin, end, _ in ranges for row in tokens_of(file, "tokens", begin, end)] == documents
+    assert sum(size for _, _, size in ranges) == file.size
+    assert [begin for begin, _, _ in ranges] == sorted({begin for begin, _, _ in ranges})
+
+
+def test_a_large_table_is_cut_about_evenly(tmp_path: Path) -> None:
+    columns = {"tokens": pa.array([[n] * 50 for n in range(4000)], pa.list_(pa.int32()))}
+    for name in ("a.parquet", "file.arrow"):
+        file = write(tmp_path / name, columns, 100)
+        sizes = [size for _, _, size in ranges_of_table(file, file.size // 4 + 1)]
+        assert len(sizes) == 4 and max(sizes) < 1.3 * min(sizes)
+    assert len(ranges_of_table(write(tmp_path / "stream.arrow", columns, 100), 1000)) == 1
+
+
+@EVERY_FORMAT
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path / name, {"body": ["a"], "input_ids": [[1]]})
+    message = rf"{name}: no column 'text'\. The columns are: 'body' \(string\), 'input_ids' \(list.*--text_field"
+    for ask in (lambda: column_type(file, "text"), lambda: list(read_table(file, "text"))):
+        with pytest.raises(DataError, match=message):
+            ask()
+
+
+def test_two_columns_of_a_name_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    with pytest.raises(DataError, match="several columns 'text'"):
+        list(read_table(write(tmp_path / "file.arrow", table), "text"))
+
+
+@pytest.mark.parametrize("values", [[1.5], [{"a": 1}], [b"bytes"], [["a", "b"]], [True]], ids=str)
+def test_a_column_of_something_else_is_refused(tmp_path: Path, values: list[Any]) -> None:
+    with pytest.raises(DataError, match=r"column 'text' holds .*, but text \(string\) or token ids .*--text_field"):
+        list(read_table(write(tmp_path / "a.parquet", {"text": values}), "text"))
+
+
+def test_a_missing_token_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROWS_AT_ONCE", 2)
+    documents = [[1], [2], None, [], [3, 4, None], [5]]
+    for name, row in (("a.parquet", r"a\.parquet, row 4"), ("file.arrow", r"record batch 1, row 1")):
+        file = write(tmp_path / name, {"tokens": pa.array(documents, pa.list_(pa.int32()))}, 3)
+        with pytest.raises(DataError, match=row + r": column 'tokens' has a missing token \(null\) at position 2"):
+            tokens_of(file)
+
+
+def test_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path) -> None:
+    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"fine", b"so\xff"], pa.binary()).buffers())
+    with pytest.raises(DataError, match=r"record batch 0, row 1: column 'text' is not UTF-8 at byte 2 .*0xff"):
+        list(read_table(write(tmp_path / "file.arrow", {"text": bad}), "text"))
+
+
+def cut_off(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flip(content: bytes) -> bytes:
+    return content[:-20] + bytes(255 - byte for byte in content[-20:])
+
+
+DAMAGES = (cut_off, flip, lambda content: b"", lambda content: b"no table at all, but text")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    # The last bytes of a stream are padding.
+    [(name, damage) for name in WRITERS for damage in DAMAGES if (name, damage) != ("stream.arrow", flip)],
+)
+def test_a_damaged_table_is_named(tmp_path: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / name
+    write(path, {"text": [f"text {n} " * 9 for n in range(50)]}, 10)
+    path.write_bytes(damage(path.read_bytes()))
+    file = InputFile(path, name, path.stat().st_size)
+    with pytest.raises(DataError, match=rf"{name} is damaged, or no (Parquet|Arrow) file"):
+        column_type(file, "text")
+        list(read_table(file, "text"))
+    if name != "stream.arrow":
+        with pytest.raises(DataError, match=rf"{name} is damaged"):
+            ranges_of_table(file, 1)
+
+
+@EVERY_FORMAT
+def test_a_table_that_vanishes_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=rf"{name} cannot be read: .*No such file"):
+        list(read_table(InputFile(tmp_path / name, name, 1), "text"))

@@ -1,0 +1,103 @@
+"""The input cut into units."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.tools.prepare.prepare_files import documents_of, json_lines, packed
+
+from pretraining.config.commands import PrepareConfig
+from pretraining.errors import DataError
+from pretraining.tools.prepare import units
+from pretraining.tools.prepare.hub import HubSplit
+from pretraining.tools.prepare.inputs import InputFile
+from pretraining.tools.prepare.units import Input, Part, cut_units, find_input, read_part
+
+TEXTS = [f"document {n} " * (n % 7) for n in range(40)]
+
+
+def find(*inputs: Path, text_field: str = "text") -> Input:
+    return find_input(PrepareConfig(input_path=tuple(map(str, inputs)), text_field=text_field))
+
+
+def texts_in(found: Input, text_field: str = "text") -> list[str]:
+    return documents_of(piece for unit in found.units for part in unit.parts for piece in read_part(part, text_field))
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), max_size=30), limit=st.integers(1, 50))
+def test_units_hold_all_parts_in_order_and_no_more_than_fits(sizes: list[int], limit: int) -> None:
+    parts = [Part(InputFile(Path(f"{n}"), f"{n}", size), 0, None, size) for n, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units, "UNIT_BYTES", limit)
+        found = list(cut_units(parts))
+    assert [part for unit in found for part in unit.parts] == parts
+    assert [unit.number for unit in found] == list(range(len(found)))
+    assert all(unit.size <= limit or len(unit.parts) == 1 for unit in found)
+    # No two neighbours would fit into one.
+    assert all(unit.size + after.parts[0].size > limit for unit, after in pairwise(found))
+
+
+def test_a_part_of_unknown_size_is_a_unit() -> None:
+    parts = [Part(HubSplit("a", None, "train"), n, n + 1, 0) for n in range(3)]
+    assert [unit.parts for unit in cut_units(parts)] == [(part,) for part in parts]
+
+
+def test_large_files_are_cut_where_they_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 500)
+    for name, count in (("a.jsonl", 4), ("b.jsonl.gz", 1), ("c.txt", 1), ("d.parquet", 6)):
+        path = tmp_path / name
+        if name == "d.parquet":
+            pq.write_table(pa.table({"text": TEXTS}), path, row_group_size=5)
+        else:
+            path.write_bytes(packed(name, json_lines(TEXTS)))
+        found = find(path)
+        assert len(found.units) == count
+        assert found.size == sum(unit.size for unit in found.units) == path.stat().st_size
+        if name != "c.txt":
+            assert texts_in(found) == TEXTS
+        names = [part.name for unit in found.units for part in unit.parts]
+        assert len(set(names)) == count and all(name in part_name for part_name in names)
+
+
+def test_units_depend_on_names_and_sizes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 100)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        for number in range(9):
+            (tmp_path / folder / f"{number}.txt").write_text("x" * number * 10)
+    first, second = find(tmp_path / "one"), find(tmp_path / "two")
+    assert first.settings == second.settings
+    assert [[part.name for part in unit.parts] for unit in first.units] == [
+        [part.name for part in unit.parts] for unit in second.units
+    ]
+
+
+def test_the_type_of_token_ids_is_that_of_the_first_table(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"ids": pa.array([[1]], pa.list_(pa.uint16())), "text": ["a"]}), tmp_path / "a.parquet")
+    assert find(tmp_path, text_field="ids").token_type == pa.uint16()
+    assert find(tmp_path).token_type is None
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(DataError, match=r"b\.txt is text, but column 'ids' of .*a\.parquet holds token ids.*two"):
+        find(tmp_path, text_field="ids")
+
+
+def test_the_field_counts_only_where_there_are_fields(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert find(tmp_path).settings["text_field"] is None
+    (tmp_path / "b.jsonl").write_bytes(json_lines(["a"]))
+    assert find(tmp_path).settings["text_field"] == "text"
+
+
+def test_token_ids_come_as_arrays(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"ids": [[1, 2]]}), tmp_path / "a.parquet")
+    (unit,) = find(tmp_path, text_field="ids").units
+    (piece,) = read_part(unit.parts[0], "ids")
+    assert np.array_equal(piece.content, [1, 2])

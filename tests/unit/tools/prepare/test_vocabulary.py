@@ -1,0 +1,75 @@
+"""Which text a tokenizer is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from unit.tools.prepare.prepare_files import contents, json_lines, packed, quiet
+
+from pretraining.config.commands import PrepareConfig
+from pretraining.errors import ConfigError, DataError
+from pretraining.tools.prepare import units, vocabulary
+from pretraining.tools.prepare.prepare import prepare
+from pretraining.tools.prepare.units import find_input
+from pretraining.tools.prepare.vocabulary import training_sample
+
+TEXTS = [f"Document {n} of a small test.\n" * (n + 1) for n in range(9)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PrepareConfig:
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"texts/{number}.txt").write_text(text)
+    return PrepareConfig(input_path=(str(tmp_path / "texts"),), output_path=str(tmp_path / "out"))
+
+
+def test_it_is_trained_on_all_text_or_the_beginning_of_each_part(
+    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = find_input(config)
+    assert sorted(training_sample(found, "text")) == sorted(TEXTS)
+    monkeypatch.setattr(vocabulary, "PIECE_CHARACTERS", 50)
+    sample = list(training_sample(found, "text", characters=220))
+    assert [len(text) for text in sample] == [50, 50, 50, 50, 20]
+    assert all(any(text.startswith(part) for text in TEXTS) for part in sample)
+
+
+def test_what_is_compressed_may_be_long_and_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.jsonl.gz", "b.jsonl.zst"):
+        (tmp_path / name).write_bytes(packed(name, json_lines([name * 100])))
+    monkeypatch.setattr(vocabulary, "PIECE_CHARACTERS", 10)
+    found = find_input(PrepareConfig(input_path=(str(tmp_path),)))
+    assert [len(text) for text in training_sample(found, "text", characters=1000)] == [500, 500]
+
+
+def test_a_large_file_is_sampled_from_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(vocabulary, "PIECE_CHARACTERS", 10)
+    (tmp_path / "a.jsonl").write_bytes(json_lines([f"{n:03d} number" for n in range(200)]))
+    sample = list(training_sample(find_input(PrepareConfig(input_path=(str(tmp_path),))), "text", characters=100))
+    numbers = [int(text[:3]) for text in sample if text[:3].isdecimal()]
+    assert min(numbers) < 50 and max(numbers) > 150
+
+
+def test_a_vocabulary_larger_than_the_text_gives_is_refused_where_it_is_asked_for(config: PrepareConfig) -> None:
+    with pytest.raises(DataError, match=r"--vocab_size=5000: .* Give --vocab_size=\d+ or less"):
+        prepare(replace(config, vocab_size=5000), quiet)
+    assert not contents(Path(config.output_path))
+    assert prepare(config, quiet).vocab_size < 5000
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused(config: PrepareConfig) -> None:
+    with pytest.raises(ConfigError, match=r"--vocab_size=256: .* at least 257 entries"):
+        prepare(replace(config, vocab_size=256), quiet)
+
+
+def test_no_sample_is_taken_of_token_ids(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["words"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": [[1, 2]]}), tmp_path / "b.parquet")
+    assert list(training_sample(find_input(PrepareConfig(input_path=(str(tmp_path),))), "text")) == ["words"]

@@ -1,0 +1,274 @@
+"""`pretrain export`: what comes out computes the same in transformers, holds what it should, and appears whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from unit.checkpoint.checkpoint_files import (
+    SHAPES,
+    config_of,
+    flip_byte,
+    manifest_of,
+    tensors_of,
+    write_full_form,
+    write_manifest,
+    write_sharded,
+)
+
+from pretraining.checkpoint.listing import MANIFEST, read_manifest
+from pretraining.checkpoint.pt_files import FULL_FILES, FullFiles
+from pretraining.checkpoint.tensor_files import checksum_file
+from pretraining.config.commands import ExportConfig
+from pretraining.config.recipes import dump_config
+from pretraining.config.variants import LlamaShape
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import CheckpointError, ConfigError, DataError
+from pretraining.model.hf import parameter_shapes
+from pretraining.model.llama import Llama
+from pretraining.tools.export import export
+
+PLAIN = SHAPES["plain"]
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+def make_run(root: Path, shape: LlamaShape = PLAIN, *, full: bool = False, **data: Any) -> dict[str, torch.Tensor]:
+    """A run with checkpoints of steps 2 and 3; the tensors of the latter."""
+    config = dump_config(config_of(shape, **data))
+    write_sharded(root / "checkpoints" / "step_2_ckp", tensors_of(shape, seed=2), manifest_of(shape, 2))
+    write = write_full_form if full else write_sharded
+    return write(root / "checkpoints" / "step_3_ckp", tensors_of(shape), manifest_of(shape, 3, config=config))
+
+
+def run_export(root: Path, **settings: Any) -> list[str]:
+    lines: list[str] = []
+    export(
+        ExportConfig(**{"ckpt_load_path": str(root / "run"), "output_path": str(root / "out"), **settings}),
+        lines.append,
+    )
+    return lines
+
+
+def logits_of(tensors: dict[str, torch.Tensor], shape: LlamaShape, tokens: torch.Tensor) -> torch.Tensor:
+    model = Llama(shape)
+    parameters = {name: tensors[name] for name, _ in model.named_parameters()}
+    model.load_state_dict(parameters, strict=False)
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens)
+    return logits
+
+
+@every_shape
+@pytest.mark.parametrize("full", [False, True])
+def test_transformers_compute_the_same_logits(tmp_path: Path, shape: LlamaShape, full: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    tensors = make_run(tmp_path / "run", shape, full=full)
+    said = run_export(tmp_path, dtype="float32", max_shard_size="6KB")
+    model, information = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
+    assert not any(information.values()), information
+    assert model.dtype == torch.float32 and len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    tokens = torch.randint(shape.vocab_size, (2, 30), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        theirs = model(tokens).logits
+    torch.testing.assert_close(theirs, logits_of(tensors, shape, tokens), atol=1e-5, rtol=0)
+    assert any("from_pretrained" in line for line in said)
+
+
+@every_shape
+def test_float32_keeps_every_bit_and_bfloat16_rounds_each_weight(tmp_path: Path, shape: LlamaShape) -> None:
+    tensors = make_run(tmp_path / "run", shape)
+    run_export(tmp_path, dtype="float32", output_path=str(tmp_path / "exact"))
+    run_export(tmp_path)  # bfloat16 is the default
+    exact, rounded = (load_file(tmp_path / name / "model.safetensors") for name in ("exact", "out"))
+    assert exact.keys() == rounded.keys() == parameter_shapes(shape).keys()
+    assert all(torch.equal(exact[name], tensors[name]) for name in exact)
+    assert all(torch.equal(rounded[name], tensors[name].bfloat16()) for name in exact)
+    for name, dtype in (("exact", "float32"), ("out", "bfloat16")):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert (config["dtype"], config["max_position_embeddings"]) == (dtype, max(64, shape.max_position_embeddings))
+        assert not (tmp_path / name / "model.safetensors.index.json").exists()
+
+
+def test_files_are_as_large_as_asked_and_the_index_finds_every_tensor(tmp_path: Path) -> None:
+    tensors = make_run(tmp_path / "run")
+    run_export(tmp_path, dtype="float32", max_shard_size="6KB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    shapes = parameter_shapes(PLAIN)
+    assert list(index["weight_map"]) == list(shapes)
+    assert index["metadata"]["total_parameters"] == sum(size.numel() for size in shapes.values())
+    assert index["metadata"]["total_size"] == 4 * index["metadata"]["total_parameters"]
+    files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files.keys()
+    assert sorted(files) == [
+        f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
+    ]
+    for name, file in index["weight_map"].items():
+        assert torch.equal(files[file][name], tensors[name])
+    assert all(sum(tensor.nbytes for tensor in held.values()) <= 6000 for held in files.values())
+
+
+def test_no_more_than_a_tensor_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where tensors are made: the largest has 2 KB, the model 23 KB."""
+    make_run(tmp_path / "run")
+    held: list[int] = []
+    empty = torch.empty
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor: torch.Tensor = empty(*args, **kwargs)
+        if not tensor.is_meta:
+            held.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr("pretraining.checkpoint.sources.torch.empty", watched)
+    run_export(tmp_path, dtype="float32")
+    assert max(held) == 2048 and len(held) == len(parameter_shapes(PLAIN))
+
+
+def test_tokens_that_begin_and_end_documents_are_told(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", sep_token=7, bos_token=1)
+    run_export(tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        document = json.loads((tmp_path / "out" / name).read_text())
+        assert (document["bos_token_id"], document["eos_token_id"]) == (1, 7)
+
+
+def make_tokenizer(folder: Path) -> None:
+    folder.mkdir()
+    train_tokenizer(["some text to train on"] * 20, 270).save(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def test_the_tokenizer_goes_along_from_the_run_or_from_a_flag(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    make_tokenizer(tmp_path / "tokenizer")
+    shape = replace(PLAIN, vocab_size=300)
+    make_run(tmp_path / "run", shape, tokenizer_path=str(tmp_path / "tokenizer"))
+    make_run(tmp_path / "other", shape)
+    said = run_export(tmp_path)
+    run_export(
+        tmp_path,
+        ckpt_load_path=str(tmp_path / "other"),
+        output_path=str(tmp_path / "second"),
+        tokenizer_path=str(tmp_path / "tokenizer" / "tokenizer.json"),
+    )
+    assert any(f"tokenizer  {tmp_path / 'tokenizer'}" in line for line in said)
+    for name in ("out", "second"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
+        assert json.loads((tmp_path / name / "config.json").read_text())["eos_token_id"] == 0
+        assert (tmp_path / name / "chat_template.jinja").is_file()
+
+
+def test_a_tokenizer_that_is_gone_is_said_and_one_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "tokenizer")
+    make_run(tmp_path / "run", tokenizer_path=str(tmp_path / "gone"))
+    said = run_export(tmp_path)
+    assert any("tokenizer  none: there is no tokenizer to read" in line and "--tokenizer_path" in line for line in said)
+    with pytest.raises(DataError, match="there is no tokenizer to read"):
+        run_export(tmp_path, output_path=str(tmp_path / "b"), tokenizer_path=str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="entries, more than the model's 32"):
+        run_export(tmp_path, output_path=str(tmp_path / "b"), tokenizer_path=str(tmp_path / "tokenizer"))
+    make_run(tmp_path / "plain")
+    said = run_export(tmp_path, ckpt_load_path=str(tmp_path / "plain"), output_path=str(tmp_path / "c"))
+    assert any("none: the run had no tokenizer_path" in line for line in said)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_full_form_is_a_checkpoint_with_the_same_tensors(tmp_path: Path, full: bool) -> None:
+    tensors = make_run(tmp_path / "run", full=full)
+    said = run_export(tmp_path, format="full")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FULL_FILES, MANIFEST}
+    manifest = read_manifest(tmp_path / "out")
+    source = FullFiles(tmp_path / "out", manifest.files)
+    assert source.shapes().keys() == tensors.keys()
+    assert all(torch.equal(source.read(name), value) for name, value in tensors.items())
+    original = read_manifest(tmp_path / "run" / "checkpoints" / "step_3_ckp")
+    assert replace(manifest, files={}) == replace(original, files={})
+    assert list(torch.load(tmp_path / "out" / FULL_FILES[0], weights_only=True)) == list(parameter_shapes(PLAIN))
+    assert any("--ckpt_load_path=" in line for line in said)
+
+
+def test_a_checkpoint_that_is_passed_over_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    next((tmp_path / "run/checkpoints/step_3_ckp").glob("*.safetensors")).unlink()
+    said = run_export(tmp_path)
+    assert "is missing: passed over" in said[0] and "step 2 of" in said[1]
+
+
+def test_an_older_step_is_exported_by_its_path(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    run_export(tmp_path, ckpt_load_path=str(tmp_path / "run" / "checkpoints" / "step_2_ckp"), dtype="float32")
+    name = "model.norm.weight"
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], tensors_of(PLAIN, seed=2)[name])
+
+
+@pytest.mark.parametrize("form", ["hf", "full"])
+def test_damage_is_found_while_reading_and_nothing_is_left_behind(tmp_path: Path, form: str) -> None:
+    make_run(tmp_path / "run")
+    flip_byte(tmp_path / "run/checkpoints/step_3_ckp/shard-00003-model-00002-of-00002.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"shard-00003-model-00002-of-00002\.safetensors is damaged: its checksum is"
+    ):
+        run_export(tmp_path, format=form)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("form", ["hf", "full"])
+def test_a_checkpoint_without_a_weight_of_its_model_is_refused(tmp_path: Path, form: str) -> None:
+    make_run(tmp_path / "run")
+    folder = tmp_path / "run/checkpoints/step_3_ckp"
+    other = replace(PLAIN, num_hidden_layers=3)
+    files = {path.name: checksum_file(path) for path in folder.glob("*.safetensors")}
+    write_manifest(folder, manifest_of(other), files)
+    with pytest.raises(CheckpointError, match=r"is damaged: model\.layers\.2\.\S+ is missing; its shape is"):
+        run_export(tmp_path, format=form)
+    write_manifest(folder, manifest_of(replace(PLAIN, vocab_size=33)), files)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has the shape \(32, 16\), not \(33, 16\)"):
+        run_export(tmp_path, format=form)
+
+
+def test_what_is_there_is_never_replaced(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    run_export(tmp_path)  # into an empty folder
+    for taken in ("out", "run/checkpoints/step_3_ckp/manifest.json"):
+        with pytest.raises(CheckpointError, match=rf"--output_path: .*{taken} is there already. Remove it"):
+            run_export(tmp_path, output_path=str(tmp_path / taken))
+    with pytest.raises(CheckpointError, match=r"--output_path: .* cannot be written"):
+        run_export(tmp_path, output_path=str(tmp_path / "run/checkpoints/step_3_ckp/manifest.json/out"))
+
+
+def test_without_room_it_says_how_much_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.setattr("pretraining.files.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(CheckpointError, match=r"would take 11,424 bytes, and 10 are free there"):
+        run_export(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("size", ["much", "0GB", "-1GB", "5XB", ""])
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match="is no size: write 500MB"):
+        _ = ExportConfig("run", "out", max_shard_size=size).max_shard_bytes
+
+
+def test_sizes_are_decimal_or_binary_as_written() -> None:
+    sizes = {"5GB": 5 * 10**9, "1.5 mb": 1_500_000, "2GiB": 2**31, "100": 100}
+    assert {text: ExportConfig("r", "o", max_shard_size=text).max_shard_bytes for text in sizes} == sizes
+
+
+def test_what_is_no_checkpoint_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        run_export(tmp_path)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is a Hugging Face folder, not a checkpoint"):
+        run_export(tmp_path)

@@ -1,0 +1,86 @@
+"""`pretrain import`: a Hugging Face Llama becomes a run's checkpoint of step 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from unit.checkpoint.checkpoint_files import SHAPES
+from unit.checkpoint.test_hf_folder import sharded, single, weights
+
+from pretraining.checkpoint.hf_import import open_folder
+from pretraining.checkpoint.listing import read_manifest
+from pretraining.checkpoint.sources import TensorFiles
+from pretraining.checkpoint.state import shape_of
+from pretraining.config.commands import ImportConfig
+from pretraining.config.recipes import settings_in
+from pretraining.config.variants import LlamaShape, resolve_shape
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import CheckpointError
+from pretraining.tools import import_weights as module
+from pretraining.tools.import_weights import import_weights
+from pretraining.tools.verify_checkpoints import faults_of
+
+
+def run_import(root: Path) -> list[str]:
+    lines: list[str] = []
+    import_weights(ImportConfig(str(root / "m"), str(root / "run")), lines.append)
+    return lines
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("layout", [single, sharded])
+def test_the_checkpoint_holds_the_weights_in_float32_and_has_no_faults(
+    tmp_path: Path,
+    shape: LlamaShape,
+    layout,
+    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
+) -> None:
+    monkeypatch.setattr(module, "FILE_BYTES", 5000)
+    given = weights(shape, torch.bfloat16)
+    layout(tmp_path / "m", given, shape)
+    said = run_import(tmp_path)
+    folder = tmp_path / "run/checkpoints/step_0_ckp"
+    manifest = read_manifest(folder)
+    assert faults_of(folder) == [] and shape_of(manifest) == shape and len(manifest.files) > 2
+    assert resolve_shape(settings_in(manifest.config, "c").model) == shape
+    read = TensorFiles(folder, manifest.files)
+    assert read.shapes().keys() == given.keys()
+    assert all(torch.equal(read.read(name), value.float()) for name, value in given.items())
+    assert f"--ckpt_save_path={tmp_path / 'run'}" in said[1]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_0_ckp"]
+
+
+def test_its_tokenizer_is_remembered(tmp_path: Path) -> None:
+    train_tokenizer(["text"] * 5, 260).save(single(tmp_path / "m"))
+    run_import(tmp_path)
+    manifest = read_manifest(tmp_path / "run/checkpoints/step_0_ckp")
+    assert settings_in(manifest.config, "c").data.tokenizer_path == str(tmp_path / "m")
+
+
+def test_a_run_that_has_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    single(tmp_path / "m")
+    run_import(tmp_path)
+    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+        run_import(tmp_path)
+
+
+def test_what_the_folder_is_refused_for_leaves_no_run(tmp_path: Path) -> None:
+    folder = single(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        run_import(tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_breaks_off_while_it_is_read_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = single(tmp_path / "m")
+    opened = open_folder(folder)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    monkeypatch.setattr(module, "open_folder", lambda path: opened)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ends in the middle of"):
+        run_import(tmp_path)
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []

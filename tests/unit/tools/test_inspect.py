@@ -1,0 +1,275 @@
+"""What a step trains on, shown without training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
+
+from pretraining.config.commands import InspectConfig, InspectSettings
+from pretraining.config.data import DataConfig
+from pretraining.config.training import BatchConfig, ModelConfig, RunConfig
+from pretraining.data.dataset import build_loader
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import ConfigError, DataError
+from pretraining.tools import inspect as inspect_module
+from pretraining.tools.inspect import Inspector, inspect
+
+SEP = 999
+BATCH = 11
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> InspectConfig:
+    root = make_root(tmp_path_factory.mktemp("data"), web=300, code=120)
+    return InspectConfig(
+        model=ModelConfig(vocab_size=1000),
+        data=DataConfig(
+            data_path=str(root),
+            datasets=("web", "code"),
+            weights=(3, 1),
+            seq_length=24,
+            sep_token=SEP,
+            logical_shards=8,
+            num_workers=0,
+            held_out_fraction=0.2,
+        ),
+        batch=BatchConfig(global_batch_size=BATCH),
+        run=RunConfig(seed=7),
+    )
+
+
+def asking(config: InspectConfig, **asked: Any) -> InspectConfig:
+    return replace(config, inspect=InspectSettings(**asked))
+
+
+def shown(config: InspectConfig, **arguments: Any) -> list[str]:
+    lines: list[str] = []
+    inspect(config, show=lines.append, note=lambda line: None, **arguments)
+    return lines
+
+
+def objects(config: InspectConfig, **asked: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in shown(asking(config, json=True, **asked))]
+
+
+def inspector(config: InspectConfig) -> Inspector:
+    datasets = opened(config.data)
+    reader = build_loader(datasets, config.data, plan(BATCH), 0, config.run.seed, 1000).reader
+    return Inspector(reader, datasets, config.data.seq_length)
+
+
+def stored(span: dict[str, Any]) -> list[int]:
+    """The tokens of a span as pyarrow reads them, a separator behind the document."""
+    document = pa.ipc.open_file(span["file"]).read_all()["tokens"][span["row"]].as_py()
+    ended = document if document[-1:] == [SEP] else [*document, SEP]
+    return ended[span["start"] : span["start"] + span["length"]]
+
+
+def test_step_n_is_what_update_n_trains_on_and_its_spans_hold_these_tokens(config: InspectConfig) -> None:
+    training = loader(config.data, plan(BATCH))
+    for step in range(1, 9):
+        batch = rows(next(training))
+        slots = objects(config, step=step, tokens=True)
+        assert [slot["ids"] for slot in slots] == batch
+        assert [[token for span in slot["spans"] for token in stored(span)] for slot in slots] == batch
+        # After update N a checkpoint is of step N: the last sample it has seen is in step N.
+        assert inspector(config).step_of_sample(training.state_dict()["next_sample"] - 1) == step
+
+
+def test_json_has_the_promised_fields(config: InspectConfig) -> None:
+    slots = objects(config, step=3)
+    assert [slot["slot"] for slot in slots] == list(range(BATCH))
+    assert sorted(slot["sample_id"] for slot in slots) == list(range(2 * BATCH, 3 * BATCH))
+    for slot in slots:
+        assert list(slot) == ["step", "slot", "sample_id", "dataset", "spans"]
+        assert slot["step"] == 3 and slot["dataset"] in ("web", "code")
+        assert all(list(span) == ["file", "row", "start", "length"] for span in slot["spans"])
+        assert sum(span["length"] for span in slot["spans"]) == 25
+    assert list(objects(config, step=3, tokens=True)[0]) == [*slots[0], "ids"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_rank_shows_what_that_rank_trains_on(config: InspectConfig, ranks: int) -> None:
+    parts = [loader(config.data, plan(BATCH, ranks), rank) for rank in range(ranks)]
+    for step in (1, 2):
+        for rank, part in enumerate(parts):
+            slots = objects(config, step=step, tokens=True, rank=rank, world_size=ranks)
+            assert [slot["ids"] for slot in slots] == rows(next(part))
+
+
+def test_a_sample_is_found_wherever_it_is(config: InspectConfig) -> None:
+    everything = {slot["sample_id"]: slot for step in (1, 2, 3) for slot in objects(config, step=step)}
+    for sample_id in (0, 10, 11, 29):
+        assert objects(config, sample_id=sample_id) == [everything[sample_id]]
+        assert objects(config, sample_id=sample_id, step=sample_id // BATCH + 1) == [everything[sample_id]]
+
+
+def test_a_far_step_is_a_step_like_any_other(config: InspectConfig) -> None:
+    far = 10**9
+    batch = loader(config.data, plan(BATCH)).reader.read(far - 1)
+    assert [slot["ids"] for slot in objects(config, step=far, tokens=True)] == rows(batch)
+    assert objects(config, sample_id=BATCH * far - 1)[0]["step"] == far
+
+
+def test_without_a_global_batch_the_checkpoint_or_the_world_gives_it(config: InspectConfig) -> None:
+    config = replace(config, batch=BatchConfig(batch_size=3, grad_accum_steps=2))
+    notes: list[str] = []
+    inspect(asking(config, step=1), show=lambda line: None, note=notes.append)
+    assert any("6 sequences, as on one GPU" in note and "--world_size" in note for note in notes)
+    assert len(objects(config, step=1)) == 6
+    assert len(objects(config, step=1, world_size=4)) == 24
+    assert len(shown(asking(config, step=1, json=True), restored_batch=5)) == 5
+
+
+def test_another_order_than_the_checkpoints_is_refused(config: InspectConfig) -> None:
+    state = loader(config.data, plan(BATCH)).state_dict()
+    assert shown(asking(config, step=1), state=state)
+    other = replace(config, run=RunConfig(seed=8))
+    with pytest.raises(DataError, match="seed was 7 and is 8"):
+        shown(asking(other, step=1), state=state)
+
+
+def test_people_see_places_and_the_ends_of_long_pieces(tmp_path: Path, config: InspectConfig) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 40
+    tokenizer = train_tokenizer([text], 300)
+    tokenizer.save(tmp_path)
+    write_documents(tmp_path / "data/web/x.arrow", [tokenizer.encode(text)])
+    data = DataConfig(data_path=str(tmp_path / "data"), seq_length=200, tokenizer_path=str(tmp_path))
+    config = asking(replace(config, data=data, batch=BatchConfig(global_batch_size=1)), step=1, tokens=True)
+    lines = shown(config)
+    assert "step 1, all ranks: the global batch has 1 slots of 200 tokens" in lines[0]
+    assert lines[1:3] == ["slot 0  sample 0  dataset web", f"  {tmp_path}/data/web/x.arrow  row 0  tokens 0-200"]
+    assert '"The quick brown fox' in lines[3] and " … " in lines[3] and len(lines[3]) < 250
+    ids = " ".join(map(str, tokenizer.encode(text)[:6]))
+    assert f"    {ids} … " in shown(replace(config, data=replace(data, tokenizer_path=None)))[3]
+
+
+def test_a_short_piece_that_ends_its_document_is_shown_whole(tmp_path: Path, config: InspectConfig) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2, 3]] * 9)
+    data = DataConfig(data_path=str(tmp_path), seq_length=5, sep_token=SEP)
+    lines = shown(asking(replace(config, data=data), step=1, tokens=True))
+    assert any(line.endswith("tokens 0-3, to its end") for line in lines)
+    assert "    1 2 3 999" in lines
+
+
+def test_made_up_data_has_ids_and_no_spans(config: InspectConfig) -> None:
+    config = replace(config, data=DataConfig(use_dummy_dataset=True, seq_length=8))
+    slots = objects(config, step=2, tokens=True)
+    assert len(slots) == BATCH and all(slot["spans"] == [] and len(slot["ids"]) == 9 for slot in slots)
+    assert len(shown(asking(config, step=2, tokens=True))) == 1 + 2 * BATCH
+    (summary,) = objects(config, steps="1-4")
+    assert (summary["samples"], summary["passes"], summary["documents"]) == (4 * BATCH, None, 0)
+    assert (summary["padding_tokens"], summary["fill"]) == (0, 1)
+
+
+def test_a_summary_counts_what_the_steps_hold(config: InspectConfig) -> None:
+    slots = [slot for step in range(3, 10) for slot in objects(config, step=step)]
+    summaries = {each["dataset"]: each for each in objects(config, steps="3-9")}
+    for name, weight in (("web", 0.75), ("code", 0.25)):
+        mine, found = [slot for slot in slots if slot["dataset"] == name], summaries[name]
+        begun = 0
+        for slot in mine:
+            places = [sum(span["length"] for span in slot["spans"][:n]) for n in range(len(slot["spans"]))]
+            begun += sum(span["start"] == 0 and place < 24 for span, place in zip(slot["spans"], places, strict=True))
+        assert (found["first_step"], found["last_step"], found["asked"]) == (3, 9, weight)
+        assert (found["samples"], found["tokens"], found["documents"]) == (len(mine), 24 * len(mine), begun)
+        assert found["documents_are_exact"] and (found["padding_tokens"], found["fill"]) == (0, 1)
+        assert found["realised"] == len(mine) / len(slots)
+        assert abs(len(mine) - weight * len(slots)) <= 4
+
+
+def test_a_pass_begins_every_document_once(tmp_path: Path, config: InspectConfig) -> None:
+    documents = [row for row in random_documents(400) if row]
+    documents.append([1] * (-sum(map(len, documents)) % 16 or 16))
+    write_documents(tmp_path / "web/x.arrow", documents)
+    samples = sum(map(len, documents)) // 16
+    data = DataConfig(data_path=str(tmp_path), seq_length=16, logical_shards=1)
+    config = replace(config, data=data, batch=BatchConfig(global_batch_size=samples))
+    for step in (1, 2):
+        (summary,) = objects(config, steps=f"{step}-{step}")
+        assert summary["documents"] == len(documents)
+        assert summary["passes"] == [step - 1, step]
+
+
+def test_a_packed_sample_is_shown_without_its_padding(config: InspectConfig) -> None:
+    config = replace(config, data=replace(config.data, packing="greedy"))
+    slots = objects(config, step=3, tokens=True)
+    filled = [sum(span["length"] for span in slot["spans"]) for slot in slots]
+    assert [len(slot["ids"]) for slot in slots] == filled and min(filled) < 25
+    for summary in objects(config, steps="3-3"):
+        mine = [tokens for slot, tokens in zip(slots, filled, strict=True) if slot["dataset"] == summary["dataset"]]
+        assert summary["padding_tokens"] == 25 * len(mine) - sum(mine)
+        assert summary["fill"] == pytest.approx(1 - summary["padding_tokens"] / (24 * len(mine)))
+
+
+def test_a_packed_pass_begins_every_document_once(tmp_path: Path, config: InspectConfig) -> None:
+    documents = [row for row in random_documents(400) if row]
+    write_documents(tmp_path / "web/x.arrow", documents)
+    data = DataConfig(data_path=str(tmp_path), seq_length=16, packing="greedy")
+    samples = opened(data).training_tokens // 16
+    config = replace(config, data=data, batch=BatchConfig(global_batch_size=samples))
+    for step in (1, 2):
+        (summary,) = objects(config, steps=f"{step}-{step}")
+        assert summary["documents"] == len(documents) and summary["passes"] == [step - 1, step]
+
+
+def test_a_dataset_that_gives_nothing_yet_has_no_fill(config: InspectConfig) -> None:
+    config = replace(config, data=replace(config.data, weights=(1000, 1)))
+    assert objects(config, steps="1-1")[0]["fill"] is None
+    assert shown(asking(config, steps="1-1"))
+
+
+def test_a_long_summary_counts_part_of_the_documents(config: InspectConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = objects(config, steps="1-100")
+    monkeypatch.setattr(inspect_module, "SAMPLES_COUNTED", 100)
+    about = objects(config, steps="1-100")
+    for one, other in zip(exact, about, strict=True):
+        assert one["documents_are_exact"] and not other["documents_are_exact"]
+        assert abs(other["documents"] / one["documents"] - 1) < 0.2
+    lines = shown(asking(config, steps="1-100"))
+    assert lines[0] == f"steps 1 to 100: {100 * BATCH:,} samples, {100 * BATCH * 24:,} tokens"
+    assert lines[1].split() == [
+        *("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")
+    ]
+    assert "about" in lines[2] and "75.0000%" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "nothing to show: give --step=N"),
+        ({"steps": "1-2", "step": 1, "tokens": True}, "leave out --step, --tokens"),
+        ({"steps": "5-2"}, "as in --steps=1-1000"),
+        ({"steps": "a"}, "as in --steps=1-1000"),
+        ({"steps": "0-2"}, "as in --steps=1-1000"),
+        ({"step": 1, "rank": 1}, "Give --world_size"),
+        ({"step": 1, "rank": 2, "world_size": 2}, "has ranks 0 to 1"),
+        ({"step": 2, "sample_id": 3}, "--sample_id=3 is in step 1, not in --step=2"),
+    ],
+)
+def test_contradictions_are_refused(config: InspectConfig, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shown(asking(config, **asked))
+
+
+def test_a_sample_of_another_rank_is_said(config: InspectConfig) -> None:
+    (slot,) = objects(config, sample_id=5)
+    rank = next(
+        rank for rank in range(2) if plan(BATCH, 2).share(rank)[0] <= slot["slot"] < plan(BATCH, 2).share(rank)[1]
+    )
+    assert objects(config, sample_id=5, rank=rank, world_size=2) == [slot]
+    with pytest.raises(ConfigError, match=f"--sample_id=5 is not on --rank={1 - rank}"):
+        objects(config, sample_id=5, rank=1 - rank, world_size=2)
+
+
+def test_a_token_beyond_the_vocabulary_names_its_place(config: InspectConfig) -> None:
+    small = replace(config, model=ModelConfig(vocab_size=20), data=replace(config.data, sep_token=None))
+    assert shown(asking(small, step=1))  # places are known without reading a token
+    with pytest.raises(DataError, match=r"\.arrow, row \d+: token \d+ of the document is"):
+        shown(asking(small, step=1, tokens=True))

@@ -1,0 +1,102 @@
+"""`pretrain list`: every checkpoint of a run with its state."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_full_form, write_sharded
+
+from pretraining.config.commands import ListConfig
+from pretraining.errors import CheckpointError
+from pretraining.tools.list_checkpoints import _age, _size, list_checkpoints, rows_of
+
+SHAPE = SHAPES["plain"]
+
+
+def make_run(run: Path) -> Path:
+    checkpoints = run / "checkpoints"
+    tensors = tensors_of(SHAPE)
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
+    write_sharded(checkpoints / "step_0_ckp", weights, manifest_of(SHAPE, 0, data={}, loss=None, evaluation_loss=None))
+    write_sharded(checkpoints / "step_2_ckp", tensors, manifest_of(SHAPE, 2))
+    write_full_form(checkpoints / "step_10_ckp", tensors, manifest_of(SHAPE, 10, evaluation_loss=None))
+    write_sharded(checkpoints / "step_11_ckp.preempt", tensors, manifest_of(SHAPE, 11, kind="preempt"))
+    write_sharded(checkpoints / "step_12_ckp", tensors, manifest_of(SHAPE, 12))
+    next((checkpoints / "step_12_ckp").glob("*.safetensors")).unlink()
+    (checkpoints / "step_13_ckp.a1b2.tmp").mkdir()
+    (checkpoints / "step_13_ckp.a1b2.tmp" / "part").write_bytes(b"1234")
+    (checkpoints / "best").symlink_to("step_2_ckp")
+    return run
+
+
+def shown(run: Path, **settings: bool) -> list[str]:
+    lines: list[str] = []
+    list_checkpoints(ListConfig(str(run), **settings), lines.append)
+    return lines
+
+
+def test_the_table_has_a_line_a_checkpoint_in_the_order_of_steps(tmp_path: Path) -> None:
+    lines = shown(make_run(tmp_path))
+    assert lines[0].split() == ["step", "tokens", "loss", "evaluation", "size", "state", "age", "name"]
+    cells = [line.split() for line in lines[1:7]]
+    assert [row[0] for row in cells] == ["0", "2", "10", "11", "-", "-"]
+    assert [row[1] for row in cells[:4]] == ["0", "200", "1,000", "1,100"]
+    assert [row[3] for row in cells[:4]] == ["-", "2.7500", "-", "2.7500"]
+    states = ["complete, import", "complete, best", "complete", "complete, preempt", "damaged", "incomplete"]
+    assert all(f"  {state}  " in line for state, line in zip(states, lines[1:7], strict=True))
+    assert cells[-1][-1] == "step_13_ckp.a1b2.tmp"
+    assert lines[7].startswith("step_12_ckp: ") and lines[7].endswith("is missing")
+    assert lines[8].startswith("6 checkpoints, ") and lines[8].endswith(f"in {tmp_path}/checkpoints")
+    assert shown(tmp_path / "checkpoints")[:7] == lines[:7]
+
+
+def test_json_has_an_object_a_checkpoint(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in shown(make_run(tmp_path), json=True)]
+    assert [row["state"] for row in rows] == ["complete"] * 4 + ["damaged", "incomplete"]
+    assert rows[1] | {"age_seconds": 0, "bytes": 0} == {
+        "name": "step_2_ckp",
+        "state": "complete",
+        "kind": "interval",
+        "best": True,
+        "step": 2,
+        "tokens_seen": 200,
+        "loss": 2.5,
+        "evaluation_loss": 2.75,
+        "bytes": 0,
+        "age_seconds": 0,
+        "fault": None,
+    }
+    assert rows[-1]["bytes"] == 4 and "is missing" in rows[4]["fault"]
+
+
+def test_the_age_is_that_of_the_newest_file(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "checkpoints/step_2_ckp", tensors_of(SHAPE), manifest_of(SHAPE, 2))
+    folder = tmp_path / "checkpoints/step_2_ckp"
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (1e9, 1e9))
+    (row,) = rows_of(tmp_path)
+    assert row.age_seconds > 3e7
+    os.utime(folder / "manifest.json")
+    assert rows_of(tmp_path)[0].age_seconds < 3600
+
+
+def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert len(shown(tmp_path)) == 2 and shown(tmp_path)[1].startswith("0 checkpoints")
+    with pytest.raises(CheckpointError, match=r"--run_path=.*nowhere is no run"):
+        shown(tmp_path / "nowhere")
+
+
+def test_amounts_are_shown_in_units_that_fit() -> None:
+    assert [_size(size) for size in (10, 2_500_000, 3 * 10**9, 4 * 10**12)] == ["0.0 kB", "2.5 MB", "3.0 GB", "4.0 TB"]
+    assert [_age(seconds) for seconds in (1, 61, 7300, 200000)] == ["1 s", "1 min", "2 h", "2 d"]
+
+
+def test_a_row_is_what_its_manifest_says(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "checkpoints/step_2_ckp", tensors_of(SHAPE), replace(manifest_of(SHAPE, 5), kind="final"))
+    (row,) = rows_of(tmp_path)
+    assert (row.step, row.kind, row.state, row.best) == (5, "final", "complete", False)

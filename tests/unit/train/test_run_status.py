@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
+from pretraining.progress import Progress, TrainState
+from pretraining.train.run_status import STATUS_FILE, StatusKeeper, read_status
+
+
+def everywhere(error: ConfigError) -> ConfigError:
+    """An error as `join_processes` leaves it where all ranks have found it."""
+    error.is_everywhere = True
+    return error
+
+
+def start(
+    run: Path, restored_step: int, reached: int | None, error: BaseException | None = None, limit: int = 2
+) -> None:
+    """A start that trains up to a step (None: not at all) and ends with an error or well."""
+    expected = nullcontext() if error is None else pytest.raises(type(error))
+    with expected, StatusKeeper(limit, is_writer=True) as status:
+        status.begin(run, restored_step)
+        if reached is not None:
+            state = TrainState(10, 8, 1, Progress(restored_step, restored_step))
+            status.training(state)
+            state.progress = Progress(reached, reached)
+            state.heed(15 if isinstance(error, Preempted) else 0)
+        if error is not None:
+            raise error
+
+
+def status_of(run: Path) -> dict[str, object]:
+    document = json.loads((run / STATUS_FILE).read_text())
+    return {name: value for name, value in document.items() if name != "updated"}
+
+
+@pytest.mark.parametrize(
+    ("error", "reached", "status", "reason", "crashes"),
+    [
+        (None, 10, "finished", "10 of 10 steps are done", 0),
+        (None, 8, "finished", "8 of 10 steps are done, as many as --run_steps asked for", 0),
+        (Preempted("long text"), 7, "preempted", "SIGTERM", 0),
+        (Preempted("before training began"), None, "preempted", "before training began", 0),
+        (KeyboardInterrupt(), 7, "failed", "interrupted (Ctrl-C)", 0),
+        (LostPeerError("another process has ended"), 7, "failed", "another process has ended", 1),
+        (ValueError("nan"), 7, "failed", "ValueError: nan", 1),
+        (MemoryError(), None, "failed", "MemoryError", 1),
+        (everywhere(ConfigError("wrong flag")), None, "failed", "wrong flag", 0),
+        (everywhere(ConfigError("disk full")), 7, "failed", "disk full", 1),
+    ],
+)
+def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
+    tmp_path: Path, error: BaseException | None, reached: int | None, status: str, reason: str, crashes: int
+) -> None:
+    start(tmp_path, 5, reached, error)
+    assert status_of(tmp_path) == {
+        "status": status,
+        "step": 5 if reached is None else reached,
+        "reason": reason,
+        "starts": 1,
+        "starts_without_progress": crashes,
+        "started_at_step": 5,
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [STATUS_FILE]
+
+
+def test_what_is_killed_stays_running_and_counts(tmp_path: Path) -> None:
+    StatusKeeper(2, is_writer=True).begin(tmp_path, 5)
+    assert status_of(tmp_path)["status"] == "running" and status_of(tmp_path)["starts_without_progress"] == 1
+
+
+def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
+    start(tmp_path, 0, 4, ValueError("the loss is no number"))
+    start(tmp_path, 3, 4, ValueError("the loss is no number"))  # a checkpoint has come meanwhile
+    start(tmp_path, 3, 4, ValueError("the loss is no number"))
+    before = status_of(tmp_path)
+    with pytest.raises(CheckpointError, match="its last 2 starts went on from step 3 and crashed") as refused:
+        start(tmp_path, 3, None)
+    assert "ValueError: the loss is no number" in str(refused.value)
+    assert "--max_starts_without_progress=0" in str(refused.value)
+    assert status_of(tmp_path) == before
+    start(tmp_path, 3, 4, ValueError("still"), limit=0)
+    assert status_of(tmp_path)["starts_without_progress"] == 3
+    start(tmp_path, 3, 10, limit=4)
+    assert (status_of(tmp_path)["starts"], status_of(tmp_path)["starts_without_progress"]) == (5, 3)
+
+
+def test_a_start_whose_checkpoint_is_damaged_counts_once_and_from_the_one_that_it_goes_on_from(tmp_path: Path) -> None:
+    start(tmp_path, 4, 6, ValueError("the loss is no number"))
+    with pytest.raises(ValueError), StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 6)
+        assert (status_of(tmp_path)["started_at_step"], status_of(tmp_path)["starts_without_progress"]) == (6, 1)
+        status.begin(tmp_path, 4)
+        assert (status_of(tmp_path)["started_at_step"], status_of(tmp_path)["starts_without_progress"]) == (4, 2)
+        raise ValueError
+    assert status_of(tmp_path)["step"] == 4 and status_of(tmp_path)["starts"] == 2
+    before = status_of(tmp_path)
+    refused = pytest.raises(CheckpointError, match="its last 2 starts went on from step 4 and crashed")
+    with refused, StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 6)
+        status.begin(tmp_path, 4)
+    assert status_of(tmp_path) == before
+
+
+def test_a_crash_without_words_is_named_as_such(tmp_path: Path) -> None:
+    StatusKeeper(1, is_writer=True).begin(tmp_path, 0)
+    with pytest.raises(CheckpointError, match="it ended without a word"):
+        StatusKeeper(1, is_writer=True).begin(tmp_path, 0)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"status": "running"}'])
+def test_a_file_that_says_nothing_keeps_no_run_from_starting(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / STATUS_FILE).write_text(text)
+    assert read_status(tmp_path / STATUS_FILE) is None
+    start(tmp_path, 0, 10)
+    assert status_of(tmp_path)["starts"] == 1
+
+
+def test_other_ranks_write_nothing_and_neither_does_a_start_that_never_began(tmp_path: Path) -> None:
+    with StatusKeeper(2, is_writer=False) as status:
+        status.begin(tmp_path, 0)
+    with StatusKeeper(2, is_writer=True):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        StatusKeeper(2, is_writer=True).begin(tmp_path / "missing", 0)
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(ValueError, match="what matters"), StatusKeeper(2, is_writer=True) as status:
+        status.begin(run, 0)
+        (run / STATUS_FILE).unlink()
+        run.rmdir()
+        raise ValueError("what matters")
+    assert "run_status.json cannot be written" in capsys.readouterr().err
+
+
+def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="taken over"), StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 0)
+        StatusKeeper(2, is_writer=True).begin(tmp_path, 3)
+        raise CheckpointError("taken over")
+    assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("running", 2)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from pretraining.config.guards import GuardConfig
+from pretraining.distributed.processes import Pulse
+from pretraining.errors import DivergenceError, HardwareError
+from pretraining.progress import Duration, Interval, Progress, TrainState
+from pretraining.train.spikes import Verdict
+from pretraining.train.stability import Guards
+from pretraining.train.step import StepOutcome
+
+
+@dataclass
+class FakeReplicas:
+    """Replicas that differ as a test says."""
+
+    odd: dict[int, list[int]] = field(default_factory=dict)
+    compared: int = 0
+
+    def odd_ones(self) -> dict[int, list[int]]:
+        self.compared += 1
+        return self.odd
+
+
+@dataclass
+class Watched:
+    """Guards, and what they say and see."""
+
+    config: GuardConfig
+    steps: int = 100
+    replicas: FakeReplicas = field(default_factory=FakeReplicas)
+    notes: list[str] = field(default_factory=list)
+    pulse: Pulse = field(default_factory=Pulse)
+
+    def __post_init__(self) -> None:
+        self.state = TrainState(self.steps, self.steps, 10, Progress(0, 0))
+        replicas: Any = self.replicas
+        self.guards = Guards(
+            self.config,
+            samples_of=lambda first, last: ((first - 1) * 4, last * 4),
+            replicas=replicas,
+            replica_check=Interval(self.config.replica_check_interval, None),
+            pulse=self.pulse,
+            note=self.notes.append,
+        )
+
+    def step(self, skipped: bool, verdict: Verdict | None = None, rescaled: bool | None = None) -> None:
+        self.state.advance(0.0)
+        scalar = torch.tensor(1.0)
+        down = None if rescaled is None else torch.tensor(rescaled)
+        self.guards.after_step(
+            self.state,
+            StepOutcome(scalar, scalar, torch.tensor(1), scalar, torch.tensor(skipped), 0.1, 1.0, verdict, down),
+        )
+
+
+def verdict(is_spike: bool, loss: float) -> Verdict:
+    return Verdict(torch.tensor(is_spike), torch.tensor(loss), torch.tensor(2.5), torch.tensor(0.25))
+
+
+def test_so_many_in_a_row_end_the_run_one_step_later() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=3))
+    for skipped in (True, True, False, True, True, True):
+        watched.step(skipped)
+    with pytest.raises(DivergenceError, match=r"step 6: the updates since step 4 .* 3 in a row") as ending:
+        watched.step(False)  # what the host learns now is of the step before
+    assert (ending.value.first_step, ending.value.last_step, ending.value.samples) == (4, 6, (12, 24))
+    assert "--skip_samples=12-23" in str(ending.value)
+
+
+def test_updates_left_out_while_the_scale_of_the_loss_goes_down_do_not_count() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=3))
+    for _ in range(16):
+        watched.step(skipped=True, rescaled=True)
+    assert watched.notes == []
+    for _ in range(3):
+        watched.step(skipped=True, rescaled=False)
+    with pytest.raises(DivergenceError, match=r"step 19: the updates since step 17 .* 3 in a row"):
+        watched.step(skipped=False, rescaled=False)
+
+
+def test_where_the_invocation_ends_the_last_step_counts() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=2), steps=2)
+    watched.step(True)
+    with pytest.raises(DivergenceError, match="step 2"):
+        watched.step(True)
+
+
+def test_without_a_limit_nothing_ends_the_run_and_nothing_is_asked_of_the_device() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=0))
+    for _ in range(50):
+        watched.step(True)
+    assert watched.notes == []
+    assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
+
+
+def test_updates_that_are_left_out_are_told_with_the_reason_and_do_not_flood_the_log() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=30))
+    watched.step(True, verdict(True, 7.0))
+    watched.step(False, verdict(False, 2.5))
+    for _ in range(12):
+        watched.step(True, verdict(False, 2.5))
+    watched.step(True, verdict(True, torch.inf))
+    watched.step(False)
+    assert watched.notes == [
+        "step 1  update left out: its loss of 7.0000 is a spike (before: 2.5000, standard deviation 0.2500)",
+        *("step 3  update left out: loss or gradient is not finite",),
+        *("step 4  update left out: loss or gradient is not finite, 2 in a row",),
+        *("step 6  update left out: loss or gradient is not finite, 4 in a row",),
+        *("step 10  update left out: loss or gradient is not finite, 8 in a row",),
+    ]
+
+
+def test_counting_goes_on_from_a_checkpoint() -> None:
+    first = Watched(GuardConfig(max_skipped_steps=4))
+    first.step(True)
+    first.step(True)
+    state = first.guards.state_dict()
+    assert state == {"skipped_in_a_row": 2}  # that of the step just done, too
+    second = Watched(GuardConfig(max_skipped_steps=4))
+    second.state = TrainState(100, 100, 10, Progress(2, 20))
+    second.guards.load_state_dict(state)
+    second.step(True)
+    second.step(True)
+    with pytest.raises(DivergenceError, match="since step 1 "):
+        second.step(True)
+
+
+def test_asking_for_the_state_does_not_change_when_the_run_ends() -> None:
+    """A checkpoint is described on some ranks only; all have to end at the same step."""
+    asked, unasked = (Watched(GuardConfig(max_skipped_steps=2)) for _ in range(2))
+    for watched in (asked, unasked):
+        watched.step(True)
+        watched.step(True)
+    asked.guards.state_dict()
+    for watched in (asked, unasked):
+        with pytest.raises(DivergenceError, match="step 2"):
+            watched.step(True)
+
+
+def test_a_limit_that_became_smaller_than_what_was_counted_waits_for_the_next_step() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=3))
+    watched.guards.load_state_dict({"skipped_in_a_row": 10})
+    watched.step(False)
+    watched.step(False)
+    assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
+
+
+@pytest.mark.usefixtures("single_process")
+def test_replicas_are_compared_on_the_interval_and_named_where_they_differ() -> None:
+    config = replace(GuardConfig(), replica_check_interval=Duration(2, "steps"))
+    watched = Watched(config)
+    watched.step(False)
+    watched.step(False)
+    watched.step(False)
+    assert watched.replicas.compared == 1
+    watched.replicas.odd = {0: [2, 3]}
+    with pytest.raises(HardwareError, match="at step 2 they were equal") as ending:
+        watched.step(False)
+    assert "rank 0 on " in str(ending.value) and "other weights than rank 2, 3" in str(ending.value)
+    early = Watched(config, replicas=FakeReplicas({0: [1]}))
+    early.step(False)
+    with pytest.raises(HardwareError, match="no earlier step was compared"):
+        early.step(False)
+
+
+def test_every_step_is_told_to_whoever_watches() -> None:
+    watched = Watched(GuardConfig())
+    assert not watched.pulse.warm
+    watched.step(False)
+    assert (watched.pulse.step, watched.pulse.warm) == (1, True)
+    before = watched.pulse.beats
+    watched.step(False)
+    assert watched.pulse.beats > before
