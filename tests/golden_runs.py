@@ -23,7 +23,8 @@ from safetensors import safe_open
 from torch import nn
 
 FOLDER = Path(__file__).parent / "golden"
-RUN, NEXT_STEPS = FOLDER / "run", FOLDER / "next_steps.json"
+RUN = FOLDER / "run"
+NEXT_BATCHES, NEXT_STEPS = FOLDER / "next_batches.json", FOLDER / "next_steps.json"
 
 STARTS = {"sharded": 8, "full": 4}
 """Step of the checkpoint of each run that the stored next steps go on from."""
@@ -69,6 +70,9 @@ def next_steps_runs(golden: Path, into: Path) -> dict[str, list[str]]:
             f"ckpt_load_path={checkpoint_at(golden / name, step)}",
             f"ckpt_save_path={into / name}",
             f"run_steps={STEPS}",
+            f"checkpoint_interval={STEPS // 2}",
+            "ckpt_name=step",
+            "eval_interval=0",
         )
         for name, step in STARTS.items()
     }
@@ -89,6 +93,22 @@ def manifest_at(run: Path, step: int) -> dict[str, Any]:
     """The manifest of a step's checkpoint."""
     document: dict[str, Any] = json.loads((checkpoint_at(run, step) / "manifest.json").read_text())
     return document
+
+
+def inspection(golden: Path, name: str, step: int) -> list[str]:
+    """The arguments of `pretrain` that show the batch after the checkpoint of a step."""
+    checkpoint = checkpoint_at(golden / name, step)
+    where = [f"--ckpt_load_path={checkpoint}", f"--data_path={golden / 'data'}"]
+    return ["inspect", *where, f"--step={step + 1}", "--tokens", "--json"]
+
+
+def inspected(shown: str, golden: Path) -> list[Any]:
+    """What `pretrain inspect` printed, with files relative to the folder of the data."""
+    slots = [json.loads(line) for line in shown.splitlines()]
+    for slot in slots:
+        for span in slot["spans"]:
+            span["file"] = str(Path(span["file"]).relative_to(golden / "data"))
+    return slots
 
 
 def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -1,12 +1,15 @@
-"""Write run/, the run folders that every later version has to resume, and next_steps.json, what comes after them.
+"""Write run/, the run folders that every later version has to resume, and what comes after them.
 
-    python tests/golden/make_golden_run.py               next_steps.json alone, by the code of this checkout
-    python tests/golden/make_golden_run.py --run         run/ as well: only with the code of commit f4ef4e6
+    python tests/golden/make_golden_run.py          next_steps.json alone, by the code of this checkout
+    python tests/golden/make_golden_run.py --run    run/ and next_batches.json, too: only by the code of commit f4ef4e6
 
-run/ was written by commit f4ef4e6 (PyTorch 2.11, format version 2 of the manifest), and is never made again to make a
+run/ was written by commit f4ef4e6 (PyTorch 2.13, format version 2 of the manifest), and is never made again to make a
 test pass: it stands for the runs that people have, which a new version of the code cannot make again either. Where a
 format changes, the code goes on reading this one, and a new version of it gets a folder of its own beside this one. A
 change of the script below is no reason to run it.
+
+next_batches.json holds the tokens of the step after each checkpoint, as `pretrain inspect` shows them. They are part
+of the promise: a run goes on with the very tokens that it would have seen, so this file is never made again either.
 
 next_steps.json holds the losses and digests of the tensors of a few steps from there. Make it again only where the
 numbers of a step are meant to change, and say why in the commit. Losses in it that move by more than rounding are a
@@ -29,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from golden_runs import (  # noqa: E402
+    NEXT_BATCHES,
     NEXT_STEPS,
     RUN,
     STARTS,
@@ -37,12 +41,15 @@ from golden_runs import (  # noqa: E402
     checkpoint_at,
     copy_of_golden,
     digests,
+    inspected,
+    inspection,
+    manifests,
     next_steps_runs,
     reported_losses,
     tensors_in,
     train_on,
 )
-from helpers import ROOT, free_ports, plain_environment  # noqa: E402
+from helpers import ROOT, free_ports, plain_environment, run_command  # noqa: E402
 from training_runs import VOCABULARY, write_dataset  # noqa: E402
 
 WRITTEN_BY = "f4ef4e6"
@@ -137,6 +144,20 @@ def train(folder: Path, processes: int, settings: list[str]) -> None:
         raise RuntimeError(f"{' '.join(settings)}: processes ended with {codes}")
 
 
+def next_batches() -> dict[str, list[object]]:
+    """The global batch of the step after each checkpoint."""
+    with tempfile.TemporaryDirectory() as temporary:
+        golden = copy_of_golden(Path(temporary))
+        found = {}
+        for name in STARTS:
+            for manifest in manifests(golden / name):
+                step = json.loads(manifest.read_text())["step"]
+                command = ["-c", "from pretraining.cli import main; main()", *inspection(golden, name, step)]
+                shown = run_command([sys.executable, *command]).stdout
+                found[f"{name} after {step}"] = inspected(shown, golden)
+    return found
+
+
 def next_steps() -> dict[str, object]:
     """What comes after the checkpoints of `STARTS`, by run and by the number of processes."""
     found: dict[str, object] = {}
@@ -162,6 +183,8 @@ def main() -> None:
             make_run(made)
             shutil.rmtree(RUN, ignore_errors=True)
             shutil.copytree(made, RUN, symlinks=True)
+        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(batch)}" for name, batch in next_batches().items())
+        NEXT_BATCHES.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     document = {"arithmetic": arithmetic(), "next": next_steps()}
     NEXT_STEPS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
