@@ -37,6 +37,7 @@ from pretraining.errors import LaunchError, LostPeerError, Preempted, PretrainEr
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
+from pretraining.launch.terminal import log_to_terminal
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -185,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
+    log_to_terminal(_rank())
     try:
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
     except BrokenPipeError:
@@ -236,6 +238,14 @@ def _fail(error: PretrainError) -> NoReturn:
         sys.stdout.flush()
         os._exit(error.exit_code)  # the usual end takes process groups down, which may wait for the dead
     sys.exit(error.exit_code)
+
+
+def _rank() -> int:
+    """Of this process; a layout that nobody can read is an error later, of the commands that need one."""
+    try:
+        return resolve_layout(os.environ).rank
+    except LaunchError:
+        return 0
 
 
 def _speaks(for_all_nodes: bool) -> bool:

@@ -1,10 +1,18 @@
-"""A folder that appears complete or not at all: written beside its name, flushed, then renamed."""
+"""The one way to write a file or a folder: complete or not at all, and durable.
+
+    content -> <name>.<random>.tmp beside its place -> fsync -> rename -> fsync of the folder
+
+A reader, and a process that starts after a kill or a power failure, sees the old content or the new one, never a part.
+Where a file system stumbles for a moment, `with_retries` tries again.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +22,56 @@ from typing import Any, TypeVar
 
 from pretraining.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
+
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
+"""I/O error, stale handle of a network file system, no answer, busy: gone a second later, perhaps. A full disk, missing
+permission and a missing file are not among them: the next try would meet them again."""
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file that appears complete or not at all, and survives a power failure.
+
+    Raises:
+        OSError: it cannot be written; what was there before is untouched.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write_flushed(temporary, content)
+        temporary.replace(path)
+        flush_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_flushed(path: Path, content: str | bytes) -> None:
+    """Write a file in place and flush it to disk: for folders that are renamed as a whole once they are complete."""
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file in place, flushed to disk."""
+    write_flushed(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a rename is on disk only once the folder that holds the name is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 @contextmanager
-def written_aside(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
+def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
     """Give a folder to write into, which takes the name `folder` when the block ends without an error.
 
     Args:
@@ -41,11 +96,11 @@ def written_aside(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
                 "another place"
             )
         yield temporary
-        _flush(temporary)
+        flush_folder(temporary)
         if folder.exists():
             folder.rmdir()
         temporary.rename(folder)
-        _flush(folder.parent)
+        flush_folder(folder.parent)
     except OSError as error:
         raise CheckpointError(
             f"{flag}: {folder} cannot be written ({error.strerror or error}); it takes {needed_bytes:,} bytes. Check "
@@ -55,48 +110,12 @@ def written_aside(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_json(path: Path, document: Any) -> None:
-    """Write a JSON file, flushed to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush(folder: Path) -> None:
-    """A rename is durable when the folder that holds the name is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# TODO(merge): was pretraining.files
-# Trying again where a file system stumbles: a network or disk error that may be gone a second later.
-
-T = TypeVar("T")
-
-PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
-
-# Input/output error; the server does not know the file any more; no answer; busy. Not among them: no space, no
-# permission, no such file, which the next try would only meet again.
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
-
-
-def with_retries(
-    action: Callable[[], T],
-    what: str,
-    say: Callable[[str], None],
-    pause: Callable[[float], None] | None = None,
-) -> T:
+def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], None] | None = None) -> T:
     """Do something to files, again after a pause where it fails with an error that may pass.
 
     Args:
         action: what to do; it starts from the beginning each time.
-        what: of it, for the lines that say that it is tried again: "writing /a/b".
-        say: shows a line.
+        what: of it, for the warning that it is tried again: "writing /a/b".
         pause: waits so many seconds.
 
     Raises:
@@ -108,6 +127,7 @@ def with_retries(
         except OSError as error:
             if error.errno not in TRANSIENT:
                 raise
-            say(f"{what} failed ({error.strerror}): try {number + 1} of {len(PAUSES_SECONDS) + 1} in {seconds:g} s")
+            tries = f"try {number + 1} of {len(PAUSES_SECONDS) + 1} in {seconds:g} s"
+            log.warning("%s failed (%s): %s", what, error.strerror, tries)
         (pause or time.sleep)(seconds)
     return action()

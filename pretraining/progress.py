@@ -113,11 +113,11 @@ class Duration:
                 return f"{int(self.amount) // multiplier}{suffix}tok"
         return f"{self.amount}tok"
 
-    def to_steps(self, pace: int | Pace, training_tokens: int | None) -> int:
+    def to_steps(self, schedule: int | TokenSchedule, training_tokens: int | None) -> int:
         """Return the number of optimizer steps that first reach this length.
 
         Args:
-            pace: tokens a step, global_batch_size x seq_length; a `Pace` where they changed on the way.
+            schedule: tokens a step, global_batch_size x seq_length; a `TokenSchedule` where they changed on the way.
             training_tokens: tokens of one pass over the listed datasets; None for data without an end.
 
         Raises:
@@ -127,8 +127,8 @@ class Duration:
             return int(self.amount)
         if self.unit == "seconds":
             raise ConfigError(f"{self} is a time: this length needs steps (1000), tokens (5Btok) or epochs (2ep)")
-        pace = pace if isinstance(pace, Pace) else Pace.steady(pace)
-        return pace.steps_to(self._in_tokens(training_tokens))
+        schedule = schedule if isinstance(schedule, TokenSchedule) else TokenSchedule.steady(schedule)
+        return schedule.steps_to(self._in_tokens(training_tokens))
 
     def _in_tokens(self, training_tokens: int | None) -> Fraction:
         """Return the exact number of tokens of a duration in tokens or epochs."""
@@ -142,40 +142,40 @@ class Duration:
 
 
 @dataclass(frozen=True)
-class Pace:
+class TokenSchedule:
     """How many tokens a run has seen at which step, where the tokens of a step may have changed on the way.
 
     Attributes:
-        stretches: (first step, tokens seen before it, tokens a step), in order. The first begins at step 0 with no
+        segments: (first step, tokens seen before it, tokens a step), in order. The first begins at step 0 with no
             tokens seen, each other one where the one before ends; the last has no end.
     """
 
-    stretches: tuple[tuple[int, int, int], ...]
+    segments: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def steady(cls, tokens_per_step: int) -> Pace:
-        """The pace of a run whose steps all have as many tokens."""
+    def steady(cls, tokens_per_step: int) -> TokenSchedule:
+        """The schedule of a run whose steps all have as many tokens."""
         return cls(((0, 0, tokens_per_step),))
 
     @property
-    def first(self) -> Pace:
-        """The pace that the run began with."""
-        return Pace(self.stretches[:1])
+    def first(self) -> TokenSchedule:
+        """The schedule that the run began with."""
+        return TokenSchedule(self.segments[:1])
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a step now."""
-        return self.stretches[-1][2]
+        return self.segments[-1][2]
 
     def tokens_at(self, step: int) -> int:
         """Tokens seen once so many steps are done."""
-        first_step, tokens, tokens_per_step = max(stretch for stretch in self.stretches if stretch[0] <= step)
+        first_step, tokens, tokens_per_step = max(segment for segment in self.segments if segment[0] <= step)
         return tokens + (step - first_step) * tokens_per_step
 
     def steps_to(self, tokens: Fraction) -> int:
         """The fewest steps that reach a number of tokens."""
-        # The last of the stretches that begin with fewer reaches them.
-        begun = [stretch for stretch in self.stretches if stretch[1] < tokens] or [self.stretches[0]]
+        # The last of the segments that begin with fewer reaches them.
+        begun = [segment for segment in self.segments if segment[1] < tokens] or [self.segments[0]]
         first_step, before, tokens_per_step = begun[-1]
         return first_step + math.ceil((tokens - before) / tokens_per_step)
 
@@ -219,27 +219,29 @@ def is_due(every: Duration, before: Progress, after: Progress, training_tokens: 
     return after.tokens // interval > before.tokens // interval
 
 
-def resolve_warmup_steps(warmup: Duration | None, length: Duration, pace: Pace, training_tokens: int | None) -> int:
+def resolve_warmup_steps(
+    warmup: Duration | None, length: Duration, schedule: TokenSchedule, training_tokens: int | None
+) -> int:
     """Return the steps of the linear warm-up.
 
     Args:
         warmup: as configured; None means a twentieth of the run, at most 2000 steps. Where the batch changed, that of
             the run as it began: the warm-up is over by then, or goes on as it was.
         length: of the whole run.
-        pace: tokens of the run's steps.
+        schedule: tokens of the run's steps.
         training_tokens: tokens of one pass over the datasets, needed for epochs.
 
     Raises:
         ConfigError: the warm-up is longer than the run, or is in epochs without `training_tokens`.
     """
-    num_steps = length.to_steps(pace, training_tokens)
+    num_steps = length.to_steps(schedule, training_tokens)
     if warmup is None:
-        return min(length.to_steps(pace.first, training_tokens) // 20, 2000, num_steps)
-    steps = warmup.to_steps(pace, training_tokens)
+        return min(length.to_steps(schedule.first, training_tokens) // 20, 2000, num_steps)
+    steps = warmup.to_steps(schedule, training_tokens)
     if steps > num_steps:
         raise ConfigError(
-            f"--warmup_steps={warmup} is {steps} steps of {pace.tokens_per_step} tokens, more than the {num_steps} of "
-            "the run: shorten it or lengthen --num_steps"
+            f"--warmup_steps={warmup} is {steps} steps of {schedule.tokens_per_step} tokens, more than the {num_steps} "
+            "of the run: shorten it or lengthen --num_steps"
         )
     return steps
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints, read_document, step_of
-from pretraining.checkpoint.start_point import Restorable, open_tensors
+from pretraining.checkpoint.start_point import CheckpointRef, open_tensors
 from pretraining.observability.trackers import METRICS_FILE
 
 IN_MANIFESTS = ("step", "tokens_seen", "loss", "evaluation_loss", "best_evaluation_loss", "data", "state")
@@ -60,7 +60,7 @@ def _inner_differences(reference: Path, checkpoint: Path, exact: bool) -> list[s
         value, other = getattr(expected, name), getattr(found, name)
         if not _is_same(name, value, other, exact):
             faults.append(f"{name} is {other} in place of {value}")
-    theirs, ours = open_tensors(Restorable(reference, expected)), open_tensors(Restorable(checkpoint, found))
+    theirs, ours = open_tensors(CheckpointRef(reference, expected)), open_tensors(CheckpointRef(checkpoint, found))
     if ours.shapes() != theirs.shapes():
         return [*faults, f"it holds other tensors: {sorted(ours.shapes())} in place of {sorted(theirs.shapes())}"]
     for name in theirs.shapes():

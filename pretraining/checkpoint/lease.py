@@ -12,6 +12,7 @@ Ages are compared on the file system's clock, never on those of two machines.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -23,9 +24,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.store import complain
 from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 LEASE = "lease.json"
 HEARTBEAT_SECONDS = 10.0
@@ -83,11 +85,8 @@ class Lease:
         self._ending = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="lease", daemon=True)
 
-    def acquire(self, say: Callable[[str], None]) -> None:
+    def acquire(self) -> None:
         """Take the lease, and keep it alive until `release`.
-
-        Args:
-            say: told when the start has to wait.
 
         Raises:
             CheckpointError: another process holds it, or the folder cannot be written.
@@ -95,7 +94,7 @@ class Lease:
         try:
             self._run.mkdir(parents=True, exist_ok=True)
             while not self._create():
-                self._await_end_of_holder(say)
+                self._await_end_of_holder()
         except OSError as error:
             raise CheckpointError(
                 f"--ckpt_save_path={self._run} cannot be written: {error}. Give a folder that this user may write."
@@ -135,7 +134,7 @@ class Lease:
             return False
         return True
 
-    def _await_end_of_holder(self, say: Callable[[str], None]) -> None:
+    def _await_end_of_holder(self) -> None:
         """Wait until the lease that is there is free.
 
         Raises:
@@ -151,9 +150,9 @@ class Lease:
         if holder is not None and holder.machine == _machine():
             raise refusal
         if self._age(renewed) < STALE_SECONDS:
-            say(
-                f"{self._run} was written to by {holder or 'an unknown process'} less than {STALE_SECONDS:.0f} s ago: "
-                "waiting whether it is still there"
+            log.warning(
+                "%s was written to by %s less than %.0f s ago: waiting whether it is still there",
+                *(self._run, holder or "an unknown process", STALE_SECONDS),
             )
         while renewed is not None and self._age(renewed) < STALE_SECONDS:
             self._pause(1.0)
@@ -198,7 +197,7 @@ class Lease:
                     return  # taken over: the next commit says so
                 os.utime(self._path)  # takes no space, so a full disk does not end it
             except OSError as error:
-                complain(f"{self._path} cannot be renewed: {error}")
+                log.warning("%s cannot be renewed: %s", self._path, error)
 
 
 @contextmanager
@@ -209,7 +208,7 @@ def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
         CheckpointError: another run holds it.
     """
     lease = Lease(run)
-    on_rank_zero(lambda: lease.acquire(complain))
+    on_rank_zero(lambda: lease.acquire())
     try:
         yield lease
     finally:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from pretraining.checkpoint.layout import Box, local_box, local_tensor
 from pretraining.checkpoint.sources import content_fault, inside
 from pretraining.checkpoint.state import FileEntry, crc32_text
-from pretraining.checkpoint.store import complain
 from pretraining.checkpoint.tensor_files import Header, StoredPiece, checksum_file, read_header, read_piece
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import CheckpointError, DamagedError
@@ -113,7 +112,7 @@ def _read_headers(folder: Path, names: list[str]) -> dict[str, Header]:
     def read(name: str) -> Header:
         path = folder / name
         try:
-            return with_retries(lambda: read_header(path), f"reading {path}", complain)
+            return with_retries(lambda: read_header(path), f"reading {path}")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -187,7 +186,7 @@ def _read_file(path: Path, reads: Iterable[_Read], crc32: int | None) -> int | N
 def _fault_of(path: Path, entry: FileEntry, read: Callable[[Path], FileEntry]) -> str | None:
     """What is wrong with a file, if anything."""
     try:
-        found = with_retries(lambda: read(path), f"reading {path}", complain)
+        found = with_retries(lambda: read(path), f"reading {path}")
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     return content_fault(path, found, entry)

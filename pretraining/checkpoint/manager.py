@@ -6,6 +6,7 @@ maybe_save, after each step:  is one due? -> this rank's share of the tensors ->
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,10 +23,12 @@ from pretraining.checkpoint.listing import CHECKPOINTS, checkpoint_name, read_do
 from pretraining.checkpoint.pt_files import save_full
 from pretraining.checkpoint.retention import tidy_up
 from pretraining.checkpoint.state import Manifest, Stateful
-from pretraining.checkpoint.store import complain, save_share
+from pretraining.checkpoint.store import save_share
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.progress import Interval, Progress, RunState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class CheckpointManager:
                 self.save_now(self._state, self._kind_at_end(self._state))
             self._await_background()
         elif self._background is not None and (failure := self._background.settle()) is not None:
-            complain(f"the save that was under way has failed, too: {failure}")
+            log.warning("the save that was under way has failed, too: %s", failure)
         # After other errors ranks may disagree on the step, and a save, or taking leave, needs all of them.
         if self._background is not None and (error is None or isinstance(error, DivergenceError)):
             self._background.close()
@@ -207,7 +210,7 @@ class CheckpointManager:
             before_commit=self._check_lease,
             write=(lambda folder: save_full(folder, self._tensors(), manifest)) if self._policy.is_full else None,
         )
-        on_rank_zero(lambda: tidy_up(self._run, folder, self._policy.keep_last, complain), group)
+        on_rank_zero(lambda: tidy_up(self._run, folder, self._policy.keep_last), group)
 
     def _await_background(self) -> None:
         if self._background is not None and self._background.is_under_way:

@@ -10,7 +10,8 @@ over because they are damaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +26,8 @@ from pretraining.checkpoint.listing import (
 )
 from pretraining.checkpoint.store import remove_checkpoint
 from pretraining.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,15 @@ class Record:
     evaluation_loss: float | None
 
 
-def tidy_up(run: Path, newest: Path, keep_last: int | None, say: Callable[[str], None]) -> None:
+def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
     """After a commit, and at a start in case a kill came then: point `best` to the best, remove what is superseded.
+
+    What cannot be replaced or removed is a warning: that is no reason to end a run.
 
     Args:
         run: folder of the run.
         newest: the checkpoint that was just committed, or that the run goes on from.
         keep_last: how many to keep; None = all.
-        say: told of what cannot be replaced or removed: that is no reason to end a run.
     """
     records = list_records(run)
     own = next(record for record in records if record.path == newest)
@@ -58,12 +62,12 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None, say: Callable[[str],
     try:
         point_to_best(run, best)
     except OSError as error:
-        say(f"{run / CHECKPOINTS / BEST} cannot be replaced: {error}")
+        log.warning("%s cannot be replaced: %s", run / CHECKPOINTS / BEST, error)
     for record in superseded(records, own, best, keep_last):
         try:
             remove_checkpoint(record.path)
         except OSError as error:
-            say(f"{record.path} cannot be removed: {error}")
+            log.warning("%s cannot be removed: %s", record.path, error)
 
 
 def superseded(records: Sequence[Record], newest: Record, best: Record | None, keep_last: int | None) -> list[Record]:

@@ -37,7 +37,7 @@ Run = TypeVar("Run", bound=TrainConfig)
 
 
 @dataclass(frozen=True)
-class Origin:
+class StartPoint:
     """What a run starts from.
 
     Attributes:
@@ -45,7 +45,7 @@ class Origin:
         weights_only: whether nothing but the weights is taken.
     """
 
-    checkpoint: Restorable
+    checkpoint: CheckpointRef
     weights_only: bool
 
     @property
@@ -54,7 +54,7 @@ class Origin:
         return 0 if self.weights_only else self.checkpoint.manifest.step
 
 
-def find_origin(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> Origin | None:
+def find_start_point(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> StartPoint | None:
     """What a run with these settings starts from, or None for initial weights; a collective call.
 
     Args:
@@ -69,10 +69,10 @@ def find_origin(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingP
     if found is None:
         return None
     has_state = bool(found.manifest.data)
-    return Origin(found, weights_only=not has_state or (config.weights_only and not found.is_own))
+    return StartPoint(found, weights_only=not has_state or (config.weights_only and not found.is_own))
 
 
-def named_checkpoint(path: str) -> Restorable:
+def named_checkpoint(path: str) -> CheckpointRef:
     """The checkpoint at a path, or the newest of the run there, its files not read; without other processes.
 
     Raises:
@@ -87,7 +87,7 @@ def named_checkpoint(path: str) -> Restorable:
     return found
 
 
-def open_tensors(checkpoint: Restorable, *, check_contents: bool = True) -> TensorSource:
+def open_tensors(checkpoint: CheckpointRef, *, check_contents: bool = True) -> TensorSource:
     """The tensors of a checkpoint.
 
     Args:
@@ -103,7 +103,7 @@ def open_tensors(checkpoint: Restorable, *, check_contents: bool = True) -> Tens
     return TensorFiles(checkpoint.path, files) if files else open_folder(checkpoint.path).weights
 
 
-def load(checkpoint: Restorable, tensors: Mapping[str, torch.Tensor]) -> None:
+def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read tensors of a checkpoint of any form into place, whatever the layout; a collective call.
 
     Raises:
@@ -143,7 +143,7 @@ def adopt_model(config: Run) -> Run:
     return adopted
 
 
-def _foreign(config: CheckpointConfig) -> Restorable | None:
+def _foreign(config: CheckpointConfig) -> CheckpointRef | None:
     """The named folder where it has no manifest of its own and the run no checkpoint yet, or None."""
     if config.ckpt_load_path is None or (config.ckpt_save_path and committed_checkpoints(Path(config.ckpt_save_path))):
         return None
@@ -151,9 +151,9 @@ def _foreign(config: CheckpointConfig) -> Restorable | None:
     if (source / MANIFEST).is_file():
         return None
     if (source / ITERATION_FILE).is_file():
-        return Restorable(source, manifest_of_files(source), is_own=False)
+        return CheckpointRef(source, manifest_of_files(source), is_own=False)
     if is_hugging_face_folder(source):
-        return Restorable(source, manifest_of_folder(source), is_own=False)
+        return CheckpointRef(source, manifest_of_folder(source), is_own=False)
     return None
 
 
@@ -169,7 +169,7 @@ def _foreign(config: CheckpointConfig) -> Restorable | None:
 
 
 @dataclass(frozen=True)
-class Restorable:
+class CheckpointRef:
     """A checkpoint that a run can start from.
 
     Attributes:
@@ -202,7 +202,9 @@ class _Candidates:
     is_exact: bool = False
 
 
-def find_checkpoint(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> Restorable | None:
+def find_checkpoint(
+    config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> CheckpointRef | None:
     """The checkpoint to start from, or None for a new run; a collective call, or one of a process alone.
 
     Its files are there and have their sizes; what is in them is not read.
@@ -224,7 +226,7 @@ def find_checkpoint(config: CheckpointConfig, damaged: Mapping[Path, str] = Mapp
         except CheckpointError as error:
             faults.append(str(error))
         else:
-            return Restorable(path, manifest, candidates.is_own, tuple(faults))
+            return CheckpointRef(path, manifest, candidates.is_own, tuple(faults))
     if not faults:
         return None
     if candidates.is_exact:

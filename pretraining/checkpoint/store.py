@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,18 +29,12 @@ from pretraining.checkpoint.state import FileEntry, Manifest
 from pretraining.checkpoint.tensor_files import SUFFIX, write_tensors
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import with_retries
+from pretraining.files import flush_folder, with_retries, write_flushed
 
 WRITING_THREADS = 4  # while one file is flushed, others are checked and copied
 NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "a size limit"}
 
 ManifestFor = Callable[[Mapping[str, FileEntry]], Manifest]
-
-
-def complain(line: str) -> None:
-    """Show a line of this rank, whatever the display of rank 0 shows."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    print(f"rank {rank}: {line}", file=sys.stderr, flush=True)
 
 
 def save_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], manifest_for: ManifestFor) -> None:
@@ -142,7 +134,7 @@ def _write_share(temporary: Path, share: Share) -> dict[str, FileEntry]:
     def write(number: int) -> FileEntry:
         path = temporary / names[number]
         with _writing(path, share):
-            return with_retries(lambda: write_tensors(path, share.files[number]), f"writing {path}", complain)
+            return with_retries(lambda: write_tensors(path, share.files[number]), f"writing {path}")
 
     with ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="checkpoint") as pool:
         return dict(zip(names.values(), pool.map(write, names), strict=True))
@@ -151,8 +143,8 @@ def _write_share(temporary: Path, share: Share) -> dict[str, FileEntry]:
 def _commit(temporary: Path, folder: Path, share: Share, manifest: Manifest, before_commit: Callable[[], None]) -> None:
     content = json.dumps(manifest.document(), indent=1, allow_nan=False).encode()
     with _writing(temporary / MANIFEST, share):
-        with_retries(lambda: _write_flushed(temporary / MANIFEST, content), f"writing {temporary / MANIFEST}", complain)
-        _flush_folder(temporary)
+        with_retries(lambda: write_flushed(temporary / MANIFEST, content), f"writing {temporary / MANIFEST}")
+        flush_folder(temporary)
     before_commit()
     with _writing(folder, share):
         aside = None
@@ -160,25 +152,9 @@ def _commit(temporary: Path, folder: Path, share: Share, manifest: Manifest, bef
             aside = _temporary_name(folder)
             folder.rename(aside)
         temporary.rename(folder)
-        _flush_folder(folder.parent)
+        flush_folder(folder.parent)
         if aside is not None:
             shutil.rmtree(aside)
-
-
-def _write_flushed(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """A rename is durable when the folder that holds the name is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Agreed:
+class HostValues:
     """What all ranks know alike.
 
     Attributes:
@@ -28,13 +28,13 @@ class Agreed:
     stop: int
 
 
-class Agreement:
+class HostSync:
     """A clock and a request that all ranks read alike, as a context around the loop."""
 
     def __init__(self) -> None:
         self._pending: tuple[Any, torch.Tensor] | None = None
 
-    def __enter__(self) -> Agreement:
+    def __enter__(self) -> HostSync:
         return self
 
     def __exit__(
@@ -45,7 +45,7 @@ class Agreement:
             self._pending[0].wait()
         self._pending = None
 
-    def exchange(self, seconds: float, stop: int) -> Agreed:
+    def exchange(self, seconds: float, stop: int) -> HostValues:
         """Tell this rank's clock and request; get what all ranks together told the time before, the same on every rank.
 
         Call it on every rank equally often: after each step, and inside what takes longer than one. The first call
@@ -61,12 +61,12 @@ class Agreement:
         work = dist.all_reduce(offered, op=dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
         previous, self._pending = self._pending, (work, offered)
         if previous is None:
-            return Agreed(0.0, 0)
+            return HostValues(0.0, 0)
         work, agreed = previous
         if work is not None:
             wait_for(work)
         negative_seconds, stop_agreed = agreed.tolist()
-        return Agreed(-negative_seconds, int(stop_agreed))
+        return HostValues(-negative_seconds, int(stop_agreed))
 
 
 # TODO(merge): was pretraining.distributed.host_sync

@@ -23,7 +23,7 @@ import torch
 from pretraining.checkpoint.listing import MANIFEST
 from pretraining.checkpoint.pt_files import FULL_FILES, Kinds, in_order, write_full
 from pretraining.checkpoint.sources import TensorSource
-from pretraining.checkpoint.start_point import Restorable, named_checkpoint, open_tensors
+from pretraining.checkpoint.start_point import CheckpointRef, named_checkpoint, open_tensors
 from pretraining.checkpoint.state import FileEntry, crc32_text, shape_of
 from pretraining.checkpoint.tensor_files import checksum_file
 from pretraining.config.commands import ExportConfig
@@ -32,7 +32,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
-from pretraining.files import write_json, written_aside
+from pretraining.files import atomic_folder, write_json
 from pretraining.model.hf import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -73,7 +73,7 @@ def export(config: ExportConfig, note: Callable[[str], None] = print) -> None:
 
 
 def _export_hf(
-    config: ExportConfig, checkpoint: Restorable, tensors: TensorSource, max_bytes: int, note: Callable[[str], None]
+    config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorSource, max_bytes: int, note: Callable[[str], None]
 ) -> None:
     shape = shape_of(checkpoint.manifest)
     settings = settings_in(checkpoint.manifest.config, f"config of {checkpoint.path}")
@@ -86,7 +86,7 @@ def _export_hf(
     eos = settings.data.sep_token if settings.data.sep_token is not None or tokenizer is None else tokenizer.end_of_text
     output = Path(config.output_path)
     total = sum(bytes_of(*kind) for kind in kinds.values())
-    with written_aside(output, "--output_path", total) as folder:
+    with atomic_folder(output, "--output_path", total) as folder:
         for name, content in files.items():
             write_weights(folder / name, content, (tensors.read(each).to(dtype) for each in content))
         if len(files) > 1:
@@ -102,14 +102,14 @@ def _export_hf(
 
 
 def _export_full(
-    config: ExportConfig, checkpoint: Restorable, tensors: TensorSource, note: Callable[[str], None]
+    config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorSource, note: Callable[[str], None]
 ) -> None:
     expected = parameter_shapes(shape_of(checkpoint.manifest))
     check_complete(checkpoint, tensors, {name: (torch.float32, tuple(size)) for name, size in expected.items()})
     kinds = _in_model_order(tensors, list(expected))
     output = Path(config.output_path)
     total = sum(bytes_of(*kind) for kind in kinds.values())
-    with written_aside(output, "--output_path", total) as folder:
+    with atomic_folder(output, "--output_path", total) as folder:
         write_full(folder, kinds, _read_all(tensors, in_order(kinds)), checkpoint.manifest)
         files = {name: checksum_file(folder / name) for name in FULL_FILES}
         write_json(folder / MANIFEST, replace(checkpoint.manifest, files=files).document())
@@ -118,7 +118,7 @@ def _export_full(
     note(f"  go on      pretrain train --ckpt_load_path={output} …")
 
 
-def check_complete(checkpoint: Restorable, tensors: TensorSource, kinds: Kinds) -> None:
+def check_complete(checkpoint: CheckpointRef, tensors: TensorSource, kinds: Kinds) -> None:
     """Refuse a checkpoint without all parameters of its model.
 
     Raises:

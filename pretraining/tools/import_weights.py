@@ -22,7 +22,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_settings, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
-from pretraining.files import write_json, written_aside
+from pretraining.files import atomic_folder, write_json
 from pretraining.model.hf import parameter_shapes
 from pretraining.tools.export import bytes_of, plan_files, write_weights
 
@@ -49,7 +49,7 @@ def import_weights(config: ImportConfig, note: Callable[[str], None] = print) ->
     folder = checkpoint_path(run, 0)
     kinds = {name: (torch.float32, tuple(size)) for name, size in parameter_shapes(source.shape).items()}
     planned = plan_files(kinds, FILE_BYTES)
-    with written_aside(folder, "--ckpt_save_path", sum(bytes_of(*kind) for kind in kinds.values())) as temporary:
+    with atomic_folder(folder, "--ckpt_save_path", sum(bytes_of(*kind) for kind in kinds.values())) as temporary:
         files = {
             name: write_weights(temporary / name, content, (source.weights.read(each).float() for each in content))
             for name, content in planned.items()

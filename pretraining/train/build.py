@@ -27,7 +27,7 @@ from pretraining.data.batch import StepBatch
 from pretraining.data.loader import Loader
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.fsdp import MicroBatchSync, compute_dtype
-from pretraining.distributed.host_sync import Agreement
+from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
@@ -42,9 +42,9 @@ from pretraining.progress import Interval, Progress, TrainState, resolve_warmup_
 from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_guards import build_guards, build_spike_detector
 from pretraining.train.build_model import build_model
-from pretraining.train.build_origin import choose_origin, restore
+from pretraining.train.build_origin import choose_start_point, restore
 from pretraining.train.build_profiler import build_profiler
-from pretraining.train.data import open_data, open_loader, pace_of
+from pretraining.train.data import open_data, open_loader, token_schedule_of
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
@@ -84,7 +84,7 @@ def build_run(
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, processes.device))
     shape = resolve_shape(config.model)
-    origin = choose_origin(config, shape, status)
+    origin = choose_start_point(config, shape, status)
     abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
     processes.pulse.step = origin.step if origin is not None else 0
     data = open_data(config, processes, say=print)
@@ -102,9 +102,9 @@ def build_run(
     loader = open_loader(data, config, plan, processes.rank, shape.vocab_size, "train")
     if restorable is not None:
         on_every_rank(lambda: loader.load_state_dict(restorable.manifest.data))
-    pace = pace_of(loader, config.data.seq_length)
-    total_steps = config.run.num_steps.to_steps(pace, data.training_tokens if data is not None else None)
-    parts = Parts(config, processes, shape, restorable, weights, abandoned, data, plan, pace, total_steps)
+    token_schedule = token_schedule_of(loader, config.data.seq_length)
+    total_steps = config.run.num_steps.to_steps(token_schedule, data.training_tokens if data is not None else None)
+    parts = Parts(config, processes, shape, restorable, weights, abandoned, data, plan, token_schedule, total_steps)
     state = _initial_state(parts)
     processes.pulse.step = state.step
     if origin is None:  # late: mistakes in the settings of the data should not have to wait for it
@@ -132,11 +132,11 @@ def _assemble(
     spikes = build_spike_detector(parts, loader)
     context = _build_step(parts, mesh, model, parameters, optimizer, spikes)
     stopwatch = Stopwatch(turn_to=processes.pulse.turn_to)
-    agreement = Agreement()
+    host_sync = HostSync()
     observer = build_observer(parts, stopwatch, state)
 
     def told_to_end() -> bool:
-        state.heed(agreement.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
+        state.heed(host_sync.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
         return state.preempted
 
     evaluator = Evaluator(
@@ -165,7 +165,7 @@ def _assemble(
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
-        agreement=agreement,
+        host_sync=host_sync,
         stop_requests=stop_requests,
         stopwatch=stopwatch,
         guards=guards,
@@ -185,7 +185,7 @@ def _build_step(
 ) -> StepContext:
     config = parts.config
     warmup_steps = resolve_warmup_steps(
-        config.schedule.warmup_steps, config.run.num_steps, parts.pace, parts.training_tokens
+        config.schedule.warmup_steps, config.run.num_steps, parts.token_schedule, parts.training_tokens
     )
     schedule = WarmupCosine(
         config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
@@ -213,7 +213,7 @@ def _initial_state(parts: Parts) -> TrainState:
         progress = Progress(manifest.step, manifest.tokens_seen, manifest.seconds)
     run_steps = parts.config.run.run_steps
     stop_step = parts.total_steps if run_steps is None else min(parts.total_steps, progress.steps + run_steps)
-    return TrainState(parts.total_steps, stop_step, parts.pace.tokens_per_step, progress)
+    return TrainState(parts.total_steps, stop_step, parts.token_schedule.tokens_per_step, progress)
 
 
 def _held_out_batches(parts: Parts) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]] | None:

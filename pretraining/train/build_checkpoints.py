@@ -13,7 +13,7 @@ from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
 from pretraining.checkpoint.retention import tidy_up
 from pretraining.checkpoint.state import FORMAT_VERSION, Manifest, Stateful, tensor_state
-from pretraining.checkpoint.store import complain, world_description
+from pretraining.checkpoint.store import world_description
 from pretraining.config.recipes import dump_config
 from pretraining.data.loader import Loader
 from pretraining.distributed.processes import on_rank_zero
@@ -74,7 +74,7 @@ def build_checkpoints(
     restorable = parts.restorable
     if restorable is not None and restorable.is_own:  # a kill may have come after its commit and before this
         run = Path(config.checkpoint.ckpt_save_path)
-        on_rank_zero(lambda: tidy_up(run, restorable.path, config.checkpoint.keep_last, complain))
+        on_rank_zero(lambda: tidy_up(run, restorable.path, config.checkpoint.keep_last))
     return manager
 
 

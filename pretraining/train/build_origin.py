@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from pretraining.checkpoint.start_point import Origin, find_origin, load
+from pretraining.checkpoint.start_point import StartPoint, find_start_point, load
 from pretraining.checkpoint.state import check_same_model, tensor_state
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
@@ -27,12 +27,12 @@ from pretraining.train.run_folder import make_run_folder
 from pretraining.train.run_status import StatusKeeper
 
 
-def choose_origin(
+def choose_start_point(
     config: TrainConfig,
     shape: LlamaShape,
     status: StatusKeeper | None,
     damaged: Mapping[Path, str] = MappingProxyType({}),
-) -> Origin | None:
+) -> StartPoint | None:
     """What a run starts from unless its files are damaged, None for initial weights; a collective call.
 
     The run's folder is there afterwards, and its status says where it starts.
@@ -47,7 +47,7 @@ def choose_origin(
         CheckpointError: nothing is good at a place that was named, or it is of another model; or the run has crashed
             there too often.
     """
-    origin = find_origin(config.checkpoint, damaged)
+    origin = find_start_point(config.checkpoint, damaged)
     if origin is not None:
         check_same_model(origin.checkpoint.manifest, shape, str(origin.checkpoint.path))
     run, step = Path(config.checkpoint.ckpt_save_path), origin.step if origin is not None else 0
@@ -58,13 +58,13 @@ def choose_origin(
 
 
 def restore(
-    origin: Origin | None,
+    origin: StartPoint | None,
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     config: TrainConfig,
     shape: LlamaShape,
     status: StatusKeeper | None,
-) -> tuple[Origin | None, torch.optim.Optimizer]:
+) -> tuple[StartPoint | None, torch.optim.Optimizer]:
     """Read what was chosen, or what comes before it where that is damaged; a collective call.
 
     Args:
@@ -79,7 +79,7 @@ def restore(
         What the run really starts from, and an optimizer with the state that goes with it.
 
     Raises:
-        CheckpointError: as `choose_origin`, or it does not fit.
+        CheckpointError: as `choose_start_point`, or it does not fit.
     """
     damaged: dict[Path, str] = {}
     while True:
@@ -92,11 +92,11 @@ def restore(
             damaged[origin.checkpoint.path] = str(error)
         else:
             return origin, optimizer
-        origin = choose_origin(config, shape, status, damaged)
+        origin = choose_start_point(config, shape, status, damaged)
 
 
 def _load(
-    origin: Origin, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    origin: StartPoint, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
     if origin.weights_only:
         load(origin.checkpoint, tensor_state(parameters, None))

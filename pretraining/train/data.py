@@ -11,7 +11,7 @@ from pretraining.data.dataset import OpenedDatasets, SplitName, build_indices, b
 from pretraining.data.loader import Loader
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.progress import Pace
+from pretraining.progress import TokenSchedule
 
 
 def open_data(config: TrainConfig, processes: Processes, say: Callable[[str], None]) -> OpenedDatasets | None:
@@ -56,12 +56,12 @@ def open_loader(
     )
 
 
-def pace_of(loader: Loader, seq_length: int) -> Pace:
+def token_schedule_of(loader: Loader, seq_length: int) -> TokenSchedule:
     """Tokens of a run's steps, from the first, as its training loader knows them."""
     phases = loader.reader.mixture.phases
-    stretches, tokens = [], 0
+    segments, tokens = [], 0
     for phase, after in zip(phases, (*phases[1:], None), strict=True):
-        stretches.append((phase.first_step, tokens, phase.global_batch_size * seq_length))
+        segments.append((phase.first_step, tokens, phase.global_batch_size * seq_length))
         if after is not None:
             tokens += (after.first_step - phase.first_step) * phase.global_batch_size * seq_length
-    return Pace(tuple(stretches))
+    return TokenSchedule(tuple(segments))

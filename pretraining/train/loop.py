@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.data.batch import StepBatch
-from pretraining.distributed.host_sync import Agreement
+from pretraining.distributed.host_sync import HostSync
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import StepProfiler
@@ -35,7 +35,7 @@ class Run:
         observer: reports.
         evaluator: held-out loss.
         checkpoints: saves.
-        agreement: what all ranks know alike: a clock, and whether one of them was told to end.
+        host_sync: what all ranks know alike: a clock, and whether one of them was told to end.
         stop_requests: what this rank was told.
         stopwatch: where the time goes.
         guards: end a run that goes wrong.
@@ -51,7 +51,7 @@ class Run:
     observer: Observer
     evaluator: Evaluator
     checkpoints: CheckpointManager
-    agreement: Agreement
+    host_sync: HostSync
     stop_requests: StopRequests
     stopwatch: Stopwatch
     guards: Guards
@@ -65,11 +65,11 @@ def train_loop(run: Run) -> None:
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
     earlier_seconds = state.progress.seconds
-    with run.observer, run.garbage, run.profiler, run.checkpoints, run.agreement, closing(run.batches):
+    with run.observer, run.garbage, run.profiler, run.checkpoints, run.host_sync, closing(run.batches):
         _pay_owed_evaluation(run)
         while not state.stopping:
             outcome = train_step(run.context, next(batches), state.step)
-            agreed = run.agreement.exchange(run.stopwatch.elapsed, run.stop_requests.pending())
+            agreed = run.host_sync.exchange(run.stopwatch.elapsed, run.stop_requests.pending())
             state.advance(earlier_seconds + agreed.seconds, agreed.stop)
             run.observer.after_step(state, outcome)
             run.guards.after_step(state, outcome)

@@ -47,7 +47,7 @@ def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Call
             f"{parts.data.held_out_tokens:,} held out{padded}"
         )
     note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
-    note(f"length      {state.total_steps} steps, {parts.pace.tokens_at(state.total_steps):,} tokens")
+    note(f"length      {state.total_steps} steps, {parts.token_schedule.tokens_at(state.total_steps):,} tokens")
     for line in _describe_flops(parts):
         note(line)
     if parts.weights is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.checkpoint.start_point import Restorable
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.dataset import OpenedDatasets
 from pretraining.data.loader import Loader
 from pretraining.distributed.processes import Processes
-from pretraining.progress import Pace
+from pretraining.progress import TokenSchedule
 from pretraining.train.data import open_loader
 
 
@@ -29,19 +29,19 @@ class Parts:
         abandoned: what interrupted saves have left in the run's folder.
         data: the datasets; None for made-up data.
         plan: how a global batch is cut.
-        pace: tokens of the run's steps, those before the checkpoint too.
+        token_schedule: tokens of the run's steps, those before the checkpoint too.
         total_steps: length of the run.
     """
 
     config: TrainConfig
     processes: Processes
     shape: LlamaShape
-    restorable: Restorable | None
-    weights: Restorable | None
+    restorable: CheckpointRef | None
+    weights: CheckpointRef | None
     abandoned: list[Path]
     data: OpenedDatasets | None
     plan: BatchPlan
-    pace: Pace
+    token_schedule: TokenSchedule
     total_steps: int
 
     @property

@@ -1,6 +1,6 @@
 """Why and when a run ends before it is done: a signal to any of its processes, or a time limit that comes near.
 
-    signal handler, clock -> `StopRequests.pending` of this rank -> Agreement -> all ranks stop after the same step
+    signal handler, clock -> `StopRequests.pending` of this rank -> HostSync -> all ranks stop after the same step
 
 Nothing here acts. A rank only tells its request, beside its clock, once a step; a step later all ranks know of it, stop
 training, save, and end with the exit code of `Preempted`.
@@ -41,7 +41,7 @@ class StopRequests:
     clock: Callable[[], float] = time.time
 
     def pending(self) -> int:
-        """The request of this rank, for `Agreement.exchange`: 0 = none, else what `reason_of` explains."""
+        """The request of this rank, for `HostSync.exchange`: 0 = none, else what `reason_of` explains."""
         if self.signals.first is not None:
             return int(self.signals.first)
         return TIME_LIMIT if self.deadline is not None and self.clock() >= self.deadline else 0

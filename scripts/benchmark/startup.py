@@ -86,7 +86,7 @@ def measured_run(settings: list[str]) -> None:
         raise SystemExit  # an error ends the loop without a checkpoint
 
     during(run, "build_run", "rest", None)
-    during(build, "choose_origin", "find", "rest")
+    during(build, "choose_start_point", "find", "rest")
     during(build, "open_data", "data", "rest")
     during(build, "build_model", "model", "rest")
     during(build, "initialize_weights", "model", "rest")

@@ -14,8 +14,8 @@ from pretraining.errors import ConfigError
 from pretraining.progress import (
     LARGEST_AMOUNT,
     Duration,
-    Pace,
     Progress,
+    TokenSchedule,
     is_due,
     parse_number,
     resolve_warmup_steps,
@@ -225,23 +225,23 @@ def test_epochs_of_an_empty_dataset_never_come() -> None:
 
 
 def test_warmup_is_a_twentieth_of_the_run_where_it_is_left_open() -> None:
-    pace = Pace.steady(100)
-    assert resolve_warmup_steps(None, Duration(600, "steps"), pace, None) == 30
-    assert resolve_warmup_steps(None, Duration(60_000, "tokens"), pace, None) == 30
-    assert resolve_warmup_steps(None, Duration(10, "steps"), pace, None) == 0
-    assert resolve_warmup_steps(None, Duration(10**6, "steps"), pace, None) == 2000
+    token_schedule = TokenSchedule.steady(100)
+    assert resolve_warmup_steps(None, Duration(600, "steps"), token_schedule, None) == 30
+    assert resolve_warmup_steps(None, Duration(60_000, "tokens"), token_schedule, None) == 30
+    assert resolve_warmup_steps(None, Duration(10, "steps"), token_schedule, None) == 0
+    assert resolve_warmup_steps(None, Duration(10**6, "steps"), token_schedule, None) == 2000
 
 
 def test_warmup_may_be_in_any_unit_of_training() -> None:
-    length, pace = Duration(600, "steps"), Pace.steady(100)
-    assert resolve_warmup_steps(Duration.parse("50"), length, pace, None) == 50
-    assert resolve_warmup_steps(Duration.parse("1ktok"), length, pace, None) == 10
-    assert resolve_warmup_steps(Duration.parse("0.1ep"), length, pace, 5000) == 5
+    length, token_schedule = Duration(600, "steps"), TokenSchedule.steady(100)
+    assert resolve_warmup_steps(Duration.parse("50"), length, token_schedule, None) == 50
+    assert resolve_warmup_steps(Duration.parse("1ktok"), length, token_schedule, None) == 10
+    assert resolve_warmup_steps(Duration.parse("0.1ep"), length, token_schedule, 5000) == 5
 
 
 def test_a_warmup_longer_than_the_run_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match="--warmup_steps=1Mtok is 1000 steps of 1000 tokens, more than the 600"):
-        resolve_warmup_steps(Duration.parse("1Mtok"), Duration(600, "steps"), Pace.steady(1000), None)
+        resolve_warmup_steps(Duration.parse("1Mtok"), Duration(600, "steps"), TokenSchedule.steady(1000), None)
 
 
 @settings(deadline=None)
@@ -249,30 +249,30 @@ def test_a_warmup_longer_than_the_run_is_refused_with_the_arithmetic() -> None:
 def test_where_the_batch_changed_steps_are_still_the_fewest_that_reach_the_tokens(
     wanted: list[tuple[int, int]], tokens: int
 ) -> None:
-    stretches, step, seen = [], 0, 0
+    segments, step, seen = [], 0, 0
     for steps, tokens_per_step in wanted:
-        stretches.append((step, seen, tokens_per_step))
+        segments.append((step, seen, tokens_per_step))
         step, seen = step + steps, seen + steps * tokens_per_step
-    pace = Pace(tuple(stretches))
+    token_schedule = TokenSchedule(tuple(segments))
     per_step = [tokens_per_step for steps, tokens_per_step in wanted for _ in range(steps)]
     per_step += [wanted[-1][1]] * 400
     reached = list(accumulate(per_step, initial=0))
-    assert [pace.tokens_at(number) for number in range(len(reached))] == reached
-    assert Duration(tokens, "tokens").to_steps(pace, None) == next(
+    assert [token_schedule.tokens_at(number) for number in range(len(reached))] == reached
+    assert Duration(tokens, "tokens").to_steps(token_schedule, None) == next(
         n for n, seen in enumerate(reached) if seen >= tokens
     )
 
 
 def test_a_batch_that_changes_takes_the_steps_that_the_tokens_left_need() -> None:
-    pace = Pace(((0, 0, 10), (40, 400, 25)))
-    assert Duration(1000, "tokens").to_steps(pace, None) == 40 + 24
-    assert Duration(2, "epochs").to_steps(pace, 501) == 40 + 25  # 602 tokens are left
-    assert Duration(1000, "steps").to_steps(pace, None) == 1000
-    assert Duration(200, "tokens").to_steps(pace, None) == 20  # long past
+    token_schedule = TokenSchedule(((0, 0, 10), (40, 400, 25)))
+    assert Duration(1000, "tokens").to_steps(token_schedule, None) == 40 + 24
+    assert Duration(2, "epochs").to_steps(token_schedule, 501) == 40 + 25  # 602 tokens are left
+    assert Duration(1000, "steps").to_steps(token_schedule, None) == 1000
+    assert Duration(200, "tokens").to_steps(token_schedule, None) == 20  # long past
 
 
 def test_a_batch_that_changes_leaves_the_warmup_where_it_was() -> None:
-    before, after = Pace.steady(10), Pace(((0, 0, 10), (400, 4000, 5)))
+    before, after = TokenSchedule.steady(10), TokenSchedule(((0, 0, 10), (400, 4000, 5)))
     for warmup in (None, Duration(500, "tokens"), Duration(50, "steps"), Duration(0.05, "epochs")):
         assert resolve_warmup_steps(warmup, Duration(10_000, "tokens"), before, 10_000) == 50
         assert resolve_warmup_steps(warmup, Duration(10_000, "tokens"), after, 10_000) == 50

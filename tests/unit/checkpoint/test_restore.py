@@ -12,7 +12,7 @@ from unit.checkpoint.examples import save, tensors
 
 from pretraining.checkpoint.listing import CHECKPOINTS, MANIFEST
 from pretraining.checkpoint.loading import load_tensors
-from pretraining.checkpoint.start_point import Restorable, find_checkpoint
+from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint
 from pretraining.checkpoint.state import Manifest, _checksum
 from pretraining.checkpoint.tensor_files import read_header
 from pretraining.config.training import CheckpointConfig
@@ -25,7 +25,7 @@ def own(run: Path) -> CheckpointConfig:
     return CheckpointConfig(ckpt_save_path=str(run))
 
 
-def load_newest(config: CheckpointConfig) -> Restorable | None:
+def load_newest(config: CheckpointConfig) -> CheckpointRef | None:
     """The checkpoint that a start goes on from: the newest that can be loaded."""
     damaged: dict[Path, str] = {}
     while (found := find_checkpoint(config, damaged)) is not None:

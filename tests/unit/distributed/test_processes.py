@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.distributed import processes
-from pretraining.distributed.host_sync import Agreed, Agreement
+from pretraining.distributed.host_sync import HostSync, HostValues
 from pretraining.distributed.processes import join_processes, on_every_rank, on_rank_zero
 from pretraining.errors import DataError, LaunchError, LostPeerError
 
@@ -84,6 +84,6 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("single_process")
 def test_what_is_agreed_is_a_step_behind() -> None:
-    with Agreement() as agreement:
+    with HostSync() as agreement:
         agreed = [agreement.exchange(seconds, stop) for seconds, stop in ((1.5, 0), (2.5, 15), (3.5, 0))]
-    assert agreed == [Agreed(0.0, 0), Agreed(1.5, 0), Agreed(2.5, 15)]
+    assert agreed == [HostValues(0.0, 0), HostValues(1.5, 0), HostValues(2.5, 15)]

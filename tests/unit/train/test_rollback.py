@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 def run_with_losses(run: Path, losses: dict[int, float | None]) -> Path:
     """A run with a checkpoint a step; returns its link to the best."""
     for step, loss in losses.items():
-        tidy_up(run, save(run, step, evaluation_loss=loss), None, print)
+        tidy_up(run, save(run, step, evaluation_loss=loss), None)
     return run / CHECKPOINTS / BEST
 
 

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from pretraining import files
+from pretraining.files import PAUSES_SECONDS, with_retries, write_atomic
+
+
+class Flaky:
+    """Fails a number of times, then works."""
+
+    def __init__(self, times: int, number: int) -> None:
+        self.left, self.number, self.calls = times, number, 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.left:
+            raise OSError(self.number, os.strerror(self.number))
+        return "done"
+
+
+def test_what_passes_is_tried_again_with_longer_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    pauses: list[float] = []
+    flaky = Flaky(2, errno.EIO)
+    assert with_retries(flaky, "writing a", pauses.append) == "done"
+    assert flaky.calls == 3 and pauses == [0.5, 1.0]
+    assert caplog.messages[0] == "writing a failed (Input/output error): try 2 of 5 in 0.5 s"
+
+
+def test_it_ends_with_the_error() -> None:
+    pauses: list[float] = []
+    flaky = Flaky(9, errno.ESTALE)
+    with pytest.raises(OSError, match="Stale"):
+        with_retries(flaky, "", pauses.append)
+    assert flaky.calls == 5 and pauses == list(PAUSES_SECONDS)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ENOENT])
+def test_what_does_not_pass_is_not_tried_again(number: int) -> None:
+    flaky = Flaky(9, number)
+    with pytest.raises(OSError):
+        with_retries(flaky, "")
+    assert flaky.calls == 1
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "status.json"
+    write_atomic(path, "first")
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, b"second")
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_flushed_ahead_of_its_rename_and_the_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: events.append("fsync") or fsync(descriptor))
+    monkeypatch.setattr(Path, "replace", lambda self, target: events.append("rename") or replace(self, target))
+    write_atomic(tmp_path / "a", "content")
+    assert events == ["fsync", "rename", "fsync"]
