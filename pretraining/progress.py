@@ -1,11 +1,12 @@
-"""Lengths and intervals of a run in one type: steps, tokens, epochs or seconds.
+"""How far a run is, how long it goes, and when things are due.
 
-A flag's text becomes a `Duration` (`Duration.parse`). A length is turned into steps once, as soon as the tokens of a
-step are known (`Duration.to_steps`). An interval is asked at every step whether a multiple of it was crossed
-(`is_due`): the answer depends on where the run stands, never on when the last event was, so intervals do not drift and
-a resumed run keeps their rhythm.
+    "5Btok", "2ep", "1000", "30min"  --Duration.parse-->  Duration
+    Duration + tokens of each step (TokenSchedule)  --to_steps, once-->  steps of the run
+    Interval + TrainState after each step  --is_due-->  report, evaluate, save?
 
-All arithmetic is exact: an amount counts as the decimal number that was written, not as the nearest binary fraction.
+Whether an interval is due depends on where the run stands, never on when the last event was: intervals do not drift,
+and a resumed run keeps their rhythm. All arithmetic is exact: an amount counts as the decimal number that was written,
+not as the nearest binary fraction.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import math
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Protocol
 
 from pretraining.errors import ConfigError
 
@@ -195,6 +195,78 @@ class Progress:
     seconds: float = 0.0
 
 
+@dataclass
+class TrainState:
+    """Where a run stands; the same on every rank after every step.
+
+    Attributes:
+        total_steps: length of the run.
+        stop_step: where this invocation ends, at most `total_steps`.
+        tokens_per_step: tokens that a step adds.
+        progress: after the last step.
+        before: ahead of the last step.
+        stop: request to end ahead of `stop_step` that all ranks agreed on; 0 = none (train/preemption.py).
+    """
+
+    total_steps: int
+    stop_step: int
+    tokens_per_step: int
+    progress: Progress
+    before: Progress = field(init=False)
+    stop: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """No step is done yet."""
+        self.before = self.progress
+
+    @property
+    def step(self) -> int:
+        """Updates done, skipped ones included."""
+        return self.progress.steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether the whole run is done."""
+        return self.step >= self.total_steps
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this invocation ends now, done or not."""
+        return self.stop != 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this invocation is done."""
+        return self.preempted or self.step >= self.stop_step
+
+    def advance(self, seconds: float, stop: int = 0) -> None:
+        """Counts a step; `seconds` is the clock that all ranks agree on, `stop` their request to end."""
+        self.before = self.progress
+        self.progress = Progress(self.step + 1, self.progress.tokens + self.tokens_per_step, seconds)
+        self.request_stop(stop)
+
+    def request_stop(self, stop: int) -> None:
+        """Keeps the first agreed request to end; 0 requests nothing."""
+        self.stop = self.stop or stop
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often something happens.
+
+    Attributes:
+        every: the interval; an amount of 0 means never.
+        training_tokens: tokens of one pass over the datasets, for intervals in epochs.
+    """
+
+    every: Duration
+    training_tokens: int | None
+
+    def is_due(self, state: TrainState) -> bool:
+        """Whether the last step crossed a multiple of the interval."""
+        return is_due(self.every, state.before, state.progress, self.training_tokens)
+
+
 def is_due(every: Duration, before: Progress, after: Progress, training_tokens: int | None = None) -> bool:
     """Return whether a multiple of an interval lies in (before, after].
 
@@ -280,106 +352,3 @@ def _as_written(amount: float) -> Fraction:
 def _decimal(amount: float) -> str:
     """Print a number in the shortest form that reads back equal."""
     return str(int(amount)) if amount == int(amount) else repr(amount)
-
-
-# TODO(merge): was pretraining.progress
-# What observers, evaluators and checkpoints share: the state of a run, and the question whether it is time to act.
-
-
-class RunState(Protocol):
-    """How far a run is."""
-
-    @property
-    def before(self) -> Progress:
-        """Progress before the last step."""
-
-    @property
-    def progress(self) -> Progress:
-        """Progress after the last step."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the whole run is done."""
-
-    @property
-    def preempted(self) -> bool:
-        """Whether this invocation is to end now, done or not."""
-
-    @property
-    def stopping(self) -> bool:
-        """Whether this invocation is done."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """How often something happens.
-
-    Attributes:
-        every: the interval; an amount of 0 means never.
-        training_tokens: tokens of one pass over the datasets, for intervals in epochs.
-    """
-
-    every: Duration
-    training_tokens: int | None
-
-    def is_due(self, state: RunState) -> bool:
-        """Whether the last step crossed a multiple of the interval."""
-        return is_due(self.every, state.before, state.progress, self.training_tokens)
-
-
-# TODO(merge): was pretraining.progress
-# How far a run is.
-
-
-@dataclass
-class TrainState:
-    """Counts of a run; the same on every rank at every step.
-
-    Attributes:
-        total_steps: length of the run.
-        stop_step: where this invocation ends, at most `total_steps`.
-        tokens_per_step: tokens that a step adds.
-        progress, before: now, and before the last step.
-        stop: the request, agreed by all ranks, to end ahead of `stop_step`; 0 = none (train/preemption.py).
-    """
-
-    total_steps: int
-    stop_step: int
-    tokens_per_step: int
-    progress: Progress
-    before: Progress = field(init=False)
-    stop: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        """Nothing has been stepped yet."""
-        self.before = self.progress
-
-    @property
-    def step(self) -> int:
-        """Updates done, skipped ones included."""
-        return self.progress.steps
-
-    @property
-    def finished(self) -> bool:
-        """Whether the whole run is done."""
-        return self.step >= self.total_steps
-
-    @property
-    def preempted(self) -> bool:
-        """Whether this invocation is to end now, done or not."""
-        return self.stop != 0
-
-    @property
-    def stopping(self) -> bool:
-        """Whether this invocation is done."""
-        return self.preempted or self.step >= self.stop_step
-
-    def advance(self, seconds: float, stop: int = 0) -> None:
-        """Count a step; `seconds` is the clock that all ranks agree on, `stop` their request to end."""
-        self.before = self.progress
-        self.progress = Progress(self.step + 1, self.progress.tokens + self.tokens_per_step, seconds)
-        self.heed(stop)
-
-    def heed(self, stop: int) -> None:
-        """Take note of an agreed request to end; 0 changes nothing, and a second one does not change the reason."""
-        self.stop = self.stop or stop

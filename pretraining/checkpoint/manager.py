@@ -26,7 +26,7 @@ from pretraining.checkpoint.state import Manifest, Stateful
 from pretraining.checkpoint.store import save_share
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
-from pretraining.progress import Interval, Progress, RunState
+from pretraining.progress import Interval, Progress, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class CheckpointManager:
         self._staging = staging
         self._check_lease = check_lease
         self._background = BackgroundSave() if staging is not None else None
-        self._state: RunState | None = None
+        self._state: TrainState | None = None
         self._evaluation_loss = restored.evaluation_loss if restored else None
         self._best_evaluation_loss = restored.best_evaluation_loss if restored else None
         self._saved_step: int | None = None
@@ -118,7 +118,7 @@ class CheckpointManager:
         if self._background is not None and (error is None or isinstance(error, DivergenceError)):
             self._background.close()
 
-    def maybe_save(self, state: RunState, evaluation_loss: float | None) -> None:
+    def maybe_save(self, state: TrainState, evaluation_loss: float | None) -> None:
         """Save if it is time to; take note of the end of an earlier save.
 
         Args:
@@ -136,7 +136,7 @@ class CheckpointManager:
         if kind is not None:
             self._save(state.progress, kind, wait=state.stopping)
 
-    def save_now(self, state: RunState, kind: str) -> None:
+    def save_now(self, state: TrainState, kind: str) -> None:
         """Save this step, unless it is saved already, and come back when the checkpoint is committed.
 
         Args:
@@ -155,7 +155,7 @@ class CheckpointManager:
         if self._staging is not None:
             self._staging.hold_update()
 
-    def _kind_due(self, state: RunState, is_best: bool) -> str | None:
+    def _kind_due(self, state: TrainState, is_best: bool) -> str | None:
         policy = self._policy
         if state.finished or (state.stopping and not policy.interval.is_due(state)):
             return self._kind_at_end(state)
@@ -165,7 +165,7 @@ class CheckpointManager:
             return "best"
         return "preempt" if policy.preempt_interval.is_due(state) else None
 
-    def _kind_at_end(self, state: RunState) -> str:
+    def _kind_at_end(self, state: TrainState) -> str:
         """Of a checkpoint that is saved because this invocation ends."""
         return "final" if state.finished else "preempt" if state.preempted else "interval"
 

@@ -1,4 +1,4 @@
-"""Lays a model out over the mesh with FSDP2, one implementation for all strategies.
+"""Shards a model over the mesh with FSDP2: one implementation for all strategies.
 
 Gradients are summed, not averaged, over ranks: the loss of each micro-batch is already divided by the number of valid
 tokens of the *global* batch, so that ranks and micro-batches with fewer valid tokens weigh less, as they would on one
@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-from pretraining.config.parallel import ParallelConfig
 
 
 def shard_model(
@@ -41,6 +39,14 @@ def shard_model(
             if mesh.size() > 1:  # else it would divide by 1, a pass over all gradients
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and a scale of 1 needs none
+
+
+def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """FSDP's policy: parameters are cast to `dtype` where they compute, gradients are reduced in float32."""
+    # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
+    return MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
 
 
 class MicroBatchSync:
@@ -89,42 +95,3 @@ def reshard_model(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-# TODO(merge): was pretraining.distributed.fsdp
-# In which precision a model computes; master weights, optimizer state and gradient reduction are always float32.
-#
-# Float32 in any precision are, besides: the statistics of norms, rotary angles and rotations, the loss and what it
-# makes
-# of the logits.
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:
-    """bfloat16, float16 or float32; where nothing is said, the device decides by what it has units for.
-
-    A CPU without them emulates bfloat16 and is some twenty times slower than in float32.
-    """
-    dtype = _DTYPES[parallel.mp_dtype]
-    wanted = parallel.mixed_precision
-    if wanted is None:
-        wanted = _has_units(device, dtype)
-    return dtype if wanted else torch.float32
-
-
-def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """FSDP's policy: parameters in `dtype` while they compute, gradients reduced in float32."""
-    # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
-    return MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-
-
-def _has_units(device: torch.device, dtype: torch.dtype) -> bool:
-    if dtype == torch.float16:
-        return device.type == "cuda"
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    # The public capability string stops at AVX512; these are the only names that PyTorch has for more.
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -1,8 +1,12 @@
-"""What the hosts agree on while the devices work: small numbers exchanged once a step, read one step later.
+"""What the hosts agree on while the devices work, and where they wait.
 
-Decisions that every rank must take alike (a save after so many minutes, an early end that one rank was told) cannot be
-read from a local clock or a local signal. The exchange runs on CPU tensors beside the step, so neither host nor device
-waits for it.
+`HostSync` is a delayed all-reduce of small host values: offered after one step, read after the next. Decisions that
+every rank must take alike (a save after so many minutes, an early end that one rank was told) cannot come from a local
+clock or a local signal. The exchange runs on CPU tensors beside the step, so neither host nor device waits for it.
+
+`is_waiting` tells a thread that looks at the main thread whether it works or waits. It waits where the innermost Python
+function is one of `torch.distributed` that calls into a collective, or `wait_for` and `wait_for_device` here: this
+project's own code waits through these two.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ class HostValues:
 
 
 class HostSync:
-    """A clock and a request that all ranks read alike, as a context around the loop."""
+    """A clock and a request to end that all ranks read alike, as a context around the loop."""
 
     def __init__(self) -> None:
         self._pending: tuple[Any, torch.Tensor] | None = None
@@ -46,7 +50,7 @@ class HostSync:
         self._pending = None
 
     def exchange(self, seconds: float, stop: int) -> HostValues:
-        """Tell this rank's clock and request; get what all ranks together told the time before, the same on every rank.
+        """Offers this rank's clock and request, and returns what all ranks together offered the time before.
 
         Call it on every rank equally often: after each step, and inside what takes longer than one. The first call
         returns zeros. With one process nothing is communicated, and the delay is kept, so that one process decides at
@@ -69,22 +73,13 @@ class HostSync:
         return HostValues(-negative_seconds, int(stop_agreed))
 
 
-# TODO(merge): was pretraining.distributed.host_sync
-# Where the host waits for other processes or for the device, and how a thread that looks on can tell.
-#
-# A look at the main thread finds it working or waiting. It waits where the innermost Python function is one of
-# `torch.distributed` that calls into a collective, or one of the functions here: whoever waits in this project's own
-# code
-# does it through them.
-
-
 def wait_for(work: Any) -> None:
-    """Wait for a collective that is under way."""
+    """Waits for a collective that is under way."""
     work.wait()
 
 
 def wait_for_device(event: torch.cuda.Event) -> None:
-    """Wait until the device has come to an event."""
+    """Waits until the device has come to an event."""
     event.synchronize()
 
 

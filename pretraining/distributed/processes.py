@@ -1,4 +1,6 @@
-"""The processes of a job: joining them, leaving them, and failing together.
+"""The processes of a job: how they meet, part, fail together, and what each is doing.
+
+    join_processes -> rendezvous in a key-value store -> process group (NCCL for GPU tensors, gloo for CPU tensors)
 
 A mistake that one rank finds (a missing folder, a damaged checkpoint) must end every rank with the same message and
 without a hang. So whatever may fail before training runs inside `on_rank_zero` or `on_every_rank`, which tell all ranks
@@ -23,110 +25,6 @@ import torch.distributed as dist
 from pretraining.distributed.host_memory import keep_freed_memory
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
 
-# TODO(merge): was pretraining.distributed.processes
-# What the main thread of this process is doing, for the threads that watch over it.
-
-
-@dataclass
-class Pulse:
-    """Written by the main thread, read by others.
-
-    Attributes:
-        doing: "starting" until the first step, then "training", "data" (waiting for it), "evaluation", "checkpoint".
-        step: steps that the run has done.
-        warm: whether one of them was done since the start, so that everything is opened, restored and compiled.
-        beats: grows with everything that gets done.
-    """
-
-    doing: str = "starting"
-    step: int = 0
-    warm: bool = False
-    beats: int = 0
-
-    def restart(self, step: int) -> None:
-        """Begin, or begin again, from a step."""
-        self.doing, self.step, self.warm = "starting", step, False
-        self.beats += 1
-
-    def turn_to(self, doing: str) -> None:
-        """Begin with something else."""
-        self.doing = doing
-        self.beats += 1
-
-    def watch(self, items: Iterable[T]) -> Iterator[T]:
-        """The same items; each is a beat."""
-        for item in items:
-            self.beats += 1
-            yield item
-
-    def end_step(self, step: int) -> None:
-        """Note that so many steps are done."""
-        self.step, self.warm = step, True
-        self.beats += 1
-
-
-# TODO(merge): was pretraining.distributed.processes
-# A place to meet that no earlier start of the same job has used.
-#
-# torchrun keeps one key-value store for all its restarts. Processes that are started anew would find in it the
-# addresses
-# that the dead have left, and wait for them until a timeout (pytorch issue 135712; the count of restarts is no way out,
-# as each machine has its own). So rank 0 makes up a name for this start and tells it to whoever asks now:
-#
-#     rank r    ask/<r>  = a word of its own                 rank 0    answer/<that word> = the name of this start
-#               taken/<name>/<r>                                       done, when all have taken it
-#
-# A word that a dead process has left gets an answer, too, which nobody reads.
-
-SECONDS_BETWEEN_LOOKS = 0.05
-
-
-def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that is this start's alone; a collective call.
-
-    Args:
-        store: of all starts of the job.
-        rank: of this process.
-        world_size: processes of this start.
-        timeout: how long to wait for the others.
-
-    Raises:
-        LaunchError: some have not come.
-    """
-    name = _tell_name(store, world_size, timeout) if rank == 0 else _ask_name(store, rank)
-    return dist.PrefixStore(f"start/{name}", store)
-
-
-def _tell_name(
-    store: dist.Store, world_size: int, timeout: timedelta, clock: Callable[[], float] = time.monotonic
-) -> str:
-    name, answered = uuid.uuid4().hex, dict[int, bytes]()
-    missing = set(range(1, world_size))
-    deadline = clock() + timeout.total_seconds()
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"taken/{name}/{rank}"]):
-                missing.remove(rank)
-            elif store.check([f"ask/{rank}"]) and answered.get(rank) != (word := store.get(f"ask/{rank}")):
-                store.set(f"answer/{word.decode()}", name)
-                answered[rank] = word
-        if missing and clock() > deadline:
-            raise LaunchError(
-                f"ranks {sorted(missing)} have not come within {timeout.total_seconds():.0f} s. "
-                "See what their machines have printed."
-            )
-        time.sleep(SECONDS_BETWEEN_LOOKS if missing else 0)
-    return name
-
-
-def _ask_name(store: dist.Store, rank: int) -> str:
-    word = uuid.uuid4().hex
-    store.set(f"ask/{rank}", word)
-    name: str = store.get(f"answer/{word}").decode()  # waits until it is there
-    store.set(f"taken/{name}/{rank}", "")
-    return name
-
-
 T = TypeVar("T")
 
 # Long enough for rank 0 to index a large dataset while the others wait for it. A watchdog that is on ends a job that
@@ -135,6 +33,46 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 # How gloo and NCCL say that a process at the other end of a connection is gone.
 SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+@dataclass
+class Activity:
+    """What the main thread of this process is doing; the threads that watch over it read it.
+
+    Attributes:
+        doing: "starting" until the first step, then "training", "data" (waiting for it), "evaluation", "checkpoint".
+        step: steps that the run has done.
+        warm: whether a step was done since the start, so that everything is opened, restored and compiled.
+        events: grows with everything that gets done.
+    """
+
+    doing: str = "starting"
+    step: int = 0
+    warm: bool = False
+    events: int = 0
+
+    def restart(self, step: int) -> None:
+        """Begins from a step, at a start and after a rollback."""
+        self.doing, self.step, self.warm = "starting", step, False
+        self.events += 1
+
+    def turn_to(self, doing: str) -> None:
+        """Begins with something else."""
+        self.doing = doing
+        self.events += 1
+
+    def watch(self, items: Iterable[T]) -> Iterator[T]:
+        """Passes items on; each counts as an event."""
+        for item in items:
+            self.events += 1
+            yield item
+
+    def end_step(self, step: int) -> None:
+        """Notes that a step is done."""
+        self.step, self.warm = step, True
+        self.events += 1
 
 
 @dataclass(frozen=True)
@@ -145,7 +83,7 @@ class Processes:
         rank, world_size: place among all processes, and their number.
         local_rank, local_world_size: the same on this node.
         device: where this process computes.
-        pulse: what it is doing.
+        activity: what it is doing.
     """
 
     rank: int
@@ -153,7 +91,7 @@ class Processes:
     local_rank: int
     local_world_size: int
     device: torch.device
-    pulse: Pulse = field(default_factory=Pulse, compare=False)
+    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -234,7 +172,59 @@ def _store_of_this_start(rank: int, world_size: int) -> dist.Store:
         timeout=COLLECTIVE_TIMEOUT,
         multi_tenant=True,
     )
-    return meet(store, rank, world_size, COLLECTIVE_TIMEOUT) if is_torchruns else store
+    return rendezvous(store, rank, world_size, COLLECTIVE_TIMEOUT) if is_torchruns else store
+
+
+def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Finds the processes of this start among what earlier starts have left in a store; a collective call.
+
+    torchrun keeps one key-value store for all its restarts. A restarted process would find in it the addresses of dead
+    ones, and wait for them until a timeout (pytorch issue 135712; the number of restarts does not help, since each
+    machine counts its own). So rank 0 makes up a name for this start and tells it to every rank that asks now:
+
+        rank r    ask/<r>  = a word of its own                 rank 0    answer/<that word> = the name of this start
+                  taken/<name>/<r>                                       done, when all have taken it
+
+    A word that a dead process has left gets an answer, too, which nobody reads.
+
+    Returns:
+        The part of the store that is this start's alone.
+
+    Raises:
+        LaunchError: some ranks have not come.
+    """
+    name = _tell_name(store, world_size, timeout) if rank == 0 else _ask_name(store, rank)
+    return dist.PrefixStore(f"start/{name}", store)
+
+
+def _tell_name(
+    store: dist.Store, world_size: int, timeout: timedelta, clock: Callable[[], float] = time.monotonic
+) -> str:
+    name, answered = uuid.uuid4().hex, dict[int, bytes]()
+    missing = set(range(1, world_size))
+    deadline = clock() + timeout.total_seconds()
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"taken/{name}/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"ask/{rank}"]) and answered.get(rank) != (word := store.get(f"ask/{rank}")):
+                store.set(f"answer/{word.decode()}", name)
+                answered[rank] = word
+        if missing and clock() > deadline:
+            raise LaunchError(
+                f"ranks {sorted(missing)} have not come within {timeout.total_seconds():.0f} s. "
+                "See what their machines have printed."
+            )
+        time.sleep(SECONDS_BETWEEN_LOOKS if missing else 0)
+    return name
+
+
+def _ask_name(store: dist.Store, rank: int) -> str:
+    word = uuid.uuid4().hex
+    store.set(f"ask/{rank}", word)
+    name: str = store.get(f"answer/{word}").decode()  # waits until it is there
+    store.set(f"taken/{name}/{rank}", "")
+    return name
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -35,7 +35,7 @@ class Replicas:
         self._parameters = parameters
         self._ranks = mesh.mesh.tolist()  # [replicate][shard]
 
-    def odd_ones(self) -> dict[int, list[int]]:
+    def differing_ranks(self) -> dict[int, list[int]]:
         """The ranks whose weights differ from those of the other ranks with the same piece; a collective call.
 
         Waits for the device. Where more than half of the holders of a piece agree, the rest are named; else all are.

@@ -1,6 +1,6 @@
 """Ends a job that hangs, and says where.
 
-    main thread --Pulse--> watchdog, a thread that looks now and then --Heartbeats--> watchdogs of the other processes
+    main thread --Activity--> watchdog, a thread that looks now and then --Heartbeats--> watchdogs of other processes
 
 Progress is whatever the main thread gets done (a step, a batch of an evaluation), bytes that the process reads or
 writes, and until the first step, when files are indexed and models compiled, time that it computes. A process in which
@@ -43,6 +43,8 @@ COMPUTING_SHARE = 0.1
 """A process that computes for so much of the time, by itself or in processes of its own, gets on with something."""
 MOST_NAMED = 16
 STDERR = 2
+PATIENCE_SECONDS = 5.0
+"""How long to wait for an answer of the store."""
 
 
 def collective_timeout(guard: GuardConfig) -> timedelta:
@@ -57,7 +59,7 @@ class Hang:
 
     Attributes:
         seconds: without progress.
-        others: the newest signs of life; None where nobody could be asked.
+        others: the newest heartbeats; None where the store does not answer.
         silent: the ranks that gave none for half the timeout.
     """
 
@@ -66,12 +68,12 @@ class Hang:
     silent: list[int]
 
 
-class Vigil:
+class HangDetector:
     """Counts the time without progress and decides when it is a hang.
 
     Args:
         world_size: number of processes.
-        ask: the newest signs of life of the other processes; None where the store does not answer.
+        ask: returns the newest heartbeats of the other processes; None where the store does not answer.
     """
 
     def __init__(self, world_size: int, ask: Callable[[], dict[int, Heartbeat] | None]) -> None:
@@ -82,7 +84,7 @@ class Vigil:
         self._earlier: dict[int, Heartbeat] | None = None
 
     def look(self, seconds: float, progress: int, timeout: float) -> Hang | None:
-        """Note how this process is; returns what is wrong if the job hangs.
+        """Takes note of how this process is, and returns what is wrong if the job hangs.
 
         Args:
             seconds: since the last look.
@@ -129,7 +131,7 @@ class Watchdog:
         self._stopped, self._ending = threading.Event(), threading.Event()
         self._heartbeats: Heartbeats | None = None
         self._threads: list[threading.Thread] = []
-        self._progress = self._beats = self._bytes = 0
+        self._progress = self._events = self._bytes = 0
         self._computed = 0.0
 
     def __enter__(self) -> Watchdog:
@@ -137,7 +139,7 @@ class Watchdog:
             self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
             if self._processes.world_size > 1:
                 self._heartbeats = Heartbeats(self._processes.rank, self._processes.world_size)
-                self._threads.append(threading.Thread(target=self._tell, name="heartbeat", daemon=True))
+                self._threads.append(threading.Thread(target=self._publish, name="heartbeat", daemon=True))
             for thread in self._threads:
                 thread.start()
         return self
@@ -152,24 +154,24 @@ class Watchdog:
             thread.join(PATIENCE_SECONDS)  # one that it blocks is left behind
 
     def _watch(self) -> None:
-        vigil = Vigil(self._processes.world_size, self._ask)
+        detector = HangDetector(self._processes.world_size, self._ask)
         before = time.monotonic()
         while not self._stopped.wait(self._period):
             now = time.monotonic()
             # A process that was stopped as a whole, and goes on, did not hang meanwhile.
             seconds, before = min(now - before, 2 * self._period), now
-            timeout = self._timeout if self._processes.pulse.warm else self._first_timeout
-            hang = vigil.look(seconds, self._measure_progress(seconds), timeout)
+            timeout = self._timeout if self._processes.activity.warm else self._first_timeout
+            hang = detector.look(seconds, self._measure_progress(seconds), timeout)
             if hang is not None and not self._stopped.is_set():
                 self._end_process(hang)
 
-    def _tell(self) -> None:
-        """Give signs of life; a thread of its own, since the store may block it."""
+    def _publish(self) -> None:
+        """Publishes heartbeats; a thread of its own, since the store may block it."""
         assert self._heartbeats is not None
         while not self._stopped.is_set():
-            pulse = self._processes.pulse
+            activity = self._processes.activity
             try:
-                self._heartbeats.tell(self._progress, pulse.step, pulse.doing)
+                self._heartbeats.publish(self._progress, activity.step, activity.doing)
             except RuntimeError:  # the store is gone, and with it the process that serves it
                 return
             self._stopped.wait(self._period)
@@ -180,13 +182,13 @@ class Watchdog:
 
     def _measure_progress(self, seconds: float) -> int:
         """A number that has grown if something got done in the seconds since the last look."""
-        pulse, moved, computed = self._processes.pulse, _bytes_moved(), sum(os.times()[:4])
-        beats = pulse.beats
-        got_on = beats != self._beats or moved - self._bytes >= MOVED_BYTES
-        # Later on nothing computes for long that does not beat, but waiting for a GPU may look like it.
-        got_on |= not pulse.warm and computed - self._computed >= COMPUTING_SHARE * seconds
+        activity, moved, computed = self._processes.activity, _bytes_moved(), sum(os.times()[:4])
+        events = activity.events
+        got_on = events != self._events or moved - self._bytes >= MOVED_BYTES
+        # Once steps run, everything that computes for long counts as an event, but waiting for a GPU may look like it.
+        got_on |= not activity.warm and computed - self._computed >= COMPUTING_SHARE * seconds
         self._progress += got_on
-        self._beats, self._bytes, self._computed = beats, moved, computed
+        self._events, self._bytes, self._computed = events, moved, computed
         return self._progress
 
     def _end_process(self, hang: Hang) -> None:
@@ -201,10 +203,10 @@ class Watchdog:
 
 def describe(hang: Hang, processes: Processes) -> str:
     """Say what is known of a hang, in the words of an error."""
-    pulse = processes.pulse
+    activity = processes.activity
     lines = [
         f"error: rank {processes.rank}: the job hangs: nothing has made progress for {hang.seconds:.0f} s. This "
-        f"process is {_place(pulse.step, pulse.doing)}; its stacks stand above."
+        f"process is {_place(activity.step, activity.doing)}; its stacks stand above."
     ]
     if hang.others is None:
         lines.append("  The other processes cannot be asked: the one that answers for all, with rank 0, does not.")
@@ -228,7 +230,7 @@ def _those_that_stand_out(hang: Hang, processes: Processes) -> list[str]:
             place = _place(others[rank].step, others[rank].doing)
             lines.append(f"  rank {rank} on {others[rank].host} is not heard from any more; it was {place}")
     places = {rank: _place(beat.step, beat.doing) for rank, beat in others.items() if rank not in hang.silent}
-    places[processes.rank] = _place(processes.pulse.step, processes.pulse.doing)
+    places[processes.rank] = _place(processes.activity.step, processes.activity.doing)
     usual, holding = Counter(places.values()).most_common(1)[0]
     odd = [rank for rank, place in places.items() if place != usual or 2 * holding <= len(places)]
     lines += [f"  rank {rank} is {places[rank]}" for rank in sorted(odd)]
@@ -252,26 +254,15 @@ def _bytes_moved() -> int:
     return sum(int(value) for name, _, value in (line.partition(":") for line in lines) if name in counted)
 
 
-# TODO(merge): was pretraining.distributed.watchdog
-# How each process of a job is, told to all others through the key-value store that they met in.
-#
-# The store is served by one process, or by torchrun. Where that one does not answer, an operation may block for good,
-# so
-# `Heartbeats.of_others` asks in a thread and gives up on it.
-
-PATIENCE_SECONDS = 5.0
-"""How long an answer of the store is waited for."""
-
-
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life.
+    """How a process is.
 
     Attributes:
-        count: how many there were: one that does not grow is of a process that is not alive.
+        count: of heartbeats so far: where it does not grow, the process is not alive.
         progress: grows with everything that the main thread gets done.
         step: steps that the run has done.
-        doing: as in `Pulse`.
+        doing: as in `Activity`.
         host: machine.
     """
 
@@ -283,11 +274,10 @@ class Heartbeat:
 
 
 class Heartbeats:
-    """This process's side of the exchange; a collective call to make.
+    """Heartbeats of all processes, in the key-value store that they met in; making one is a collective call.
 
-    Args:
-        rank: of this process.
-        world_size: number of processes.
+    The store is served by one process, or by torchrun. Where that one does not answer, an operation may block for good,
+    so `of_others` asks in a thread and gives up on it.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -297,14 +287,14 @@ class Heartbeats:
         self._count = 0
         self._telling, self._asking = (_connect() for _ in range(2))
 
-    def tell(self, progress: int, step: int, doing: str) -> None:
-        """Give a sign of life; may block where the store does not answer."""
+    def publish(self, progress: int, step: int, doing: str) -> None:
+        """Writes this process's heartbeat; may block where the store does not answer."""
         self._count += 1
         beat = Heartbeat(self._count, progress, step, doing, self._host)
         self._telling.set(str(self._rank), json.dumps(asdict(beat)))
 
     def of_others(self) -> dict[int, Heartbeat] | None:
-        """The newest sign of life of every other process that gave one; None where the store does not answer."""
+        """The newest heartbeat of every other process that gave one; None where the store does not answer."""
         answers: list[dict[int, Heartbeat]] = []
         asking = threading.Thread(target=lambda: answers.append(self._ask()), name="heartbeats", daemon=True)
         asking.start()

@@ -16,7 +16,7 @@ from torch import nn
 
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
-from pretraining.progress import Interval, Progress, RunState
+from pretraining.progress import Interval, Progress, TrainState
 
 
 class Evaluator:
@@ -56,7 +56,7 @@ class Evaluator:
         self._told_to_end = told_to_end
         self.owed = False
 
-    def maybe_run(self, state: RunState) -> float | None:
+    def maybe_run(self, state: TrainState) -> float | None:
         """The held-out loss (nats a token) if one is due after this step or owed, else None."""
         if self._open_batches is None or not (self.owed or state.finished or self._interval.is_due(state)):
             return None

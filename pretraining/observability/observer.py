@@ -22,7 +22,7 @@ from pretraining.observability.display import ProgressDisplay, Report
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Tracker
-from pretraining.progress import Interval, Progress, RunState
+from pretraining.progress import Interval, Progress, TrainState
 
 GIB = 1024.0**3
 
@@ -120,7 +120,7 @@ class Observer:
         for tracker in self._trackers:
             tracker.close()
 
-    def after_step(self, state: RunState, outcome: Outcome) -> None:
+    def after_step(self, state: TrainState, outcome: Outcome) -> None:
         """Take note of a step; report if a boundary of the interval was crossed, or the invocation is over."""
         if self._start is None or self._reported is None:
             self._start = self._reported = state.before

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pretraining.distributed.torch_private import write_snapshot
 from pretraining.observability.trace_events import TimeShares, TraceSummary, summarise
-from pretraining.progress import Interval, RunState
+from pretraining.progress import Interval, TrainState
 
 STEPS_OF_A_PROFILE = 3
 STEPS_BEFORE = 3
@@ -40,7 +40,7 @@ class StepProfiler(Protocol):
     ) -> None:
         """End."""
 
-    def after_step(self, state: RunState) -> None:
+    def after_step(self, state: TrainState) -> None:
         """Called when all that belongs to a step is done."""
 
 
@@ -55,7 +55,7 @@ class NoProfiler:
     ) -> None:
         """Nothing to end."""
 
-    def after_step(self, state: RunState) -> None:
+    def after_step(self, state: TrainState) -> None:
         """Record nothing."""
 
 
@@ -71,7 +71,7 @@ class ProfiledSteps:
     ranges: list[tuple[int, int]]
     interval: Interval | None = None
 
-    def following(self, state: RunState) -> tuple[int, int] | None:
+    def following(self, state: TrainState) -> tuple[int, int] | None:
         """The range that the step after the next one begins, or that the next one is in."""
         done = state.progress.steps
         if self.interval is not None and self.interval.is_due(state):
@@ -151,7 +151,7 @@ class Profiler:
             ranges = ",".join(f"{first}-{last}" for first, last in self._steps.ranges) or "none"
             self._note(f"profiler    no step was profiled: those to profile are {ranges} (--profile_steps)")
 
-    def after_step(self, state: RunState) -> None:
+    def after_step(self, state: TrainState) -> None:
         """Go on recording, begin, or end with a trace and a table; where all ranks record, a collective call then."""
         recording, self._next_step = self._recording, state.progress.steps + 1
         if recording is not None:

@@ -3,6 +3,13 @@
 On a GPU the device's own events count: kernels and copies, NCCL's apart from the others. On a CPU the operations do,
 and gloo's collectives with the calls that start them. Waiting for data is the range that `Profiler` marks on the host;
 steps are torch.profiler's own ranges.
+
+The parts overlap: a device may compute and communicate at once, and while the host waits for data the device may still
+be busy. Each moment is counted once, as the first of these that it is:
+
+    compute > communication > waiting for data > idle
+
+So communication beside compute costs nothing and counts as compute; the rest of it is exposed.
 """
 
 from __future__ import annotations
@@ -22,6 +29,31 @@ STEP_RANGE = "ProfilerStep"
 # Kernels of NCCL and RCCL: ncclDevKernel_AllGather_RING_LL(...), ncclKernel_..., ncclSymkDevKernel_...
 _COLLECTIVE_KERNEL = re.compile(r"nccl\w*kernel", re.IGNORECASE)
 _COLLECTIVE_CALL = re.compile(r"gloo:|c10d::|_c10d_functional::|record_param_comms|nccl:")
+
+
+Spans = list[tuple[float, float]]
+"""Time spans as (start, end) in microseconds, ascending and disjoint."""
+
+
+@dataclass(frozen=True)
+class TimeShares:
+    """Shares of a time window; those of compute, exposed communication, data and idle add up to 1.
+
+    Attributes:
+        seconds: length of the window.
+        compute: something was computed.
+        exposed_communication: communicated, and nothing computed meanwhile.
+        hidden_communication: communicated beside computing; a part of `compute`.
+        data: waited for data, with nothing else to do.
+        idle: none of these.
+    """
+
+    seconds: float
+    compute: float
+    exposed_communication: float
+    hidden_communication: float
+    data: float
+    idle: float
 
 
 @dataclass(frozen=True)
@@ -98,52 +130,16 @@ def _by_name(events: Iterable[FunctionEvent], is_device: bool) -> list[Operation
     return sorted(operations, key=lambda operation: -operation.seconds)
 
 
-# TODO(merge): was pretraining.observability.trace_events
-# Into what a stretch of time divides: computing, communicating, waiting for data, nothing. Arithmetic only.
-#
-# The parts overlap: a device may compute and communicate at once, and while the host waits for data the device may
-# still
-# be busy with what came before. Each moment is counted once, as the first of these that it is:
-#
-#     compute > communication > waiting for data > idle
-#
-# So communication beside compute costs nothing and counts as compute; what is left of it is exposed.
-
-Spans = list[tuple[float, float]]
-"""Stretches of time as (start, end), in microseconds; ascending and disjoint."""
-
-
-@dataclass(frozen=True)
-class TimeShares:
-    """Shares of a stretch of time; those of compute, exposed communication, data and idle add up to 1.
-
-    Attributes:
-        seconds: the whole stretch.
-        compute: something was computed.
-        exposed_communication: communicated, and nothing computed meanwhile.
-        hidden_communication: communicated beside computing; a part of `compute`.
-        data: waited for data, with nothing else to do.
-        idle: none of these.
-    """
-
-    seconds: float
-    compute: float
-    exposed_communication: float
-    hidden_communication: float
-    data: float
-    idle: float
-
-
 def divide_time(
     window: tuple[float, float],
     compute: Iterable[tuple[float, float]],
     communication: Iterable[tuple[float, float]],
     data: Iterable[tuple[float, float]],
 ) -> TimeShares:
-    """How a stretch of time divides.
+    """Divides a time window.
 
     Args:
-        window: the stretch, as (start, end) in microseconds; what lies outside does not count.
+        window: (start, end) in microseconds; what lies outside does not count.
         compute: when something was computed; in any order, overlapping or not, as the others.
         communication: when something was communicated.
         data: when data was waited for.

@@ -78,7 +78,7 @@ def build_run(
     Raises:
         PretrainError: any mistake of the user, the same on all ranks.
     """
-    processes.pulse.restart(step=0)
+    processes.activity.restart(step=0)
     if config.run.deterministic:
         _use_deterministic_kernels()
     if (scaling := config.parallel.float8) is not None:
@@ -86,7 +86,7 @@ def build_run(
     shape = resolve_shape(config.model)
     origin = choose_start_point(config, shape, status)
     abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
-    processes.pulse.step = origin.step if origin is not None else 0
+    processes.activity.step = origin.step if origin is not None else 0
     data = open_data(config, processes, say=print)
 
     mesh = mesh if mesh is not None else _build_mesh(config, processes)
@@ -106,7 +106,7 @@ def build_run(
     total_steps = config.run.num_steps.to_steps(token_schedule, data.training_tokens if data is not None else None)
     parts = Parts(config, processes, shape, restorable, weights, abandoned, data, plan, token_schedule, total_steps)
     state = _initial_state(parts)
-    processes.pulse.step = state.step
+    processes.activity.step = state.step
     if origin is None:  # late: mistakes in the settings of the data should not have to wait for it
         initialize_weights(model, shape, config.run.seed, processes.device)
     return _assemble(parts, mesh, model, parameters, optimizer, state, loader, stop_requests or StopRequests(), lease)
@@ -131,12 +131,12 @@ def _assemble(
     config, processes = parts.config, parts.processes
     spikes = build_spike_detector(parts, loader)
     context = _build_step(parts, mesh, model, parameters, optimizer, spikes)
-    stopwatch = Stopwatch(turn_to=processes.pulse.turn_to)
+    stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
     observer = build_observer(parts, stopwatch, state)
 
     def told_to_end() -> bool:
-        state.heed(host_sync.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
+        state.request_stop(host_sync.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
         return state.preempted
 
     evaluator = Evaluator(
@@ -226,7 +226,7 @@ def _held_out_batches(parts: Parts) -> Callable[[], AbstractContextManager[Itera
     def open_batches() -> Iterator[Iterable[StepBatch]]:
         loader.rewind()
         with closing(_batches(loader, parts.processes.rank)) as batches:
-            yield parts.processes.pulse.watch(batches)
+            yield parts.processes.activity.watch(batches)
 
     return open_batches
 

@@ -45,6 +45,6 @@ def build_guards(parts: Parts, mesh: DeviceMesh, context: StepContext, loader: L
         samples_of=samples_of,
         replicas=Replicas(context.parameters, mesh),
         replica_check=Interval(guard.replica_check_interval, parts.training_tokens),
-        pulse=parts.processes.pulse,
+        activity=parts.processes.activity,
         note=observer.note,
     )

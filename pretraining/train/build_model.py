@@ -13,7 +13,7 @@ from pretraining.config.variants import LlamaShape
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
 from pretraining.distributed.compile import compile_blocks
 from pretraining.distributed.float8 import multiply_in_float8
-from pretraining.distributed.fsdp import compute_dtype, precision_policy, shard_model
+from pretraining.distributed.parallelize import compute_dtype, precision_policy, shard_model
 from pretraining.errors import ConfigError
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_weights

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from types import TracebackType
 
-from pretraining.progress import RunState
+from pretraining.progress import TrainState
 
 
 class GarbageCollection:
@@ -42,7 +42,7 @@ class GarbageCollection:
             if self._was_enabled:
                 gc.enable()
 
-    def after_step(self, state: RunState) -> None:
+    def after_step(self, state: TrainState) -> None:
         """Collect if it is time."""
         if self._interval_steps and state.progress.steps % self._interval_steps == 0:
             gc.collect()

@@ -10,7 +10,7 @@ from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpoin
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw
-from pretraining.distributed.fsdp import compute_dtype
+from pretraining.distributed.parallelize import compute_dtype
 from pretraining.model.flops import flops_per_token, matmul_parameters, parameter_count
 from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name, peak_tflops

@@ -15,7 +15,7 @@ from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
-from pretraining.distributed.fsdp import compute_dtype
+from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
 from pretraining.errors import ConfigError, OutOfMemoryError

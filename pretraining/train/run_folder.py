@@ -82,7 +82,7 @@ def build_observer(parts: Parts, stopwatch: Stopwatch, state: TrainState) -> Obs
         stopwatch=stopwatch,
         display=display,
         trackers=trackers,
-        stragglers=StragglerWatch(config.guard.straggler_factor, is_waiting, lambda: parts.processes.pulse.doing),
+        stragglers=StragglerWatch(config.guard.straggler_factor, is_waiting, lambda: parts.processes.activity.doing),
         last_loss=parts.restorable.manifest.loss if parts.restorable else None,
     )
 

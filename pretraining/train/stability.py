@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from pretraining.config.guards import GuardConfig
 from pretraining.distributed.host_sync import wait_for_device
-from pretraining.distributed.processes import Pulse
+from pretraining.distributed.processes import Activity
 from pretraining.distributed.replicas import Replicas
 from pretraining.errors import DivergenceError, HardwareError
 from pretraining.progress import Interval, TrainState
@@ -50,7 +50,7 @@ class Guards:
         samples_of: (first, end) of the global indices of the samples that steps A to B, numbered from 1, are made of.
         replicas: the copies of the model.
         replica_check: when they are compared.
-        pulse: told of every step.
+        activity: told of every step.
         note: shows a line.
     """
 
@@ -61,7 +61,7 @@ class Guards:
         samples_of: Callable[[int, int], tuple[int, int]],
         replicas: Replicas,
         replica_check: Interval,
-        pulse: Pulse,
+        activity: Activity,
         note: Callable[[str], None],
     ) -> None:
         self._most_in_a_row = config.max_skipped_steps
@@ -70,7 +70,7 @@ class Guards:
         self._replicas = replicas
         self._replica_check = replica_check
         self._equal_at: int | None = None
-        self._pulse = pulse
+        self._pulse = activity
         self._note = note
         self._pending: _Pending | None = None
         self._in_a_row = 0
@@ -130,7 +130,7 @@ class Guards:
         raise DivergenceError(text, first, last, (begin, end))
 
     def _compare_replicas(self, step: int) -> None:
-        odd = self._replicas.odd_ones()
+        odd = self._replicas.differing_ranks()
         if not odd:
             self._equal_at = step
             return

@@ -26,7 +26,7 @@ from pretraining.config.batch import plan_batch
 from pretraining.config.parallel import ALL_BLOCKS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
-from pretraining.distributed.fsdp import compute_dtype
+from pretraining.distributed.parallelize import compute_dtype
 
 
 class Rows(torch.utils.data.Dataset):

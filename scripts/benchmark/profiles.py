@@ -23,7 +23,7 @@ from common import Over, announce, join, markdown_table, parse, read_settings, s
 
 from pretraining.data.batch import StepBatch
 from pretraining.observability.profiler import STEPS_OF_A_PROFILE, StepProfiler
-from pretraining.progress import RunState
+from pretraining.progress import TrainState
 from pretraining.train.build import build_run
 from pretraining.train.loop import train_loop
 
@@ -72,7 +72,7 @@ class TimedProfiler:
                 yield next(batches)
             raise Over
 
-    def after_step(self, state: RunState) -> None:
+    def after_step(self, state: TrainState) -> None:
         done = time.process_time()
         self._profiler.after_step(state)
         self.steps.append(done - self._began)

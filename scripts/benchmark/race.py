@@ -30,7 +30,7 @@ from common import Over, announce, device, markdown_table, parse, read_settings,
 from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.fsdp import compute_dtype
+from pretraining.distributed.parallelize import compute_dtype
 from pretraining.launch.layout import port_of_name
 from pretraining.model.flops import parameter_count
 

@@ -23,7 +23,7 @@ import torch
 from common import Over, announce, device, markdown_table, parse, read_settings, train_project
 
 from pretraining.config.variants import parameter_count, resolve_shape
-from pretraining.distributed.fsdp import compute_dtype
+from pretraining.distributed.parallelize import compute_dtype
 from pretraining.observability.out_of_memory import is_out_of_memory
 
 COMMON = ("use_dummy_dataset=true", "report_interval=5", "tracker=none", "progress=plain")

@@ -23,7 +23,7 @@ from torchtitan.train import Trainer
 from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
-from pretraining.distributed.fsdp import compute_dtype
+from pretraining.distributed.parallelize import compute_dtype
 from pretraining.launch.layout import port_of_name
 
 NAME = "race"  # of the model and of its one size, among those of torchtitan

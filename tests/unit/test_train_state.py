@@ -23,6 +23,6 @@ def test_the_first_request_to_end_ends_the_invocation_and_gives_the_reason() -> 
     state.advance(0.0, stop=0)
     assert not state.preempted and not state.stopping
     state.advance(0.0, stop=15)
-    state.heed(10)
-    state.heed(0)
+    state.request_stop(10)
+    state.request_stop(0)
     assert state.preempted and state.stopping and not state.finished and state.stop == 15

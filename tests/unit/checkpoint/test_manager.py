@@ -120,7 +120,7 @@ def test_what_a_signal_asks_for_goes_with_the_next_one_unless_it_was_due_anyway(
     with run.manager:
         run.step()
         run.step()
-        run.state.heed(15)
+        run.state.request_stop(15)
         run.step()
         assert run.manifest("step_3_ckp.preempt").kind == "preempt"
         run.step()

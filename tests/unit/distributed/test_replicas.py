@@ -69,4 +69,4 @@ def test_the_minority_is_named_and_where_there_is_none_all_are(
     mesh: Any = Mesh()
     monkeypatch.setattr("torch.distributed.all_gather", all_gather)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: len(hashes))
-    assert Replicas([], mesh).odd_ones() == odd
+    assert Replicas([], mesh).differing_ranks() == odd

@@ -16,9 +16,9 @@ from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, Processes
 from pretraining.distributed.watchdog import (
     MOST_NAMED,
     Hang,
+    HangDetector,
     Heartbeat,
     Heartbeats,
-    Vigil,
     Watchdog,
     collective_timeout,
     describe,
@@ -36,8 +36,8 @@ def beat(count: int = 1, progress: int = 1, step: int = 5, doing: str = "trainin
 
 def processes(world_size: int, rank: int = 0) -> Processes:
     made = Processes(rank, world_size, rank, world_size, torch.device("cpu"))
-    made.pulse.turn_to("training")
-    made.pulse.step = 5
+    made.activity.turn_to("training")
+    made.activity.step = 5
     return made
 
 
@@ -53,36 +53,36 @@ class Answers:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-def look(vigil: Vigil, times: int, progress: int = 1, timeout: float = 10.0) -> Hang | None:
+def look(detector: HangDetector, times: int, progress: int = 1, timeout: float = 10.0) -> Hang | None:
     """Look every second; returns what the last look found, those before it found nothing."""
     for _ in range(times - 1):
-        assert vigil.look(1.0, progress, timeout) is None
-    return vigil.look(1.0, progress, timeout)
+        assert detector.look(1.0, progress, timeout) is None
+    return detector.look(1.0, progress, timeout)
 
 
 # When it is a hang
 
 
 def test_a_process_by_itself_hangs_after_the_timeout() -> None:
-    vigil = Vigil(1, Answers(None))
-    assert look(vigil, 10) is None  # the first look only begins
-    assert look(vigil, 1) == Hang(10.0, {}, [])
+    detector = HangDetector(1, Answers(None))
+    assert look(detector, 10) is None  # the first look only begins
+    assert look(detector, 1) == Hang(10.0, {}, [])
 
 
 def test_progress_begins_the_time_anew() -> None:
-    vigil = Vigil(1, Answers(None))
+    detector = HangDetector(1, Answers(None))
     for progress in range(100):
-        assert look(vigil, 9, progress) is None
-    assert look(vigil, 2, 99) is not None
+        assert look(detector, 9, progress) is None
+    assert look(detector, 2, 99) is not None
 
 
 def test_a_timeout_of_zero_never_ends_anything() -> None:
-    assert look(Vigil(1, Answers(None)), 1000, timeout=0.0) is None
+    assert look(HangDetector(1, Answers(None)), 1000, timeout=0.0) is None
 
 
 def test_a_process_that_is_not_heard_from_is_the_one() -> None:
     answers = Answers({1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3), 2: beat(count=9)})
-    hang = look(Vigil(3, answers), 11)
+    hang = look(HangDetector(3, answers), 11)
     assert hang is not None and hang.silent == [1]
     assert answers.asked == 2
 
@@ -90,18 +90,18 @@ def test_a_process_that_is_not_heard_from_is_the_one() -> None:
 def test_one_that_gets_on_is_waited_for_as_long_as_it_does() -> None:
     """As in a long save, which one process writes and all others wait for."""
     getting_on = [{1: beat(count, progress=count)} for count in range(1, 20)]
-    vigil = Vigil(2, Answers(*getting_on, {1: beat(count=99, progress=19)}))
-    assert look(vigil, 100) is None
-    assert look(vigil, 1) is not None
+    detector = HangDetector(2, Answers(*getting_on, {1: beat(count=99, progress=19)}))
+    assert look(detector, 100) is None
+    assert look(detector, 1) is not None
 
 
 def test_a_process_that_was_not_there_before_gets_on() -> None:
-    vigil = Vigil(3, Answers({1: beat()}, {1: beat(count=2), 2: beat()}))
-    assert look(vigil, 12) is None
+    detector = HangDetector(3, Answers({1: beat()}, {1: beat(count=2), 2: beat()}))
+    assert look(detector, 12) is None
 
 
 def test_where_nobody_can_be_asked_it_is_a_hang_all_the_same() -> None:
-    assert look(Vigil(2, Answers(None)), 11) == Hang(10.0, None, [])
+    assert look(HangDetector(2, Answers(None)), 11) == Hang(10.0, None, [])
 
 
 # What is said
@@ -201,7 +201,7 @@ def test_steps_and_bytes_are_progress_and_until_the_first_step_computing_is(tmp_
     before = watchdog._measure_progress(1e6)
     assert watchdog._measure_progress(1e6) == before
     assert watchdog._measure_progress(0.0) == before + 1  # in no time at all, anything is computing
-    watched.pulse.end_step(6)
+    watched.activity.end_step(6)
     assert watchdog._measure_progress(0.0) == before + 2
     assert watchdog._measure_progress(0.0) == before + 2
     (tmp_path / "file").write_bytes(b"0" * (2 << 20))
@@ -221,8 +221,8 @@ def test_collectives_give_up_after_the_watchdog() -> None:
 def test_processes_hear_of_each_other(single_process: None) -> None:
     one, other = Heartbeats(0, 3), Heartbeats(1, 3)
     assert one.of_others() == {}
-    other.tell(7, 12, "data")
-    other.tell(8, 13, "training")
+    other.publish(7, 12, "data")
+    other.publish(8, 13, "training")
     heard = one.of_others()
     assert heard is not None and list(heard) == [1]
     assert (heard[1].count, heard[1].progress, heard[1].step, heard[1].doing) == (2, 8, 13, "training")

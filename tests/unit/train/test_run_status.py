@@ -28,7 +28,7 @@ def start(
             state = TrainState(10, 8, 1, Progress(restored_step, restored_step))
             status.training(state)
             state.progress = Progress(reached, reached)
-            state.heed(15 if isinstance(error, Preempted) else 0)
+            state.request_stop(15 if isinstance(error, Preempted) else 0)
         if error is not None:
             raise error
 

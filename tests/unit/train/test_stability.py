@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pretraining.config.guards import GuardConfig
-from pretraining.distributed.processes import Pulse
+from pretraining.distributed.processes import Activity
 from pretraining.errors import DivergenceError, HardwareError
 from pretraining.progress import Duration, Interval, Progress, TrainState
 from pretraining.train.spikes import Verdict
@@ -22,7 +22,7 @@ class FakeReplicas:
     odd: dict[int, list[int]] = field(default_factory=dict)
     compared: int = 0
 
-    def odd_ones(self) -> dict[int, list[int]]:
+    def differing_ranks(self) -> dict[int, list[int]]:
         self.compared += 1
         return self.odd
 
@@ -35,7 +35,7 @@ class Watched:
     steps: int = 100
     replicas: FakeReplicas = field(default_factory=FakeReplicas)
     notes: list[str] = field(default_factory=list)
-    pulse: Pulse = field(default_factory=Pulse)
+    activity: Activity = field(default_factory=Activity)
 
     def __post_init__(self) -> None:
         self.state = TrainState(self.steps, self.steps, 10, Progress(0, 0))
@@ -45,7 +45,7 @@ class Watched:
             samples_of=lambda first, last: ((first - 1) * 4, last * 4),
             replicas=replicas,
             replica_check=Interval(self.config.replica_check_interval, None),
-            pulse=self.pulse,
+            activity=self.activity,
             note=self.notes.append,
         )
 
@@ -171,9 +171,9 @@ def test_replicas_are_compared_on_the_interval_and_named_where_they_differ() -> 
 
 def test_every_step_is_told_to_whoever_watches() -> None:
     watched = Watched(GuardConfig())
-    assert not watched.pulse.warm
+    assert not watched.activity.warm
     watched.step(False)
-    assert (watched.pulse.step, watched.pulse.warm) == (1, True)
-    before = watched.pulse.beats
+    assert (watched.activity.step, watched.activity.warm) == (1, True)
+    before = watched.activity.events
     watched.step(False)
-    assert watched.pulse.beats > before
+    assert watched.activity.events > before

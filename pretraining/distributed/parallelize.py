@@ -1,0 +1,76 @@
+"""Lays a model out on its devices: the one place that says in which order everything is applied to it.
+
+    float8 -> activation checkpointing -> compilation -> sharding -> memory
+
+Each step needs the ones before it: what is recomputed includes the float8 products, the compiler sees both, and what is
+sharded is the compiled block, so that gathering parameters stays outside of the graphs. Values come last, from
+`model/init.py` or a checkpoint: a parameter has memory only once it is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pretraining.config.parallel import ParallelConfig
+from pretraining.distributed.activation_checkpointing import checkpoint_activations
+from pretraining.distributed.compile import compile_blocks
+from pretraining.distributed.float8 import multiply_in_float8
+from pretraining.distributed.fsdp import precision_policy, shard_model
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parallelize(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    parallel: ParallelConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    tie_weights: Callable[[], None],
+) -> None:
+    """Lays out a model in place; its parameters become DTensors on the device, without values if it was on meta.
+
+    Args:
+        model: on the meta device with `low_cpu_fsdp`, else on `device`.
+        blocks: its decoder blocks, inside `model`: the units of checkpointing, compilation and sharding.
+        parallel: strategy, precision and levers.
+        mesh: with axes (replicate, shard).
+        device: of this rank.
+        tie_weights: shares parameters again once they have memory.
+    """
+    multiply_in_float8(blocks, parallel.float8)
+    checkpoint_activations(blocks, parallel)
+    if parallel.use_torch_compile:
+        compile_blocks(blocks)
+    policy = precision_policy(compute_dtype(parallel, device))
+    shard_model(model, list(blocks), mesh, parallel.sharding_strategy, policy)
+    if parallel.low_cpu_fsdp:
+        model.to_empty(device=device)
+        tie_weights()
+
+
+def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that a model computes in: bfloat16, float16 or float32.
+
+    Without a setting, the device decides by what it has units for: a CPU without them emulates bfloat16 and is some
+    twenty times slower than in float32. Master weights, optimizer state and gradient reduction are always float32, and
+    so are the statistics of norms, rotary angles and rotations, the loss and what it makes of the logits.
+    """
+    dtype = _DTYPES[parallel.mp_dtype]
+    wanted = parallel.mixed_precision
+    if wanted is None:
+        wanted = _has_units(device, dtype)
+    return dtype if wanted else torch.float32
+
+
+def _has_units(device: torch.device, dtype: torch.dtype) -> bool:
+    if dtype == torch.float16:
+        return device.type == "cuda"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # The public capability string stops at AVX512; these are the only names that PyTorch has for more.
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
