@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 
+from pretraining.distributed import parallelize
 from pretraining.distributed.float8 import multiply_in_float8
-from pretraining.train import build, build_model
+from pretraining.train import build
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install 'pretraining[float8]'"
@@ -18,4 +19,4 @@ needs_torchao = pytest.mark.skipif(
 def emulate_float8(patch: pytest.MonkeyPatch) -> None:
     """Have runs emulate the float8 that they are told to compute in."""
     patch.setattr(build, "check_float8", lambda scaling, device: None)
-    patch.setattr(build_model, "multiply_in_float8", partial(multiply_in_float8, emulate=True))
+    patch.setattr(parallelize, "multiply_in_float8", partial(multiply_in_float8, emulate=True))

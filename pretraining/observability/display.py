@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from pretraining.launch.terminal import showing_through
 
 
 @dataclass(frozen=True)
@@ -38,67 +41,39 @@ class Report:
     time_left_seconds: float
 
 
-class ProgressDisplay(Protocol):
-    """Shows reports and notes to a person."""
+class Display:
+    """Shows reports to a person, as a context around the loop; this one shows nothing, for all ranks but one."""
 
-    def open(self) -> None:
-        """Begin; notes may come before."""
+    def __enter__(self) -> Display:
+        return self
 
-    def show(self, report: Report) -> None:
-        """Show the newest report."""
-
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
-
-    def close(self) -> None:
-        """Leave the terminal in order."""
-
-
-class Silent:
-    """Shows nothing: for every rank but one."""
-
-    def open(self) -> None:
-        """Nothing to begin."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leaves the terminal in order."""
 
     def show(self, report: Report) -> None:
-        """Show nothing."""
-
-    def note(self, text: str) -> None:
-        """Print nothing."""
-
-    def close(self) -> None:
-        """Nothing to leave in order."""
+        """Shows the newest report."""
 
 
-class PlainLines:
+class PlainLines(Display):
     """A line a report."""
 
     def __init__(self, total_steps: int, peak_tflops: float | None) -> None:
         self._total_steps = total_steps
         self._peak_tflops = peak_tflops
 
-    def open(self) -> None:
-        """Nothing to begin."""
-
     def show(self, report: Report) -> None:
-        """Print the report."""
+        """Prints the report."""
         line = summary(report, self._peak_tflops, verbose=True)
         print(f"step {report.step}/{self._total_steps}  {line}", flush=True)
 
-    def note(self, text: str) -> None:
-        """Print the text."""
-        print(text, flush=True)
 
-    def close(self) -> None:
-        """Nothing to leave in order."""
-
-
-class LiveLine:
-    """A bar and the newest numbers in one line; notes scroll above it."""
+class LiveLine(Display):
+    """A bar and the newest numbers in one line; messages scroll above it."""
 
     def __init__(self, total_steps: int, peak_tflops: float | None, console: Console | None = None) -> None:
         self._peak_tflops = peak_tflops
-        self._total_steps = total_steps
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=20),
@@ -107,33 +82,37 @@ class LiveLine:
             redirect_stdout=False,
         )
         self._task = self._progress.add_task("training", total=total_steps, numbers="starting")
+        self._messages = ExitStack()
 
-    def open(self) -> None:
-        """Draw the line for the first time."""
+    def __enter__(self) -> LiveLine:
         self._progress.start()
+        self._messages.enter_context(showing_through(self._print_above))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leaves the last line on the screen."""
+        self._messages.close()
+        self._progress.stop()
 
     def show(self, report: Report) -> None:
-        """Redraw the line."""
+        """Redraws the line."""
         numbers = summary(report, self._peak_tflops, verbose=False)
         self._progress.update(self._task, completed=report.step, numbers=numbers)
 
-    def note(self, text: str) -> None:
-        """Print the text above the line."""
+    def _print_above(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
-    def close(self) -> None:
-        """Leave the last line on the screen."""
-        self._progress.stop()
 
-
-def choose_display(choice: str, total_steps: int, peak_tflops: float | None) -> ProgressDisplay:
-    """The display for `--progress`: auto, live or plain. "auto" is live where standard output is a terminal."""
+def choose_display(choice: str, total_steps: int, peak_tflops: float | None) -> Display:
+    """The display of rank 0 for `--progress`; "auto" is live where standard output is a terminal."""
     live = choice == "live" or (choice == "auto" and sys.stdout.isatty())
     return LiveLine(total_steps, peak_tflops) if live else PlainLines(total_steps, peak_tflops)
 
 
 def summary(report: Report, peak_tflops: float | None, verbose: bool) -> str:
-    """The report in one line; `verbose` adds the gradient norm and what MFU is relative to."""
+    """Puts a report into one line; `verbose` adds the gradient norm and what MFU is relative to."""
     parts = [f"loss {report.loss:.4f}"]
     if report.z_loss > 0:
         parts.append(f"z-loss {report.z_loss:.1e}")
@@ -153,7 +132,7 @@ def summary(report: Report, peak_tflops: float | None, verbose: bool) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as a person says it: 45s, 3m 20s, 5h 07m, 12d 4h."""
+    """Writes a duration as a person says it: 45s, 3m 20s, 5h 07m, 12d 4h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -8,55 +8,29 @@ https://ui.perfetto.dev opens them, and so does TensorBoard with its profiler pl
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from pretraining.config.profiler import ProfilerConfig
 from pretraining.distributed.torch_private import write_snapshot
+from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trace_events import TimeShares, TraceSummary, summarise
 from pretraining.progress import Interval, TrainState
 
+log = logging.getLogger(__name__)
+
+TRACES = "profile_traces"
 STEPS_OF_A_PROFILE = 3
 STEPS_BEFORE = 3
 """Of each start that nobody wants to see: they compile, choose algorithms and fill caches."""
 OPERATIONS_SHOWN = 10
-
-
-class StepProfiler(Protocol):
-    """What the loop knows of a profiler."""
-
-    def __enter__(self) -> StepProfiler:
-        """Begin; the first step comes next."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """End."""
-
-    def after_step(self, state: TrainState) -> None:
-        """Called when all that belongs to a step is done."""
-
-
-class NoProfiler:
-    """Records nothing."""
-
-    def __enter__(self) -> NoProfiler:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Nothing to end."""
-
-    def after_step(self, state: TrainState) -> None:
-        """Record nothing."""
 
 
 @dataclass
@@ -83,12 +57,6 @@ class ProfiledSteps:
         return next(((max(first, step), last) for first, last in self.ranges if first - 1 <= step <= last), None)
 
 
-def first_steps(restored_step: int) -> list[tuple[int, int]]:
-    """The range that is recorded where nobody has chosen one."""
-    first = restored_step + STEPS_BEFORE + 1
-    return [(first, first + STEPS_OF_A_PROFILE - 1)]
-
-
 @dataclass
 class _Recording:
     """A range that is being recorded, or about to be."""
@@ -100,42 +68,40 @@ class _Recording:
 
 
 class Profiler:
-    """Records ranges of steps, as a context around the loop.
+    """Records ranges of steps, as a context around the loop; does nothing where nothing is to be recorded.
 
     Args:
-        steps: which.
+        config: which steps, and on which ranks.
+        run: folder of the run, which gets a folder of traces.
         next_step: the first step of this start.
-        folder: of the traces.
+        training_tokens: tokens of one pass over the datasets, for an interval in epochs.
         device: of the model.
-        everywhere: whether all ranks record; else only this one does.
-        with_memory: whether a snapshot of the device's memory is written beside each trace.
-        activity: books the time that a trace takes to be written.
-        note: shows a line; where all ranks record, rank 0's are shown.
+        rank: of this process.
+        stopwatch: told of the time that a trace takes to be written, and tells what the loop is doing.
     """
 
     def __init__(
         self,
-        *,
-        steps: ProfiledSteps,
+        config: ProfilerConfig,
+        run: Path,
         next_step: int,
-        folder: Path,
+        training_tokens: int | None,
         device: torch.device,
-        everywhere: bool,
-        with_memory: bool,
-        activity: Callable[[str], AbstractContextManager[None]],
-        note: Callable[[str], None],
+        rank: int,
+        stopwatch: Stopwatch,
     ) -> None:
-        self._steps = steps
+        self._config = config
+        self._records = config.use_profiler and (rank == 0 or not config.profiler_rank0_only)
+        self._steps = _steps_to_profile(config, next_step, training_tokens) if self._records else ProfiledSteps([])
         self._next_step = next_step
-        self._folder = folder
+        self._folder = run / TRACES
         self._device = device
-        self._everywhere = everywhere
-        self._with_memory = with_memory
-        self._activity = activity
-        self._note = note
+        self._stopwatch = stopwatch
         self._recording: _Recording | None = None
         self._range: torch.profiler.record_function | None = None
         self._profiled = 0
+        if self._records:
+            stopwatch.also_tell(self.turn_to)
 
     def __enter__(self) -> Profiler:
         self._begin(self._steps.at(self._next_step))
@@ -147,9 +113,9 @@ class Profiler:
         recording, self._recording = self._recording, None
         if recording is not None:  # an error came in between: what was recorded goes with it
             recording.stack.close()
-        if error is None and not self._profiled:
+        if error is None and self._records and not self._profiled:
             ranges = ",".join(f"{first}-{last}" for first, last in self._steps.ranges) or "none"
-            self._note(f"profiler    no step was profiled: those to profile are {ranges} (--profile_steps)")
+            log.info("profiler    no step was profiled: those to profile are %s (--profile_steps)", ranges)
 
     def after_step(self, state: TrainState) -> None:
         """Go on recording, begin, or end with a trace and a table; where all ranks record, a collective call then."""
@@ -197,29 +163,37 @@ class Profiler:
     def _conclude(self, recording: _Recording, last: int) -> None:
         """Write the trace, and say what is in it."""
         self._profiled += 1
-        with self._activity("profiler"):
+        with self._stopwatch.measure("profiler"):
             path = self._folder / f"steps_{recording.first}-{last}_rank{dist.get_rank()}.pt.trace.json.gz"
             where = str(path)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 recording.trace.export_chrome_trace(where)
-                if self._with_memory:
+                if self._config.memory_snapshot:
                     write_snapshot(path.with_name(path.name.replace(".pt.trace.json.gz", ".memory.pickle")))
             except OSError as error:  # a full disk must not cost the run
                 where = f"{path} cannot be written ({error})"
             events = recording.trace.events()
             summary = summarise(events) if events is not None else None
             everyone: list[TimeShares | None] = [summary.shares if summary else None]
-            if self._everywhere:
+            if not self._config.profiler_rank0_only:
                 everyone = [None] * dist.get_world_size()
                 dist.all_gather_object(everyone, summary.shares if summary else None)
         if summary is not None:
             for line in describe(summary, [shares for shares in everyone if shares], self._device.type, where):
-                self._note(line)
+                log.info(line)
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _steps_to_profile(config: ProfilerConfig, next_step: int, training_tokens: int | None) -> ProfiledSteps:
+    """The steps that the settings name; without any, the first ones of this start that have nothing to warm up."""
+    if config.profile_interval.amount:
+        return ProfiledSteps(config.step_ranges, Interval(config.profile_interval, training_tokens))
+    first = next_step + STEPS_BEFORE
+    return ProfiledSteps(config.step_ranges or [(first, first + STEPS_OF_A_PROFILE - 1)])
 
 
 def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str, where: str) -> list[str]:

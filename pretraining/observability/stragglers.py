@@ -15,11 +15,12 @@ import socket
 import statistics
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
 
 import torch
 import torch.distributed as dist
+
+from pretraining.distributed.host_sync import is_waiting
+from pretraining.distributed.processes import Activity
 
 PERIOD_SECONDS = 0.05
 FEWEST_LOOKS = 100
@@ -28,38 +29,36 @@ MOST_NAMED = 4
 
 
 class StragglerWatch:
-    """Looks at what the main thread does.
+    """Samples what the main thread does, from a thread of its own.
 
     Args:
-        factor: a process is named whose share of own work is so many times that of the others; None = nobody looks.
-        is_waiting: whether a thread in this innermost frame waits for other processes or the device.
-        doing: what the main thread is busy with; only "training" and "data" count.
+        factor: names a process whose share of own work is this many times that of the others; None = nobody looks.
+        activity: of the main thread; only "training" and "data" count.
     """
 
-    def __init__(self, factor: float | None, is_waiting: Callable[[FrameType], bool], doing: Callable[[], str]) -> None:
+    def __init__(self, factor: float | None, activity: Activity) -> None:
         self._factor = factor if dist.get_world_size() > 1 else None
-        self._is_waiting = is_waiting
-        self._doing = doing
+        self._activity = activity
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._watched = 0
         self._clear()
 
     def start(self) -> None:
-        """Begin to look at the thread that calls this."""
+        """Begins to look at the thread that calls this."""
         self._watched = threading.get_ident()
         if self._factor is not None:
             self._thread = threading.Thread(target=self._look_on, name="straggler watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; the thread has ended when this returns."""
+        """Ends that; the thread has ended when this returns."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def report(self, step_seconds: float) -> list[str]:
-        """A line for each process that the others wait for; a collective call.
+        """Names each process that the others wait for, a line each; a collective call.
 
         Args:
             step_seconds: of the steps since the last report.
@@ -98,17 +97,16 @@ class StragglerWatch:
             self._look()
 
     def _look(self) -> None:
-        """Look once.
+        """Looks once.
 
-        A function of its own, so that the frame is let go of when it returns. Kept until the next look, it would keep
-        what the main thread's functions have left behind, tensors too; and to free a tensor here while the interpreter
-        ends aborts the process.
+        In a function of its own, so that the frame is released when it returns. A frame that is kept keeps the main
+        thread's locals alive, tensors too, and freeing a tensor here while the interpreter ends aborts the process.
         """
         frame = sys._current_frames().get(self._watched)
-        doing = self._doing()
+        doing = self._activity.doing
         if frame is None or doing not in ("training", "data"):
             return
-        if self._is_waiting(frame):
+        if is_waiting(frame):
             self._waiting += 1
         else:
             self._working += 1

@@ -72,14 +72,14 @@ def device_name(device: torch.device) -> str:
 
 
 class Stopwatch:
-    """Seconds of a run by what they were spent on; what no activity claims is training.
+    """Counts the seconds of a run by what they are spent on; what nothing else claims is training.
 
     Args:
         clock: seconds since any moment.
-        turn_to: told what begins: an activity, or "training" again when it ends.
+        turn_to: told what begins: a name, or "training" again when it ends.
 
     Attributes:
-        spent: seconds of each named activity since the last `lap`.
+        spent: seconds by name since the last `lap`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stopwatch:
         self.spent: dict[str, float] = {}
 
     def also_tell(self, listener: Callable[[str], None]) -> None:
-        """Have somebody else told, too, what begins."""
+        """Adds a listener, which is told what begins."""
         self._listeners.append(listener)
 
     @property
@@ -106,8 +106,8 @@ class Stopwatch:
         return self._training_before
 
     @contextmanager
-    def activity(self, name: str) -> Iterator[None]:
-        """Book the time of a `with` block under `name`."""
+    def measure(self, name: str) -> Iterator[None]:
+        """Counts the time of a `with` block as spent on `name`."""
         began = self._clock()
         self._tell(name)
         try:
@@ -121,10 +121,10 @@ class Stopwatch:
             listener(name)
 
     def watch(self, items: Iterable[T], name: str) -> Iterator[T]:
-        """The same items; the time that each `next` takes is booked under `name`."""
+        """Passes items on; the time that each `next` takes counts as spent on `name`."""
         iterator = iter(items)
         while True:
-            with self.activity(name):
+            with self.measure(name):
                 try:
                     item = next(iterator)
                 except StopIteration:
@@ -132,12 +132,12 @@ class Stopwatch:
             yield item
 
     def restart(self) -> None:
-        """Begin the first lap now; what was spent before belongs to none."""
+        """Begins the first lap now; what was spent before belongs to none."""
         self._lap_started = self._clock()
         self.spent = {}
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """End a lap: its seconds of training (waiting for data included), and what was spent on each activity."""
+        """Ends a lap; returns its seconds of training, waiting for data included, and the seconds spent by name."""
         now = self._clock()
         spent, self.spent = self.spent, {}
         elsewhere = sum(seconds for name, seconds in spent.items() if name != "data")

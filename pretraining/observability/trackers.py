@@ -1,7 +1,6 @@
-"""Where reports are kept: metrics.jsonl always, and what `--tracker` names.
+"""Where reports are kept: metrics.jsonl always, and the trackers that `--tracker` names.
 
-A tracker takes (step, values). At a resume, what was logged after the restored step is dropped: those steps are about
-to be reported again.
+At a resume, what was logged after the restored step is dropped: those steps are about to be reported again.
 """
 
 from __future__ import annotations
@@ -10,6 +9,11 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
+from pretraining.config.training import ReportConfig
+from pretraining.errors import ConfigError
+from pretraining.files import write_atomic
+
+LOGS = "logs"
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -17,10 +21,10 @@ class Tracker(Protocol):
     """A place that reports go to."""
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Keep the values of a step; those that are None are unknown."""
+        """Keeps the values of a step; None is unknown."""
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Writes out what is buffered."""
 
 
 class JsonLines:
@@ -34,11 +38,11 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append a line."""
+        """Appends a line."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
@@ -52,21 +56,32 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=restored_step + 1 if restored_step else None)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Add a point to each curve."""
+        """Adds a point to each curve."""
         for name, value in values.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and close the event file."""
+        """Closes the event file."""
         self._writer.close()
 
 
-def open_trackers(names: tuple[str, ...], logs: Path, tracker_dir: Path, restored_step: int) -> list[Tracker]:
-    """metrics.jsonl in `logs`, and the trackers named, in `tracker_dir`; `restored_step` is 0 for a new run."""
-    trackers: list[Tracker] = [JsonLines(logs, restored_step)]
-    if "tensorboard" in names:
-        trackers.append(TensorBoard(tracker_dir, restored_step))
+def open_trackers(report: ReportConfig, logs: Path, restored_step: int) -> list[Tracker]:
+    """Opens metrics.jsonl in `logs`, and the trackers that the settings name; `restored_step` is 0 for a new run.
+
+    Raises:
+        ConfigError: metrics or curves cannot be written.
+    """
+    tracker_dir = Path(report.tracker_dir) if report.tracker_dir else logs
+    try:
+        trackers: list[Tracker] = [JsonLines(logs, restored_step)]
+        if "tensorboard" in report.tracker:
+            trackers.append(TensorBoard(tracker_dir, restored_step))
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be written to {logs}, or curves to {tracker_dir}: {error}. "
+            "Give a --tracker_dir (and --ckpt_save_path) that this user may write."
+        ) from None
     return trackers
 
 
@@ -80,6 +95,4 @@ def _drop_lines_after(path: Path, step: int) -> None:
                 continue  # the line that a killed process was writing
             if is_past:
                 kept.append(line)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    write_atomic(path, "".join(kept))

@@ -1,9 +1,9 @@
-"""The composition root: the only place that sees every part.
+"""The composition root: the only place that sees every part of a run.
 
-    config + processes -> restore point -> data -> model -> restored tensors, optimizer -> place in the data -> Run
+    config + processes -> start point -> data -> model -> restored tensors, optimizer -> place in the data -> Run
 
-Whatever can fail here fails on all ranks alike (`on_rank_zero`, `on_every_rank`), so that a mistake is one message and
-no hang.
+What can fail here fails on all ranks alike (`on_rank_zero`, `on_every_rank`), so that a mistake is one message and no
+hang.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,97 +20,183 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.listing import incomplete_checkpoints
+from pretraining.checkpoint.start_point import CheckpointRef, StartPoint
 from pretraining.checkpoint.state import Stateful
-from pretraining.config.batch import plan_batch
+from pretraining.config.batch import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import resolve_shape
+from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch
+from pretraining.data.dataset import OpenedDatasets
 from pretraining.data.loader import Loader
 from pretraining.distributed.float8 import check_float8
-from pretraining.distributed.fsdp import MicroBatchSync, compute_dtype
+from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.parallelize import compute_dtype, parallelize
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import DataError, PretrainError
+from pretraining.errors import ConfigError, DataError, PretrainError
 from pretraining.evaluation.held_out import Evaluator
+from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
+from pretraining.observability.observer import build_observer
+from pretraining.observability.out_of_memory import MemoryWatch
+from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.schedules import WarmupCosine
-from pretraining.progress import Interval, Progress, TrainState, resolve_warmup_steps
+from pretraining.progress import Interval, Progress, TokenSchedule, TrainState, resolve_warmup_steps
 from pretraining.train.build_checkpoints import build_checkpoints
-from pretraining.train.build_guards import build_guards, build_spike_detector
-from pretraining.train.build_model import build_model
 from pretraining.train.build_origin import choose_start_point, restore
-from pretraining.train.build_profiler import build_profiler
 from pretraining.train.data import open_data, open_loader, token_schedule_of
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
-from pretraining.train.parts import Parts
 from pretraining.train.preemption import StopRequests
-from pretraining.train.run_folder import build_observer, write_config
+from pretraining.train.run_folder import write_config
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
+from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext
 
 
-def build_run(
-    config: TrainConfig,
-    processes: Processes,
-    *,
-    stop_requests: StopRequests | None = None,
-    status: StatusKeeper | None = None,
-    lease: Lease | None = None,
-    mesh: DeviceMesh | None = None,
-) -> Run:
-    """Put a run together and restore what it starts from; a collective call.
+@dataclass(frozen=True)
+class Job:
+    """What a run shares with those that take its place after a rollback.
+
+    Attributes:
+        processes: this process among the others.
+        stop_requests: what asks this rank to end early.
+        status: run_status.json; None = nobody reads it.
+        lease: on the run's folder, checked before each commit; None = nobody else writes there.
+        memory: knows whose memory to measure where it runs out.
+    """
+
+    processes: Processes
+    stop_requests: StopRequests = field(default_factory=StopRequests)
+    status: StatusKeeper | None = None
+    lease: Lease | None = None
+    memory: MemoryWatch = field(default_factory=lambda: MemoryWatch(1))
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is known of a run once its model is restored and its data open.
+
+    Attributes:
+        config: the settings.
+        processes: this process among the others.
+        shape: dimensions of the model.
+        start: what the run starts from; None = initial weights.
+        abandoned: what interrupted saves have left in the run's folder.
+        data: the datasets; None for made-up data.
+        batch: how a global batch is cut.
+        token_schedule: tokens of each step, also of those before the start point.
+        total_steps: length of the run.
+    """
+
+    config: TrainConfig
+    processes: Processes
+    shape: LlamaShape
+    start: StartPoint | None
+    abandoned: list[Path]
+    data: OpenedDatasets | None
+    batch: BatchPlan
+    token_schedule: TokenSchedule
+    total_steps: int
+
+    @property
+    def restored(self) -> CheckpointRef | None:
+        """The checkpoint that the run continues; None where it begins at step 0."""
+        return self.start.checkpoint if self.start is not None and not self.start.weights_only else None
+
+    @property
+    def training_tokens(self) -> int | None:
+        """Tokens of one pass over the datasets; made-up data has no end."""
+        return self.data.training_tokens if self.data is not None else None
+
+
+def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, stop_step: int | None = None) -> Run:
+    """Puts a run together and restores what it starts from; a collective call.
 
     Args:
         config: the settings.
-        processes: this process among the others.
-        stop_requests: what tells this rank to end early; the loop looks at them. None = nothing.
-        status: told where the start begins.
-        lease: on the run's folder, looked at before each commit; None = nobody else writes there.
+        job: that the run is part of.
         mesh: of an earlier run with the same settings; None = make one.
+        stop_step: where this invocation ends; None = as the settings say.
 
     Raises:
         PretrainError: any mistake of the user, the same on all ranks.
+        Preempted: a signal came before training began.
     """
+    processes = job.processes
     processes.activity.restart(step=0)
     if config.run.deterministic:
         _use_deterministic_kernels()
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, processes.device))
     shape = resolve_shape(config.model)
-    origin = choose_start_point(config, shape, status)
+    start = choose_start_point(config, shape, job.status)
     abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
-    processes.activity.step = origin.step if origin is not None else 0
-    data = open_data(config, processes, say=print)
+    processes.activity.step = start.step if start is not None else 0
+    data = open_data(config, processes)
 
     mesh = mesh if mesh is not None else _build_mesh(config, processes)
     model = build_model(shape, config, mesh, processes.device, initialize=False)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
-    origin, optimizer = restore(origin, model, parameters, config, shape, status)
-    restorable = origin.checkpoint if origin is not None and not origin.weights_only else None
-    weights = origin.checkpoint if origin is not None and origin.weights_only else None
+    start, optimizer = restore(start, model, parameters, config, shape, job.status)
+    manifest = start.checkpoint.manifest if start is not None and not start.weights_only else None
 
-    restored_batch = restorable.manifest.global_batch_size if restorable else None
-    plan = plan_batch(config.batch, processes.world_size, restored_batch)
-    loader = open_loader(data, config, plan, processes.rank, shape.vocab_size, "train")
-    if restorable is not None:
-        on_every_rank(lambda: loader.load_state_dict(restorable.manifest.data))
+    batch = plan_batch(config.batch, processes.world_size, manifest.global_batch_size if manifest else None)
+    loader = open_loader(data, config, batch, processes.rank, shape.vocab_size, "train")
+    if manifest is not None:
+        on_every_rank(lambda: loader.load_state_dict(manifest.data))
     token_schedule = token_schedule_of(loader, config.data.seq_length)
     total_steps = config.run.num_steps.to_steps(token_schedule, data.training_tokens if data is not None else None)
-    parts = Parts(config, processes, shape, restorable, weights, abandoned, data, plan, token_schedule, total_steps)
-    state = _initial_state(parts)
+    plan = RunPlan(config, processes, shape, start, abandoned, data, batch, token_schedule, total_steps)
+    state = _initial_state(plan, stop_step)
     processes.activity.step = state.step
-    if origin is None:  # late: mistakes in the settings of the data should not have to wait for it
+    if start is None:  # late: mistakes in the settings of the data need not wait for it
         initialize_weights(model, shape, config.run.seed, processes.device)
-    return _assemble(parts, mesh, model, parameters, optimizer, state, loader, stop_requests or StopRequests(), lease)
+    run = _assemble(plan, job, mesh, model, parameters, optimizer, state, loader)
+    on_every_rank(job.stop_requests.end_before_training)
+    if job.status is not None:
+        job.status.training(state)
+    job.memory.watch(optimizer, state, mesh["shard"].size())
+    return run
+
+
+def build_model(
+    shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device, *, initialize: bool
+) -> Llama:
+    """Makes the model, laid out on its devices; with `initialize`, with initial weights, else its values are undefined.
+
+    Raises:
+        ConfigError: its blocks cannot be compiled for the documents of the data.
+    """
+    if config.parallel.use_torch_compile:
+        _check_shapes_are_fixed(config, shape, device)
+    with torch.device("meta") if config.parallel.low_cpu_fsdp else device:
+        model = Llama(shape, config.loss)
+    parallelize(model, model.model.layers, config.parallel, mesh, device, model.tie_weights)
+    if initialize:
+        initialize_weights(model, shape, config.run.seed, device)
+    return model
+
+
+def _check_shapes_are_fixed(config: TrainConfig, shape: LlamaShape, device: torch.device) -> None:
+    """Refuses what would compile at each step: a compiled block serves all only where attention has fixed shapes."""
+    dtype = compute_dtype(config.parallel, device)
+    if config.data.document_mask and not has_kernel_for_documents(device, dtype, shape.head_dim):
+        raise ConfigError(
+            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has those of "
+            f"the documents here, others in each step ({device.type}, {str(dtype).removeprefix('torch.')}, head size "
+            f"{shape.head_dim}; a GPU of compute capability 8.0 takes all at once, in bfloat16 or float16, at head "
+            "sizes of 8, 16, ... 256). Leave one of them out"
+        )
 
 
 def _build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
@@ -117,80 +204,105 @@ def _build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
     return build_mesh(config.parallel, *sizes, processes.device.type, timeout=collective_timeout(config.guard))
 
 
+def _initial_state(plan: RunPlan, stop_step: int | None) -> TrainState:
+    """Where the run stands, from its checkpoint if there is one."""
+    progress = Progress(0, 0)
+    if plan.restored is not None:
+        manifest = plan.restored.manifest
+        progress = Progress(manifest.step, manifest.tokens_seen, manifest.seconds)
+    run_steps = plan.config.run.run_steps
+    if stop_step is None:
+        stop_step = plan.total_steps if run_steps is None else min(plan.total_steps, progress.steps + run_steps)
+    return TrainState(plan.total_steps, stop_step, plan.token_schedule.tokens_per_step, progress)
+
+
 def _assemble(
-    parts: Parts,
+    plan: RunPlan,
+    job: Job,
     mesh: DeviceMesh,
     model: Llama,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     loader: Loader,
-    stop_requests: StopRequests,
-    lease: Lease | None,
 ) -> Run:
-    config, processes = parts.config, parts.processes
-    spikes = build_spike_detector(parts, loader)
-    context = _build_step(parts, mesh, model, parameters, optimizer, spikes)
+    config, processes, tokens = plan.config, plan.processes, plan.training_tokens
+    run_folder = Path(config.checkpoint.ckpt_save_path)
     stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
-    observer = build_observer(parts, stopwatch, state)
+    last_loss = plan.restored.manifest.loss if plan.restored is not None else None
+    observer = build_observer(config, plan.shape, processes, state, stopwatch, tokens, last_loss)
+    spikes = _spike_detector(plan, loader)
+    context = _step_context(plan, mesh, model, parameters, optimizer, spikes)
 
-    def told_to_end() -> bool:
-        state.request_stop(host_sync.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
+    def should_stop() -> bool:
+        state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
         return state.preempted
 
     evaluator = Evaluator(
         model=model,
-        open_batches=_held_out_batches(parts),
+        open_batches=_held_out_batches(plan),
         device=processes.device,
-        interval=Interval(config.evaluation.eval_interval, parts.training_tokens),
-        activity=stopwatch.activity,
-        report=observer.after_evaluation,
-        told_to_end=told_to_end,
+        interval=Interval(config.evaluation.eval_interval, tokens),
+        stopwatch=stopwatch,
+        observer=observer,
+        should_stop=should_stop,
     )
-    guards = build_guards(parts, mesh, context, loader, observer)
+    guards = Guards(config.guard, loader, Replicas(context.parameters, mesh), processes.activity, tokens)
     states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator}
     if spikes is not None:
         states["spikes"] = spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
-    checkpoints = build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states, lease)
+    checkpoints = build_checkpoints(plan, parameters, optimizer, loader, observer, stopwatch, states, job.lease)
+    profiler = Profiler(
+        config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
+    )
     on_rank_zero(lambda: write_config(config))
-    announce(parts, state, loader.changes_at_resume, observer.note)
+    announce(plan, state, loader.changes_at_resume)
     return Run(
         state=state,
-        restored_from=parts.restorable.path if parts.restorable else None,
+        restored_from=plan.restored.path if plan.restored is not None else None,
         context=context,
         batches=_batches(loader, processes.rank),
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
         host_sync=host_sync,
-        stop_requests=stop_requests,
+        stop_requests=job.stop_requests,
         stopwatch=stopwatch,
         guards=guards,
         garbage=GarbageCollection(config.run.gc_interval),
-        profiler=build_profiler(parts, stopwatch, state, observer.note),
+        profiler=profiler,
         mesh=mesh,
     )
 
 
-def _build_step(
-    parts: Parts,
+def _spike_detector(plan: RunPlan, loader: Loader) -> SpikeDetector | None:
+    guard, data = plan.config.guard, plan.config.data
+    if guard.spike_threshold is None:
+        return None
+    # Another mixture, another batch or a document mask shifts the losses: what was usual before says nothing then.
+    conditions = {"phases": len(loader.reader.mixture.phases), "document_mask": data.document_mask}
+    return SpikeDetector(guard.spike_threshold, guard.spike_window, plan.processes.device, conditions)
+
+
+def _step_context(
+    plan: RunPlan,
     mesh: DeviceMesh,
     model: Llama,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     spikes: SpikeDetector | None,
 ) -> StepContext:
-    config = parts.config
+    config, device = plan.config, plan.processes.device
     warmup_steps = resolve_warmup_steps(
-        config.schedule.warmup_steps, config.run.num_steps, parts.token_schedule, parts.training_tokens
+        config.schedule.warmup_steps, config.run.num_steps, plan.token_schedule, plan.training_tokens
     )
     schedule = WarmupCosine(
-        config.optimizer.learning_rate, warmup_steps, parts.total_steps, config.schedule.min_lr_ratio
+        config.optimizer.learning_rate, warmup_steps, plan.total_steps, config.schedule.min_lr_ratio
     )
-    in_float16 = compute_dtype(config.parallel, parts.processes.device) == torch.float16
+    in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(
         model=model,
         sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
@@ -199,42 +311,33 @@ def _build_step(
         schedule=schedule,
         grad_clip_thresh=config.optimizer.grad_clip_thresh,
         shard_group=mesh["shard"].get_group(),
-        device=parts.processes.device,
+        device=device,
         spikes=spikes,
-        scaler=LossScaler(parts.processes.device) if in_float16 else None,
+        scaler=LossScaler(device) if in_float16 else None,
     )
 
 
-def _initial_state(parts: Parts) -> TrainState:
-    """Where the run stands, from the checkpoint if there is one."""
-    progress = Progress(0, 0)
-    if parts.restorable is not None:
-        manifest = parts.restorable.manifest
-        progress = Progress(manifest.step, manifest.tokens_seen, manifest.seconds)
-    run_steps = parts.config.run.run_steps
-    stop_step = parts.total_steps if run_steps is None else min(parts.total_steps, progress.steps + run_steps)
-    return TrainState(parts.total_steps, stop_step, parts.token_schedule.tokens_per_step, progress)
-
-
-def _held_out_batches(parts: Parts) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]] | None:
+def _held_out_batches(plan: RunPlan) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]] | None:
     """Opens the batches of an evaluation, the same ones each time; None where nothing is held out."""
-    if parts.config.data.held_out_fraction == 0:
+    config, processes = plan.config, plan.processes
+    if config.data.held_out_fraction == 0:
         return None
-    loader = parts.held_out_loader()  # made at once: too few held-out documents should not show after a thousand steps
+    # Opened at once: too few held-out documents should not show after a thousand steps.
+    loader = open_loader(plan.data, config, plan.batch, processes.rank, plan.shape.vocab_size, "held_out")
 
     @contextmanager
     def open_batches() -> Iterator[Iterable[StepBatch]]:
         loader.rewind()
-        with closing(_batches(loader, parts.processes.rank)) as batches:
-            yield parts.processes.activity.watch(batches)
+        with closing(_batches(loader, processes.rank)) as batches:
+            yield processes.activity.watch(batches)
 
     return open_batches
 
 
 def _batches(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
-    """The loader's batches until closed; an error in reading them, which only this rank knows of, names the rank.
+    """Yields the loader's batches until closed; an error in reading them, which no other rank knows of, names the rank.
 
-    What a thread that reads dies of comes here, too, once its step does.
+    An error that ends a reading thread arrives here, too, when its step comes.
     """
     try:
         with loader:

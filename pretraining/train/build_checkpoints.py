@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,11 +22,15 @@ from pretraining.distributed.processes import on_rank_zero
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, Progress
-from pretraining.train.parts import Parts
+
+if TYPE_CHECKING:
+    from pretraining.train.build import RunPlan
+
+log = logging.getLogger(__name__)
 
 
 def build_checkpoints(
-    parts: Parts,
+    parts: RunPlan,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     loader: Loader,
@@ -64,21 +70,21 @@ def build_checkpoints(
         tensors=lambda: tensor_state(parameters, optimizer),
         describe=lambda progress: _describe(progress, parts, settings, loader, observer),
         states=states,
-        activity=stopwatch.activity,
-        note=observer.note,
-        restored=parts.restorable.manifest if parts.restorable else None,
+        activity=stopwatch.measure,
+        note=log.info,
+        restored=parts.restored.manifest if parts.restored else None,
         staging=Staging(device) if beside_training else None,
         check_lease=lease.check if lease is not None else lambda: None,
     )
     optimizer.register_step_pre_hook(lambda *_: manager.before_update())
-    restorable = parts.restorable
+    restorable = parts.restored
     if restorable is not None and restorable.is_own:  # a kill may have come after its commit and before this
         run = Path(config.checkpoint.ckpt_save_path)
         on_rank_zero(lambda: tidy_up(run, restorable.path, config.checkpoint.keep_last))
     return manager
 
 
-def _describe(progress: Progress, parts: Parts, settings: str, loader: Loader, observer: Observer) -> Manifest:
+def _describe(progress: Progress, parts: RunPlan, settings: str, loader: Loader, observer: Observer) -> Manifest:
     return Manifest(
         format_version=FORMAT_VERSION,
         step=progress.steps,
@@ -90,7 +96,7 @@ def _describe(progress: Progress, parts: Parts, settings: str, loader: Loader, o
         best_evaluation_loss=None,
         data=loader.state_dict(),
         state={},
-        global_batch_size=parts.plan.global_batch_size,
+        global_batch_size=parts.batch.global_batch_size,
         model=asdict(parts.shape),
         world=world_description(parts.config.parallel.sharding_strategy),
         torch_version=torch.__version__,

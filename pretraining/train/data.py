@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import TrainConfig
@@ -14,7 +13,7 @@ from pretraining.distributed.processes import Processes, on_every_rank, on_rank_
 from pretraining.progress import TokenSchedule
 
 
-def open_data(config: TrainConfig, processes: Processes, say: Callable[[str], None]) -> OpenedDatasets | None:
+def open_data(config: TrainConfig, processes: Processes) -> OpenedDatasets | None:
     """The datasets of a job, or None for the dummy dataset; a collective call.
 
     Raises:
@@ -24,7 +23,7 @@ def open_data(config: TrainConfig, processes: Processes, say: Callable[[str], No
         return None
     # Listing 100,000 files costs a shared file system dearly: one process does it for all.
     listing = on_rank_zero(lambda: list_datasets(config.data))
-    on_rank_zero(lambda: build_indices(listing, config.data, say=say))
+    on_rank_zero(lambda: build_indices(listing, config.data, say=lambda line: print(line, flush=True)))
     # Where indices lie in a cache folder, nodes may not see each other's; where they do, this finds rank 0's.
     is_first_of_node = processes.local_rank == 0
     on_every_rank(lambda: build_indices(listing, config.data) if is_first_of_node else None)

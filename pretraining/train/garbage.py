@@ -1,10 +1,8 @@
 """Keeps Python's garbage collector out of the steps.
 
-The collector looks for cycles of objects whenever so many new ones are there: at another step on each rank, for longer
-the more objects are alive, and all ranks wait for the one that it stops. So here it is off, what is alive before the
-first step is left out of its search for good, and it runs after steps of the same numbers on all ranks.
-
-It must run at times: cycles may hold tensors, and so memory of the device.
+By default the collector runs when enough new objects exist: at a different step on each rank, longer the more objects
+are alive, while all other ranks wait. So it is off here, what is alive before the first step is excluded for good, and
+it runs after the same steps on all ranks. It must run at times: cycles may hold tensors, and so memory of the device.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from pretraining.progress import TrainState
 
 
 class GarbageCollection:
-    """When Python collects garbage, as a context around the loop.
+    """Decides when Python collects garbage, as a context around the loop.
 
     Args:
-        interval_steps: steps between two collections; 0 = whenever Python wants.
+        interval_steps: steps between two collections; 0 = Python's own default.
     """
 
     def __init__(self, interval_steps: int) -> None:
@@ -43,6 +41,6 @@ class GarbageCollection:
                 gc.enable()
 
     def after_step(self, state: TrainState) -> None:
-        """Collect if it is time."""
+        """Collects if it is time."""
         if self._interval_steps and state.progress.steps % self._interval_steps == 0:
             gc.collect()

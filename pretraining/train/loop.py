@@ -14,7 +14,7 @@ from pretraining.data.batch import StepBatch
 from pretraining.distributed.host_sync import HostSync
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.observability.observer import Observer
-from pretraining.observability.profiler import StepProfiler
+from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import TrainState
 from pretraining.train.garbage import GarbageCollection
@@ -25,20 +25,20 @@ from pretraining.train.step import StepContext, train_step
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a loop needs; `build.build_run` puts it together.
+    """Everything that the loop needs; `build.build_run` puts it together.
 
     Attributes:
         state: how far the run is.
         restored_from: the checkpoint it was restored from, if any.
         context: what a step works with.
-        batches: of this rank, a step's at a time, without end until closed.
+        batches: of this rank, one step at a time, endless until closed.
         observer: reports.
         evaluator: held-out loss.
         checkpoints: saves.
-        host_sync: what all ranks know alike: a clock, and whether one of them was told to end.
-        stop_requests: what this rank was told.
+        host_sync: a clock and a request to end that all ranks read alike.
+        stop_requests: what asks this rank to end early.
         stopwatch: where the time goes.
-        guards: end a run that goes wrong.
+        guards: end a run that goes wrong (stability.py).
         garbage: when Python collects it.
         profiler: records some steps.
         mesh: that the model is sharded over.
@@ -56,17 +56,17 @@ class Run:
     stopwatch: Stopwatch
     guards: Guards
     garbage: GarbageCollection
-    profiler: StepProfiler
+    profiler: Profiler
     mesh: DeviceMesh
 
 
 def train_loop(run: Run) -> None:
-    """Train until the run is finished, or this invocation's share of it, or it is told to end; a collective call."""
+    """Trains until the run or this invocation's part of it is done, or it is asked to stop; a collective call."""
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
     earlier_seconds = state.progress.seconds
     with run.observer, run.garbage, run.profiler, run.checkpoints, run.host_sync, closing(run.batches):
-        _pay_owed_evaluation(run)
+        _finish_pending_evaluation(run)
         while not state.stopping:
             outcome = train_step(run.context, next(batches), state.step)
             agreed = run.host_sync.exchange(run.stopwatch.elapsed, run.stop_requests.pending())
@@ -79,9 +79,9 @@ def train_loop(run: Run) -> None:
             run.profiler.after_step(state)
 
 
-def _pay_owed_evaluation(run: Run) -> None:
-    """Evaluate first where the start before was told to end instead."""
-    if run.evaluator.owed:
+def _finish_pending_evaluation(run: Run) -> None:
+    """Evaluates first if the last run stopped before its evaluation."""
+    if run.evaluator.pending:
         evaluation_loss = run.evaluator.maybe_run(run.state)
         if evaluation_loss is not None:
             run.checkpoints.maybe_save(run.state, evaluation_loss)

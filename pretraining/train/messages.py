@@ -1,9 +1,11 @@
-"""What a run says at its start and at its end, so that a person knows what is happening and what to do next."""
+"""What a run says at its start and its end, so that a person knows what happens and what to do next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretraining.checkpoint.state import Manifest
 from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
@@ -16,67 +18,76 @@ from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name, peak_tflops
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.progress import TrainState
-from pretraining.train.parts import Parts
 from pretraining.train.preemption import reason_of
 
+if TYPE_CHECKING:
+    from pretraining.train.build import RunPlan  # which imports this module
 
-def announce(parts: Parts, state: TrainState, changes: Sequence[str], note: Callable[[str], None]) -> None:
-    """Say what is about to be trained, on what, for how long, and from where.
+log = logging.getLogger(__name__)
+
+
+def announce(plan: RunPlan, state: TrainState, changes: Sequence[str]) -> None:
+    """Logs what is about to be trained, on what data, for how long, and from where.
 
     Args:
-        parts: of the run.
+        plan: of the run.
         state: where it stands.
         changes: how its data changes here, a line each.
-        note: shows a line.
     """
-    config, processes, plan, restorable = parts.config, parts.processes, parts.plan, parts.restorable
+    config, processes = plan.config, plan.processes
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     name = config.model.model_variant or "llama"
-    note(
-        f"model       {name}, {parameter_count(parts.shape):,} parameters, {precision}, "
-        f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}"
+    lines = [
+        f"model       {name}, {parameter_count(plan.shape):,} parameters, {precision}, "
+        f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}",
+        *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
+        _describe_data(plan),
+        f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
+        f"length      {state.total_steps} steps, {plan.token_schedule.tokens_at(state.total_steps):,} tokens",
+        *_describe_flops(plan),
+        *_describe_start(plan, state, changes),
+        *(f"            {path} is incomplete: ignored" for path in plan.abandoned),
+        f"run folder  {config.checkpoint.ckpt_save_path}",
+    ]
+    for line in lines:
+        log.info(line)
+
+
+def _describe_data(plan: RunPlan) -> str:
+    data, packing = plan.data, plan.config.data.packing
+    if data is None:
+        return "data        made up"
+    padded = "" if packing == "stream" else f" (packing {packing}, with padding)"
+    return (
+        f"data        {len(data.datasets)} datasets, {data.training_tokens:,} tokens to train on, "
+        f"{data.held_out_tokens:,} held out{padded}"
     )
-    for line in _levers(config.parallel, parts.shape.num_hidden_layers):
-        note(f"            {line}")
-    if parts.data is None:
-        note("data        made up")
+
+
+def _describe_start(plan: RunPlan, state: TrainState, changes: Sequence[str]) -> Iterator[str]:
+    """What the run starts from, and how its settings differ from there."""
+    if plan.start is None:
+        yield f"start       from initial weights, seed {plan.config.run.seed}"
+        return
+    checkpoint = plan.start.checkpoint
+    if plan.restored is None:
+        yield f"start       at step 0 with the weights of {checkpoint.path}"
     else:
-        padded = "" if config.data.packing == "stream" else f" (packing {config.data.packing}, with padding)"
-        note(
-            f"data        {len(parts.data.datasets)} datasets, {parts.data.training_tokens:,} tokens to train on, "
-            f"{parts.data.held_out_tokens:,} held out{padded}"
-        )
-    note(f"batch       {plan.describe()}, {config.data.seq_length} tokens each")
-    note(f"length      {state.total_steps} steps, {parts.token_schedule.tokens_at(state.total_steps):,} tokens")
-    for line in _describe_flops(parts):
-        note(line)
-    if parts.weights is not None:
-        note(f"start       at step 0 with the weights of {parts.weights.path}")
-        for line in parts.weights.passed_over:
-            note(f"            {line}: passed over")
-    elif restorable is None:
-        note(f"start       from initial weights, seed {config.run.seed}")
-    else:
-        note(f"start       from {restorable.path}, step {restorable.manifest.step}")
-        for change in changes:
-            note(f"            {change}")
-        for change in changed_settings(restorable.manifest, config):
-            note(f"            {change}")
+        yield f"start       from {checkpoint.path}, step {checkpoint.manifest.step}"
+        for change in (*changes, *changed_settings(checkpoint.manifest, plan.config)):
+            yield f"            {change}"
         if state.stop_step < state.total_steps:
-            note(f"            this invocation ends at step {state.stop_step}")
-        for line in restorable.passed_over:
-            note(f"            {line}: passed over")
-    for path in parts.abandoned:
-        note(f"            {path} is incomplete: ignored")
-    note(f"run folder  {config.checkpoint.ckpt_save_path}")
+            yield f"            this invocation ends at step {state.stop_step}"
+    for line in checkpoint.passed_over:
+        yield f"            {line}: passed over"
 
 
-def _describe_flops(parts: Parts) -> list[str]:
+def _describe_flops(plan: RunPlan) -> list[str]:
     """What MFU counts, and what it is a share of."""
-    shape, seq_length = parts.shape, parts.config.data.seq_length
+    shape, seq_length = plan.shape, plan.config.data.seq_length
     operations = flops_per_token(shape, seq_length)
-    less = ", less in shorter documents" if parts.config.data.document_mask else ""
-    name = device_name(parts.processes.device)
+    less = ", less in shorter documents" if plan.config.data.document_mask else ""
+    name = device_name(plan.processes.device)
     peak = peak_tflops(name)
     relative = (
         f"no MFU: the peak of a {name} is not known, `pretrain doctor` measures what it reaches"
@@ -106,7 +117,7 @@ def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
 def conclude(
     config: TrainConfig, state: TrainState, checkpoint: Path | None, elapsed_seconds: float, trained: bool
 ) -> str:
-    """Where everything is, and what to run next.
+    """Says where everything is, and what to run next.
 
     Args:
         config: the settings.
@@ -139,7 +150,7 @@ def conclude(
 
 
 def conclude_preempted(state: TrainState) -> str:
-    """Why a run ended before it was done, and how it goes on."""
+    """Says why a run ended before it was done, and how it goes on."""
     return (
         f"Preempted at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): saved; "
         "the same command goes on from there."

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pretraining.errors import Preempted
 from pretraining.launch.signals import ReceivedSignals
 from pretraining.progress import Duration
 
@@ -41,14 +42,24 @@ class StopRequests:
     clock: Callable[[], float] = time.time
 
     def pending(self) -> int:
-        """The request of this rank, for `HostSync.exchange`: 0 = none, else what `reason_of` explains."""
+        """Returns the request of this rank, for `HostSync.exchange`: 0 = none, else what `reason_of` explains."""
         if self.signals.first is not None:
             return int(self.signals.first)
         return TIME_LIMIT if self.deadline is not None and self.clock() >= self.deadline else 0
 
+    def end_before_training(self) -> None:
+        """Ends a start that is asked to stop before its first step.
+
+        Raises:
+            Preempted: a request is pending.
+        """
+        pending = self.pending()
+        if pending:
+            raise Preempted(f"Preempted before training began ({reason_of(pending)}): nothing has changed.")
+
 
 def reason_of(stop: int) -> str:
-    """A request of any rank in words."""
+    """Puts a request of any rank into words."""
     if stop == TIME_LIMIT:
         return "the time limit is near"
     return signal.Signals(stop).name

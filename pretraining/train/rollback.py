@@ -1,76 +1,67 @@
-"""Trains a run to its end, going back where it diverges: to the newest checkpoint before, without the samples since.
+"""Trains a run to its end. Where it diverges, it goes back to the newest checkpoint before, without the samples since.
 
-That is how PaLM got past its loss spikes (Chowdhery et al., 2022, section 5.1): they came of certain batches meeting
+This is how PaLM got past its loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting
 certain weights, and with other batches from there on they did not come back. The run is built again as for any start,
-from a checkpoint, with the samples of the updates that were left out added to `skip_samples`; the state of the data
-keeps them from there on, so that later starts and `pretrain inspect` know of them.
+with the samples of the skipped updates added to `skip_samples`; the data state keeps them from there on, so that later
+starts and `pretrain inspect` know of them.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.listing import UNFINISHED_SUFFIX, committed_checkpoints, step_of
 from pretraining.checkpoint.retention import best_of, list_records, point_to_best
 from pretraining.config.training import TrainConfig
-from pretraining.distributed.processes import Processes, on_rank_zero
+from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DivergenceError
+from pretraining.train.build import Job, build_run
 from pretraining.train.loop import Run, train_loop
 
-Build = Callable[[TrainConfig, DeviceMesh | None], Run]
+log = logging.getLogger(__name__)
 
 
-def train_to_the_end(config: TrainConfig, processes: Processes, build: Build) -> Run:
-    """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
-
-    Args:
-        config: the settings.
-        processes: this process among the others.
-        build: makes the run of settings, restored from the newest checkpoint, on the mesh of an earlier one if there
-            is one; a collective call, too.
+def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
+    """Trains, going back at most `max_rollbacks` times without progress in between; a collective call.
 
     Returns:
-        the run that came to its end.
+        The run that came to its end, and whether there was anything to do.
 
     Raises:
-        DivergenceError: it diverged, and must not go back again.
+        DivergenceError: the run diverged, and must not go back again.
     """
+    run = build_run(config, job)
+    had_work = not run.state.stopping or run.evaluator.pending
     furthest, rollbacks = 0, 0
-    mesh: DeviceMesh | None = None
-    stop_step: int | None = None
-    while True:
-        run = build(config, mesh)
-        stop_step = run.state.stop_step = stop_step or run.state.stop_step  # going back does not move the end
-        divergence = _train(run)
-        if divergence is None:
-            return run
+    while (divergence := _train(run)) is not None:
         if divergence.first_step > furthest:
             rollbacks = 0
         if rollbacks == config.guard.max_rollbacks:
             raise _without_hope(divergence, rollbacks)
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
-        mesh = run.mesh  # another one would make other groups of processes, which take memory of the device
+        # Another mesh would make other groups of processes, which take memory; and going back does not move the end.
+        mesh, stop_step = run.mesh, run.state.stop_step
         del run  # the next one needs its memory
         gc.collect()
-        if processes.device.type == "cuda":
+        if job.processes.device.type == "cuda":
             torch.cuda.empty_cache()
         config = _without_samples(config, divergence.samples)
         folder = Path(config.checkpoint.ckpt_save_path)
         dropped = on_rank_zero(partial(_drop_checkpoints, folder, divergence.first_step))
-        if processes.is_main:
-            _tell(divergence, rollbacks, config.guard.max_rollbacks, dropped)
+        _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
+        run = build_run(config, job, mesh=mesh, stop_step=stop_step)
+    return run, had_work
 
 
 def _train(run: Run) -> DivergenceError | None:
-    """Train, and return how it diverged; as a value, since an exception would keep the run alive."""
+    """Trains, and returns how the run diverged, if it did; as a value, since an exception would keep the run alive."""
     try:
         train_loop(run)
     except DivergenceError as divergence:
@@ -107,12 +98,11 @@ def _drop_checkpoints(run: Path, step: int) -> list[Path]:
     return dropped
 
 
-def _tell(divergence: DivergenceError, rollbacks: int, most: int, dropped: list[Path]) -> None:
+def _log_rollback(divergence: DivergenceError, rollbacks: int, most: int, dropped: list[Path]) -> None:
     begin, end = divergence.samples
-    print(
-        f"step {divergence.last_step}  the updates since step {divergence.first_step} were left out: rollback "
-        f"{rollbacks} of {most}, from here on without samples {begin}-{end - 1}",
-        flush=True,
+    log.info(
+        "step %d  the updates since step %d were left out: rollback %d of %d, from here on without samples %d-%d",
+        *(divergence.last_step, divergence.first_step, rollbacks, most, begin, end - 1),
     )
     for path in dropped:
-        print(f"            {path} was saved after the first of them: given up", flush=True)
+        log.info("            %s was saved after the first of them: given up", path)

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
-
-from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.start_point import adopt_model, settle_run_path
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.data.tokenizer import load_tokenizer
 from pretraining.distributed.compile import naming_the_flag, without_compiling
 from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Preempted
 from pretraining.evaluation.generation import generate
 from pretraining.launch.layout import ProcessLayout
-from pretraining.train.build import build_run
+from pretraining.observability.out_of_memory import explain_out_of_memory
+from pretraining.train.build import Job
 from pretraining.train.loop import Run
 from pretraining.train.messages import conclude, conclude_preempted
-from pretraining.train.out_of_memory import explain_out_of_memory
-from pretraining.train.preemption import StopRequests, reason_of
+from pretraining.train.preemption import StopRequests
 from pretraining.train.rollback import train_to_the_end
 from pretraining.train.run_status import StatusKeeper
 
+log = logging.getLogger(__name__)
+
 
 def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequests | None = None) -> None:
-    """Train as configured, in every process of a job.
+    """Trains as configured, in every process of a job.
 
     Args:
         config: the settings, the same in every process.
         layout: which of the processes this one is.
-        stop_requests: what tells this process to end early; none = nothing.
+        stop_requests: what asks this process to end early; None = nothing.
 
     Raises:
         Preempted: the run was told to end before it was done, and is saved.
         PretrainError: any mistake of the user; the message says what to change.
     """
     requests = StopRequests() if stop_requests is None else stop_requests
-    has_work = False
     # The status is written last, when an error has been put into words.
     with (
         StatusKeeper(config.run.max_starts_without_progress, is_writer=layout.rank == 0) as status,
@@ -53,32 +53,17 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
     ):
         config = adopt_model(config)
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
-        on_every_rank(lambda: _end_before_training(requests))
+        on_every_rank(requests.end_before_training)
         config = with_run_path(config, on_rank_zero(lambda: settle_run_path(config)))
         with (
             hold_lease(Path(config.checkpoint.ckpt_save_path), processes) as lease,
-            explain_out_of_memory(config, processes) as explainer,
+            explain_out_of_memory(config, processes) as memory,
+            naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-
-            def build(config: TrainConfig, mesh: DeviceMesh | None) -> Run:
-                nonlocal has_work
-                run = build_run(config, processes, stop_requests=requests, status=status, lease=lease, mesh=mesh)
-                on_every_rank(lambda: _end_before_training(requests))
-                has_work = has_work or not run.state.stopping or run.evaluator.owed
-                status.training(run.state)
-                return explainer.watch(run)
-
-            with naming_the_flag(processes.rank if processes.world_size > 1 else None):
-                run = train_to_the_end(config, processes, build)
-        if run.state.preempted and not (run.state.finished and not run.evaluator.owed):
+            run, trained = train_to_the_end(config, Job(processes, requests, status, lease, memory))
+        if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
             raise Preempted(conclude_preempted(run.state))
-        _finish(config, processes, run, prompt, has_work)
-
-
-def _end_before_training(requests: StopRequests) -> None:
-    """Leave where a signal came while the run was put together: nothing is lost, and the time is better used anew."""
-    if requests.pending():
-        raise Preempted(f"Preempted before training began ({reason_of(requests.pending())}): nothing has changed.")
+        _finish(config, processes, run, prompt, trained)
 
 
 def with_run_path(config: TrainConfig, path: str) -> TrainConfig:
@@ -87,7 +72,7 @@ def with_run_path(config: TrainConfig, path: str) -> TrainConfig:
 
 
 def _encode_prompt(config: TrainConfig) -> list[int] | None:
-    """Tokens of the prompt that the sample at the end continues, or None where no sample is to be made."""
+    """Tokens of the prompt that the sample at the end continues, or None without a sample."""
     if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer_path)
@@ -107,13 +92,11 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[in
         count, context = config.evaluation.sample_tokens, config.data.seq_length
         with without_compiling():  # every token makes the sequence longer
             sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
-    if not processes.is_main:
-        return
     checkpoint = run.checkpoints.newest or run.restored_from
-    print(conclude(config, run.state, checkpoint, run.stopwatch.elapsed, trained))
-    if prompt is not None:
+    log.info(conclude(config, run.state, checkpoint, run.stopwatch.elapsed, trained))
+    if prompt is not None and processes.is_main:
         assert config.data.tokenizer_path is not None
-        tokenizer: Tokenizer = load_tokenizer(config.data.tokenizer_path)
+        tokenizer = load_tokenizer(config.data.tokenizer_path)
         text = config.evaluation.sample_prompt + tokenizer.decode(sample)
         indented = "\n".join(f"    {line}" for line in text.splitlines())
-        print(f"  a sample of its text:\n{indented}")
+        log.info("  a sample of its text:\n%s", indented)

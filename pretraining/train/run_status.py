@@ -10,15 +10,18 @@ that back; a start that finds as many crashes as are allowed, with no checkpoint
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
+from pretraining.files import write_atomic
 from pretraining.progress import TrainState
 from pretraining.train.preemption import reason_of
+
+log = logging.getLogger(__name__)
 
 STATUS_FILE = "run_status.json"
 
@@ -121,7 +124,7 @@ class StatusKeeper:
         try:
             self._write(ended)
         except OSError as problem:  # whatever ended the run matters more
-            print(f"{self._path} cannot be written: {problem}", file=sys.stderr)
+            log.warning("%s cannot be written: %s", self._path, problem)
 
     def _is_crash(self, error: BaseException | None) -> bool:
         if error is None or isinstance(error, Preempted | KeyboardInterrupt):
@@ -145,9 +148,7 @@ class StatusKeeper:
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(replace(status, updated=now)), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self._path)
+        write_atomic(self._path, json.dumps(asdict(replace(status, updated=now)), indent=1) + "\n")
 
 
 def read_status(path: Path) -> RunStatus | None:

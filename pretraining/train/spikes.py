@@ -10,37 +10,22 @@ Everything happens on the device, from numbers that are the same on all ranks: t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a step's loss is, next to those before; scalars on the device, the same on all ranks.
-
-    Attributes:
-        is_spike: whether it is one.
-        loss: mean over the valid tokens of the global batch.
-        mean, deviation: of the window, before this step.
-    """
-
-    is_spike: torch.Tensor
-    loss: torch.Tensor
-    mean: torch.Tensor
-    deviation: torch.Tensor
+from pretraining.observability.observer import SpikeVerdict
 
 
 class SpikeDetector:
-    """Judges each step's loss by the last ones.
+    """Judges the loss of each step by those of the last steps.
 
     Args:
         threshold: in standard deviations.
-        window: losses that are looked back on; with less than half of them, none is a spike.
+        window: how many losses to look back on; with less than half of them, none is a spike.
         device: of the losses.
-        conditions: what the level of the losses depends on, JSON-able: under other ones, a window is begun anew.
+        conditions: what the level of the losses depends on, JSON-able; under other conditions a new window begins.
     """
 
     def __init__(self, threshold: float, window: int, device: torch.device, conditions: Mapping[str, Any]) -> None:
@@ -50,8 +35,8 @@ class SpikeDetector:
         # The newest loss stands last; NaN = a place that is not taken yet.
         self._losses = torch.full((window,), torch.nan, dtype=torch.float32, device=device)
 
-    def judge(self, loss_sum: torch.Tensor, valid_tokens: torch.Tensor) -> Verdict:
-        """Judge a step; a collective call of one number.
+    def judge(self, loss_sum: torch.Tensor, valid_tokens: torch.Tensor) -> SpikeVerdict:
+        """Judges a step; a collective call of one number.
 
         Args:
             loss_sum: of this rank's tokens.
@@ -68,10 +53,10 @@ class SpikeDetector:
         deviation = (squares / (count - 1).clamp(min=1)).sqrt()
         # What is compared with NaN is false: a loss that is not finite is no spike, and needs to be none.
         is_spike = (count >= self._fewest) & (loss - mean > self._threshold * deviation)
-        return Verdict(is_spike, loss, mean, deviation)
+        return SpikeVerdict(is_spike, loss, mean, deviation)
 
     def remember(self, loss: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Take a step's loss into the window, unless its update was left out."""
+        """Takes a step's loss into the window, unless its update was left out."""
         moved = torch.cat((self._losses[1:], loss.reshape(1)))
         self._losses = torch.where(skipped, self._losses, moved)
 
@@ -81,7 +66,7 @@ class SpikeDetector:
         return {"losses": losses, "conditions": self._conditions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a window, as far as this one is long, unless it was filled under other conditions."""
+        """Continues a window, unless it was filled under other conditions; a shorter one keeps the newest losses."""
         if state["conditions"] != self._conditions:
             return
         kept = state["losses"][-len(self._losses) :]

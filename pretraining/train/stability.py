@@ -1,17 +1,18 @@
-"""Watches over a run's updates: tells of those that were left out, and ends the run where there were too many in a row.
+"""Watches over a run's updates: logs those that are skipped, and ends the run where too many are skipped in a row.
 
-Whether an update is left out is decided on the device, inside the step. Here the host learns of it, one step later, so
+Whether an update is skipped is decided on the device, inside the step. The host learns of it here, one step later, so
 that it never waits for the step that is under way. All ranks learn the same at the same step, so they end together.
 
-Ends with `DivergenceError`, which `rollback.py` may answer with an earlier checkpoint, or with `HardwareError`, where
-replicas no longer hold the same weights.
+A run that diverges ends with `DivergenceError`, which `rollback.py` may answer with an earlier checkpoint; one whose
+replicas no longer hold the same weights ends with `HardwareError`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +20,25 @@ import torch
 import torch.distributed as dist
 
 from pretraining.config.guards import GuardConfig
+from pretraining.data.loader import Loader
 from pretraining.distributed.host_sync import wait_for_device
 from pretraining.distributed.processes import Activity
 from pretraining.distributed.replicas import Replicas
 from pretraining.errors import DivergenceError, HardwareError
+from pretraining.observability.observer import StepOutcome
 from pretraining.progress import Interval, TrainState
-from pretraining.train.step import StepOutcome
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """What the device is about to say of a step.
+    """What the device will say of a step.
 
     Attributes:
         step: its number, from 1.
         numbers: on the host: skipped; where spikes are looked for, also: is a spike, loss, mean, deviation.
-        event: when they are there; None = now.
+        event: marks when the numbers are there; None = now.
     """
 
     step: int
@@ -43,47 +47,43 @@ class _Pending:
 
 
 class Guards:
-    """Learns of every step how it went.
+    """Learns how every step went, and ends a run that goes wrong.
 
     Args:
-        config: how much is let go.
-        samples_of: (first, end) of the global indices of the samples that steps A to B, numbered from 1, are made of.
+        config: how many skipped updates are too many, and how often replicas are compared.
+        loader: knows which samples the steps are made of.
         replicas: the copies of the model.
-        replica_check: when they are compared.
         activity: told of every step.
-        note: shows a line.
+        training_tokens: tokens of one pass over the datasets, for an interval in epochs.
     """
 
     def __init__(
         self,
         config: GuardConfig,
-        *,
-        samples_of: Callable[[int, int], tuple[int, int]],
+        loader: Loader,
         replicas: Replicas,
-        replica_check: Interval,
         activity: Activity,
-        note: Callable[[str], None],
+        training_tokens: int | None,
     ) -> None:
         self._most_in_a_row = config.max_skipped_steps
         self._asks = config.max_skipped_steps > 0 or config.spike_threshold is not None
-        self._samples_of = samples_of
+        self._loader = loader
         self._replicas = replicas
-        self._replica_check = replica_check
+        self._replica_check = Interval(config.replica_check_interval, training_tokens)
         self._equal_at: int | None = None
-        self._pulse = activity
-        self._note = note
+        self._activity = activity
         self._pending: _Pending | None = None
         self._in_a_row = 0
         self._last_step = 0
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
-        """Take note of a step, and judge the one before it.
+        """Takes note of a step, and judges the one before it.
 
         Raises:
             DivergenceError: too many updates in a row were left out; the same on all ranks.
             HardwareError: replicas differ; the same on all ranks.
         """
-        self._pulse.end_step(state.step)
+        self._activity.end_step(state.step)
         self._learn()
         self._pending = _ask(state.step, outcome) if self._asks else None
         if state.stopping:
@@ -99,12 +99,12 @@ class Guards:
         return {"skipped_in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where a checkpoint was made."""
+        """Goes on counting where a checkpoint was made."""
         most = self._most_in_a_row - 1 if self._most_in_a_row else math.inf  # a smaller limit counts from the next step
         self._in_a_row = int(min(state["skipped_in_a_row"], most))
 
     def _learn(self) -> None:
-        """Hear what the device says of the pending step, if there is one."""
+        """Reads what the device says of the pending step, if there is one."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -113,13 +113,14 @@ class Guards:
         skipped, *numbers = pending.numbers.tolist()
         self._last_step = pending.step
         self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row and self._in_a_row.bit_count() == 1:  # 1, 2, 4, 8 ...: told, and not drowned in
+        if self._in_a_row and self._in_a_row.bit_count() == 1:  # 1, 2, 4, 8 ...: a long row does not flood the log
             row = f", {self._in_a_row} in a row" if self._in_a_row > 1 else ""
-            self._note(f"step {pending.step}  update left out: {_reason(numbers)}{row}")
+            log.info("step %d  update left out: %s%s", pending.step, _reason(numbers), row)
 
     def _give_up(self) -> None:
         first, last = self._last_step - self._in_a_row + 1, self._last_step
-        begin, end = self._samples_of(first, last)
+        mixture = self._loader.reader.mixture
+        begin, end = mixture.first_sample(first - 1), mixture.first_sample(last)
         text = (
             f"step {last}: the updates since step {first} were left out, {self._in_a_row} in a row "
             "(--max_skipped_steps), because loss or gradient was not finite or the loss a spike. The weights are those "
@@ -152,9 +153,9 @@ class Guards:
 
 
 def _ask(step: int, outcome: StepOutcome) -> _Pending:
-    """Have what the host wants to know of a step brought to it, without waiting."""
+    """Starts to copy what the host wants to know of a step, without waiting."""
     verdict = outcome.verdict
-    # What is left out while the scale of the loss goes down does not go wrong: the next steps are to show.
+    # A skipped update that lowers the loss scale is no failure: the next steps will show.
     skipped = outcome.skipped if outcome.rescaled is None else outcome.skipped & ~outcome.rescaled
     numbers = skipped.reshape(1)
     if verdict is not None:

@@ -25,9 +25,10 @@ from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
+from pretraining.observability.observer import StepOutcome
 from pretraining.optim.optimizer import set_learning_rate, skip_update_if
 from pretraining.optim.schedules import WarmupCosine
-from pretraining.train.spikes import SpikeDetector, Verdict
+from pretraining.train.spikes import SpikeDetector
 
 
 @dataclass(frozen=True)
@@ -58,34 +59,6 @@ class StepContext:
     device: torch.device
     spikes: SpikeDetector | None = None
     scaler: LossScaler | None = None
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step leaves behind; tensors are scalars on the device.
-
-    Attributes:
-        loss_sum: sum of the losses of this rank's valid tokens, without z-loss.
-        z_loss_sum: of their z-losses; 0 where z-loss is off.
-        valid_tokens: valid tokens of the global batch.
-        grad_norm: of the whole gradient before clipping.
-        skipped: whether the update was left out: loss or gradient was not finite, or the loss was a spike.
-        learning_rate: of the update.
-        attention_span: tokens of the document (without a document mask: the row) that a token of this rank is in, on
-            average; on the host.
-        verdict: on the loss, where spikes are looked for.
-        rescaled: whether the update was left out to go on with a smaller scale of the loss, in float16.
-    """
-
-    loss_sum: torch.Tensor
-    z_loss_sum: torch.Tensor
-    valid_tokens: torch.Tensor
-    grad_norm: torch.Tensor
-    skipped: torch.Tensor
-    learning_rate: float
-    attention_span: float
-    verdict: Verdict | None = None
-    rescaled: torch.Tensor | None = None
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:

@@ -32,7 +32,7 @@ from pretraining.distributed.grad_norm import clip_gradients, local_gradients
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes
 from pretraining.optim.optimizer import build_adamw
-from pretraining.train.build_model import build_model
+from pretraining.train.build import build_model
 
 BeforeMicroBatch = Callable[[bool], AbstractContextManager[None]]
 """Told whether a micro-batch is the last of its step; returns a context for its forward and backward."""

@@ -20,7 +20,7 @@ from common import markdown_table, spread, synchronize
 
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes, join_processes
-from pretraining.train.build import build_run
+from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
 
 FIRST_SAVE, SECOND_SAVE, LAST_STEP = 5, 15, 21
@@ -87,7 +87,7 @@ def _train_and_save(folder: Path, config: TrainConfig, processes: Processes, asy
     length = replace(config.run, num_steps=type(config.run.num_steps)(LAST_STEP, "steps"))
     waited, ended = [], []
     with (folder / "log").open("w") as log, redirect_stdout(log):
-        run = build_run(replace(config, checkpoint=checkpoint, run=length), processes)
+        run = build_run(replace(config, checkpoint=checkpoint, run=length), Job(processes))
         manager = run.checkpoints
         maybe_save = manager.maybe_save
 

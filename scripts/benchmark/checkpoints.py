@@ -48,7 +48,7 @@ from pretraining.distributed.processes import Processes, join_processes
 from pretraining.model.flops import parameter_count
 from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import build_adamw, materialise_state
-from pretraining.train.build_model import build_model
+from pretraining.train.build import build_model
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")
 QUIET = ("report_interval=0", "progress=plain")

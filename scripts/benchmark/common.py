@@ -24,7 +24,7 @@ from pretraining.distributed.processes import Processes, join_processes
 from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.train.build import build_run
+from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
 
 
@@ -109,7 +109,7 @@ def train_project(config: TrainConfig, before_step: Callable[[float | None], Non
         before_step: called before each step with the loss that was last reported; may end the run with `Over`.
     """
     with join() as processes:
-        run = build_run(config, processes)
+        run = build_run(config, Job(processes))
 
         def paced() -> Generator[StepBatch, None, None]:
             with closing(run.batches) as batches:

@@ -24,7 +24,7 @@ from common import Over, announce, join, markdown_table, parse, read_settings, s
 from pretraining.data.batch import StepBatch
 from pretraining.observability.profiler import STEPS_OF_A_PROFILE, StepProfiler
 from pretraining.progress import TrainState
-from pretraining.train.build import build_run
+from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
 
 SETTINGS = (
@@ -113,7 +113,7 @@ def train(settings: list[str], firsts: list[int], folder: Path) -> TimedProfiler
     own = [f"profile_steps={ranges}", f"num_steps={total + 1}", f"report_interval={total + 1}"]
     config = read_settings([*settings, *own, f"ckpt_save_path={folder}/run"])
     with Path(folder, "log").open("w") as log, redirect_stdout(log), join() as processes:
-        run = build_run(config, processes)
+        run = build_run(config, Job(processes))
         timed = TimedProfiler(run.profiler, total)
         with suppress(Over):
             train_loop(replace(run, profiler=timed, batches=timed.paced(run.batches)))

@@ -22,7 +22,7 @@ from pretraining.config.variants import resolve_shape
 from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.mesh import build_mesh
 from pretraining.optim.optimizer import build_adamw
-from pretraining.train.build_model import build_model
+from pretraining.train.build import build_model
 
 
 def bare(config: TrainConfig, turn: Turn) -> None:

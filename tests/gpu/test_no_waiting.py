@@ -11,8 +11,9 @@ from training_runs import TINY
 
 from pretraining.cli import main
 from pretraining.data.batch import StepBatch
+from pretraining.observability.observer import StepOutcome
 from pretraining.train import loop
-from pretraining.train.step import StepContext, StepOutcome, train_step
+from pretraining.train.step import StepContext, train_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

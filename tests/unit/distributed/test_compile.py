@@ -17,7 +17,7 @@ from pretraining.distributed.compile import compile_blocks, naming_the_flag, wit
 from pretraining.distributed.mesh import build_mesh
 from pretraining.errors import ConfigError, DataError
 from pretraining.model.llama import Llama
-from pretraining.train.build_model import build_model
+from pretraining.train.build import build_model
 
 CPU = torch.device("cpu")
 

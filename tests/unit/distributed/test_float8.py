@@ -22,7 +22,7 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.errors import ConfigError
 from pretraining.model.init import parameter_name
 from pretraining.model.llama import Llama
-from pretraining.train.build_model import build_model
+from pretraining.train.build import build_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SCALINGS = ["tensorwise", "rowwise"]

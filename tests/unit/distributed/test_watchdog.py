@@ -182,7 +182,7 @@ def test_a_thread_that_the_store_blocks_does_not_keep_a_run_from_its_end(
 ) -> None:
     monkeypatch.setattr(watchdog_module, "PATIENCE_SECONDS", 0.05)
     release = threading.Event()
-    monkeypatch.setattr(Heartbeats, "tell", lambda *_: release.wait())
+    monkeypatch.setattr(Heartbeats, "publish", lambda *_: release.wait())
     with Watchdog(GuardConfig(), processes(2)):
         pass
     release.set()

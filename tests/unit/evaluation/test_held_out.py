@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +32,15 @@ class LossIsInput(nn.Module):
         return (tokens_BS * valid).sum() + z_loss_sum, valid.sum(), z_loss_sum
 
 
+def observer_of(report: Callable[[Progress, float], None]) -> Any:
+    return SimpleNamespace(after_evaluation=report)
+
+
 def evaluator_with(
     opened: list[int],
     reports: list[tuple[int, float]],
     every: int = 3,
-    told_to_end: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluator:
     first = MicroBatch(torch.tensor([[1, 1, 1], [1, 1, 1]], dtype=torch.int32))
     second = MicroBatch(torch.tensor([[7, 7, 7], [9, 9, 9]], dtype=torch.int32), lengths_B=torch.tensor([3, 0]))
@@ -49,9 +55,9 @@ def evaluator_with(
         open_batches=open_batches,
         device=torch.device("cpu"),
         interval=Interval(Duration(every, "steps"), None),
-        activity=Stopwatch().activity,
-        report=lambda progress, loss: reports.append((progress.steps, loss)),
-        told_to_end=told_to_end,
+        stopwatch=Stopwatch(),
+        observer=observer_of(lambda progress, loss: reports.append((progress.steps, loss))),
+        should_stop=should_stop,
     )
 
 
@@ -81,9 +87,9 @@ def test_without_held_out_documents_there_is_no_evaluation() -> None:
         open_batches=None,
         device=torch.device("cpu"),
         interval=Interval(Duration(1, "steps"), None),
-        activity=Stopwatch().activity,
-        report=lambda progress, loss: pytest.fail("reported"),
-        told_to_end=lambda: False,
+        stopwatch=Stopwatch(),
+        observer=observer_of(lambda progress, loss: pytest.fail("reported")),
+        should_stop=lambda: False,
     )
     state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
     state.advance(0.0)
@@ -95,23 +101,23 @@ def test_an_evaluation_that_is_broken_off_is_owed_and_paid_once_by_the_next_star
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
     state.advance(0.0)
     answers = iter([False, True])
-    told = evaluator_with([], reports, told_to_end=lambda: next(answers))
-    assert told.maybe_run(state) is None and told.owed and reports == []
+    told = evaluator_with([], reports, should_stop=lambda: next(answers))
+    assert told.maybe_run(state) is None and told.pending and reports == []
 
     resumed = evaluator_with([], reports)
     resumed.load_state_dict(told.state_dict())
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(3, 3))
     loss = resumed.maybe_run(state)
     assert loss == pytest.approx(3.0) and reports == [(3, loss)]
-    assert not resumed.owed and resumed.maybe_run(state) is None
+    assert not resumed.pending and resumed.maybe_run(state) is None
 
 
-def test_a_run_that_is_told_to_end_does_not_begin_an_evaluation() -> None:
+def test_a_run_that_is_should_stop_does_not_begin_an_evaluation() -> None:
     opened: list[int] = []
     evaluator = evaluator_with(opened, [])
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(1, 1))
     state.advance(0.0, stop=15)
-    assert evaluator.maybe_run(state) is None and not evaluator.owed  # nothing was due
+    assert evaluator.maybe_run(state) is None and not evaluator.pending  # nothing was due
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
     state.advance(0.0, stop=15)
-    assert evaluator.maybe_run(state) is None and evaluator.owed and opened == []
+    assert evaluator.maybe_run(state) is None and evaluator.pending and opened == []

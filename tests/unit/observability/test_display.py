@@ -1,20 +1,24 @@
 from __future__ import annotations
 
 import io
+import logging
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from pretraining.launch.terminal import log_to_terminal
 from pretraining.observability.display import (
+    Display,
     LiveLine,
     PlainLines,
     Report,
-    Silent,
     choose_display,
     format_seconds,
     summary,
 )
+
+log = logging.getLogger("pretraining.somewhere")
 
 REPORT = Report(
     step=50,
@@ -72,24 +76,24 @@ def test_mfu_is_left_out_where_the_peak_is_not_known_and_skips_show_only_when_th
 
 
 def test_plain_lines_are_one_a_report(capsys: pytest.CaptureFixture[str]) -> None:
-    display = PlainLines(100, None)
-    display.open()
-    display.show(REPORT)
-    display.note("a note")
-    display.close()
+    log_to_terminal()
+    with PlainLines(100, None) as display:
+        display.show(REPORT)
+        log.info("a message")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 50/100  loss 3.2500") and lines[1] == "a note"
+    assert lines[0].startswith("step 50/100  loss 3.2500") and lines[1] == "a message"
 
 
-def test_the_live_line_is_redrawn_and_notes_stay_above_it() -> None:
+def test_the_live_line_is_redrawn_and_messages_stay_above_it(capsys: pytest.CaptureFixture[str]) -> None:
     screen = io.StringIO()
-    display = LiveLine(100, 989.4, Console(file=screen, force_terminal=True, width=120))
-    display.open()
-    display.show(REPORT)
-    display.note("evaluation [1] done")
-    display.close()
+    log_to_terminal()
+    with LiveLine(100, 989.4, Console(file=screen, force_terminal=True, width=120)) as display:
+        display.show(REPORT)
+        log.info("evaluation [1] done")
     text = screen.getvalue()
     assert "step 50/100" in text and "loss 3.2500" in text and "evaluation [1] done" in text
+    log.info("after it")
+    assert capsys.readouterr().out == "after it\n"
 
 
 def test_auto_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,12 +104,13 @@ def test_auto_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Silent()
-    display.open()
-    display.show(REPORT)
-    display.note("a note")
-    display.close()
-    assert capsys.readouterr().out == ""
+    log_to_terminal(rank=1)
+    with Display() as display:
+        display.show(REPORT)
+        log.info("a message")
+        log.warning("what every rank says")
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err == "rank 1: what every rank says\n"
 
 
 def test_z_loss_is_shown_where_there_is_some() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,34 +8,34 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.observability.display import Report
-from pretraining.observability.observer import Observer
+from pretraining.distributed.processes import Activity
+from pretraining.observability.display import Display, Report
+from pretraining.observability.observer import Observer, StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
-from pretraining.train.step import StepOutcome
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
 @dataclass
-class Recorder:
+class Recorder(Display):
     """A display, a tracker and a clock that keep what they are told."""
 
     reports: list[Report] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     closed: int = 0
     now: float = 0.0
 
-    def open(self) -> None:
+    def __enter__(self) -> Recorder:
         assert self.closed == 0
+        return self
+
+    def __exit__(self, *arguments: object) -> None:
+        self.closed += 1
 
     def show(self, report: Report) -> None:
         self.reports.append(report)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         self.logged.append((step, values))
@@ -63,7 +64,7 @@ def observe(
         stopwatch=Stopwatch(lambda: recorder.now),
         display=recorder,
         trackers=[recorder],
-        stragglers=StragglerWatch(None, is_waiting=lambda frame: False, doing=lambda: "training"),
+        stragglers=StragglerWatch(None, Activity()),
     )
     state = TrainState(len(losses), len(losses), 10, Progress(0, 0))
     with observer:
@@ -150,9 +151,10 @@ def test_trackers_get_the_canonical_names() -> None:
     assert step == 1 and names <= values.keys()
 
 
-def test_an_evaluation_is_shown_and_kept() -> None:
+def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
     recorder = Recorder()
     observer = observe(recorder, [1.0], every=1)
     observer.after_evaluation(Progress(7, 70), 2.0)
     assert recorder.logged[-1] == (7, {"tokens_seen": 70, "evaluation_loss": 2.0})
-    assert "evaluation_loss 2.0000" in recorder.notes[-1] and "7.39" in recorder.notes[-1]
+    assert caplog.messages[-1] == "step 7  evaluation_loss 2.0000  perplexity 7.39"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pretraining.distributed.processes import Activity
 from pretraining.observability import stragglers
 from pretraining.observability.stragglers import FEWEST_LOOKS, StragglerWatch, find_stragglers
 
@@ -50,7 +51,8 @@ def watch(factor: float | None, monkeypatch: pytest.MonkeyPatch, others: list[li
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1 + len(others))
     monkeypatch.setattr("torch.distributed.all_gather", all_gather)
     monkeypatch.setattr("torch.distributed.all_gather_object", all_gather_object)
-    return StragglerWatch(factor, lambda frame: False, lambda: "training")
+    monkeypatch.setattr(stragglers, "is_waiting", lambda frame: False)
+    return StragglerWatch(factor, Activity(doing="training"))
 
 
 def test_a_report_names_rank_machine_factor_and_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +84,15 @@ def test_where_nobody_is_to_be_named_nobody_looks(
 
 
 def test_the_thread_tells_work_from_waiting_and_leaves_other_activities_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    doing = ["training", "data", "evaluation", "training", "checkpoint"]
+    looks = ["training", "data", "evaluation", "training", "checkpoint"]
+    doing: list[str] = []
+
+    class Busy(Activity):
+        """Does something else at each look."""
+
+        def __getattribute__(self, name: str) -> Any:
+            return doing.pop(0) if name == "doing" else super().__getattribute__(name)
+
     waits = [True, False, False]  # of those that count
     looked = watch(1.5, monkeypatch, [[0, 0, 0]])
     seen: list[FrameType] = []
@@ -98,7 +108,9 @@ def test_the_thread_tells_work_from_waiting_and_leaves_other_activities_out(monk
         return waits[len(seen) - 1]
 
     turns: Any = Turns()
-    looked._stopped, looked._is_waiting, looked._doing = turns, is_waiting, lambda: doing.pop(0)
+    monkeypatch.setattr(stragglers, "is_waiting", is_waiting)
+    looked._stopped, looked._activity = turns, Busy()
+    doing[:] = looks
     looked._watched = stragglers.threading.get_ident()
     looked._look_on()
     assert (looked._working, looked._waiting, looked._for_data) == (2, 1, 1)

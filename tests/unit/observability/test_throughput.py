@@ -48,9 +48,9 @@ def test_a_lap_is_training_less_what_activities_took_and_with_the_wait_for_data(
     clock = Clock()
     stopwatch = Stopwatch(clock)
     clock.now += 3
-    with stopwatch.activity("evaluation"):
+    with stopwatch.measure("evaluation"):
         clock.now += 5
-    with stopwatch.activity("data"):
+    with stopwatch.measure("data"):
         clock.now += 2
     training, spent = stopwatch.lap()
     assert training == 5
@@ -64,7 +64,7 @@ def test_a_lap_is_training_less_what_activities_took_and_with_the_wait_for_data(
 def test_setting_up_belongs_to_no_lap() -> None:
     clock = Clock()
     stopwatch = Stopwatch(clock)
-    with stopwatch.activity("setup"):
+    with stopwatch.measure("setup"):
         clock.now += 50
     stopwatch.restart()
     clock.now += 2
@@ -75,7 +75,7 @@ def test_whoever_wants_to_be_told_what_begins_is() -> None:
     told: list[str] = []
     stopwatch = Stopwatch(Clock(), turn_to=lambda name: told.append(f"first {name}"))
     stopwatch.also_tell(lambda name: told.append(f"second {name}"))
-    with stopwatch.activity("data"):
+    with stopwatch.measure("data"):
         pass
     assert told == ["first data", "second data", "first training", "second training"]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pretraining.config.training import ReportConfig
 from pretraining.observability.trackers import METRICS_FILE, JsonLines, open_trackers
 
 
@@ -41,7 +42,9 @@ def test_a_new_run_in_an_old_folder_starts_its_metrics_anew(tmp_path: Path) -> N
 
 
 def test_tensorboard_gets_every_known_number(tmp_path: Path) -> None:
-    jsonl, tensorboard = open_trackers(("tensorboard",), tmp_path / "logs", tmp_path / "board", restored_step=0)
+    jsonl, tensorboard = open_trackers(
+        ReportConfig(tracker_dir=str(tmp_path / "board")), tmp_path / "logs", restored_step=0
+    )
     tensorboard.log(10, {"loss": 2.5, "mfu": None})
     tensorboard.close()
     jsonl.close()
@@ -52,7 +55,7 @@ def test_tensorboard_gets_every_known_number(tmp_path: Path) -> None:
 
 
 def test_without_a_tracker_there_is_metrics_jsonl_alone(tmp_path: Path) -> None:
-    trackers = open_trackers((), tmp_path, tmp_path, restored_step=0)
+    trackers = open_trackers(ReportConfig(tracker=()), tmp_path, restored_step=0)
     assert [type(tracker) for tracker in trackers] == [JsonLines]
     trackers[0].close()
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]

@@ -15,9 +15,8 @@ from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
-from pretraining.observability.out_of_memory import MemoryUse, format_bytes, is_out_of_memory, memory_table
+from pretraining.observability.out_of_memory import MemoryUse, advise, format_bytes, is_out_of_memory, memory_table
 from pretraining.train import build_origin, loop
-from pretraining.train.out_of_memory import advise
 from pretraining.train.step import StepContext, train_step
 
 GIB = 2**30

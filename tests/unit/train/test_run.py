@@ -15,8 +15,9 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.data.batch import StepBatch
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.observability.observer import StepOutcome
 from pretraining.train import loop
-from pretraining.train.step import StepContext, StepOutcome
+from pretraining.train.step import StepContext
 
 
 def start(run: Path, *flags: str) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +11,9 @@ import torch
 from pretraining.config.guards import GuardConfig
 from pretraining.distributed.processes import Activity
 from pretraining.errors import DivergenceError, HardwareError
-from pretraining.progress import Duration, Interval, Progress, TrainState
-from pretraining.train.spikes import Verdict
+from pretraining.observability.observer import SpikeVerdict, StepOutcome
+from pretraining.progress import Duration, Progress, TrainState
 from pretraining.train.stability import Guards
-from pretraining.train.step import StepOutcome
 
 
 @dataclass
@@ -34,22 +35,16 @@ class Watched:
     config: GuardConfig
     steps: int = 100
     replicas: FakeReplicas = field(default_factory=FakeReplicas)
-    notes: list[str] = field(default_factory=list)
     activity: Activity = field(default_factory=Activity)
 
     def __post_init__(self) -> None:
         self.state = TrainState(self.steps, self.steps, 10, Progress(0, 0))
         replicas: Any = self.replicas
-        self.guards = Guards(
-            self.config,
-            samples_of=lambda first, last: ((first - 1) * 4, last * 4),
-            replicas=replicas,
-            replica_check=Interval(self.config.replica_check_interval, None),
-            activity=self.activity,
-            note=self.notes.append,
-        )
+        mixture = SimpleNamespace(first_sample=lambda step: 4 * step)
+        loader: Any = SimpleNamespace(reader=SimpleNamespace(mixture=mixture))
+        self.guards = Guards(self.config, loader, replicas, self.activity, None)
 
-    def step(self, skipped: bool, verdict: Verdict | None = None, rescaled: bool | None = None) -> None:
+    def step(self, skipped: bool, verdict: SpikeVerdict | None = None, rescaled: bool | None = None) -> None:
         self.state.advance(0.0)
         scalar = torch.tensor(1.0)
         down = None if rescaled is None else torch.tensor(rescaled)
@@ -59,8 +54,8 @@ class Watched:
         )
 
 
-def verdict(is_spike: bool, loss: float) -> Verdict:
-    return Verdict(torch.tensor(is_spike), torch.tensor(loss), torch.tensor(2.5), torch.tensor(0.25))
+def verdict(is_spike: bool, loss: float) -> SpikeVerdict:
+    return SpikeVerdict(torch.tensor(is_spike), torch.tensor(loss), torch.tensor(2.5), torch.tensor(0.25))
 
 
 def test_so_many_in_a_row_end_the_run_one_step_later() -> None:
@@ -73,11 +68,12 @@ def test_so_many_in_a_row_end_the_run_one_step_later() -> None:
     assert "--skip_samples=12-23" in str(ending.value)
 
 
-def test_updates_left_out_while_the_scale_of_the_loss_goes_down_do_not_count() -> None:
+def test_updates_left_out_while_the_scale_of_the_loss_goes_down_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
     watched = Watched(GuardConfig(max_skipped_steps=3))
     for _ in range(16):
         watched.step(skipped=True, rescaled=True)
-    assert watched.notes == []
+    assert caplog.messages == []
     for _ in range(3):
         watched.step(skipped=True, rescaled=False)
     with pytest.raises(DivergenceError, match=r"step 19: the updates since step 17 .* 3 in a row"):
@@ -91,15 +87,21 @@ def test_where_the_invocation_ends_the_last_step_counts() -> None:
         watched.step(True)
 
 
-def test_without_a_limit_nothing_ends_the_run_and_nothing_is_asked_of_the_device() -> None:
+def test_without_a_limit_nothing_ends_the_run_and_nothing_is_asked_of_the_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
     watched = Watched(GuardConfig(max_skipped_steps=0))
     for _ in range(50):
         watched.step(True)
-    assert watched.notes == []
+    assert caplog.messages == []
     assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
 
 
-def test_updates_that_are_left_out_are_told_with_the_reason_and_do_not_flood_the_log() -> None:
+def test_updates_that_are_left_out_are_told_with_the_reason_and_do_not_flood_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
     watched = Watched(GuardConfig(max_skipped_steps=30))
     watched.step(True, verdict(True, 7.0))
     watched.step(False, verdict(False, 2.5))
@@ -107,7 +109,7 @@ def test_updates_that_are_left_out_are_told_with_the_reason_and_do_not_flood_the
         watched.step(True, verdict(False, 2.5))
     watched.step(True, verdict(True, torch.inf))
     watched.step(False)
-    assert watched.notes == [
+    assert caplog.messages == [
         "step 1  update left out: its loss of 7.0000 is a spike (before: 2.5000, standard deviation 0.2500)",
         *("step 3  update left out: loss or gradient is not finite",),
         *("step 4  update left out: loss or gradient is not finite, 2 in a row",),

@@ -18,9 +18,10 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.model import loss as model_loss
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
+from pretraining.observability.observer import StepOutcome
 from pretraining.optim.optimizer import build_adamw
 from pretraining.optim.schedules import WarmupCosine
-from pretraining.train.step import StepContext, StepOutcome, train_step
+from pretraining.train.step import StepContext, train_step
 
 CPU = torch.device("cpu")
 
