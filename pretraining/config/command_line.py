@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pretraining.config.assignments import Assignment, Reader
-from pretraining.config.names import IGNORED_NAMES, RECIPE_NAMES
+from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
 from pretraining.config.recipes import RECIPE_SUFFIXES, read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.training import TrainConfig

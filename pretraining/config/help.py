@@ -9,8 +9,8 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
+from pretraining.config.assignments import ALIASES, RECIPE_NAMES
 from pretraining.config.fields import Setting, sections_of, settings_of
-from pretraining.config.names import ALIASES, RECIPE_NAMES, VALUE_ALIASES
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import describe_type, format_value
@@ -210,8 +210,8 @@ def _aliases_table() -> Iterator[str]:
     yield f"| `{RECIPE_NAMES[1]}` | the same as {RECIPE_NAMES[0]} |"
     for name, alias in ALIASES.items():
         yield f"| `{name}` | {alias.help} |"
-    for name, words in VALUE_ALIASES.items():
-        for word, meaning in words.items():
+    for name, setting in settings_of(TrainConfig).items():
+        for word, meaning in setting.aliases.items():
             yield f"| `{name}={word}` | `{name}={meaning}` |"
 
 

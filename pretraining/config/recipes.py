@@ -18,9 +18,8 @@ import yaml
 
 from pretraining.config.assignments import Assignment, Reader
 from pretraining.config.fields import sections_of, settings_of, values_of
-from pretraining.config.names import nearest
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, format_value
+from pretraining.config.values import Raw, format_value, nearest
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 

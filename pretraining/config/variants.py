@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from typing import TypeVar
 
-from pretraining.config.names import nearest
 from pretraining.config.training import ModelConfig
+from pretraining.config.values import nearest
 from pretraining.errors import ConfigError
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pretraining.config.parallel import ParallelConfig
+from pretraining.config.training import ParallelConfig
 
 
 def shard_model(

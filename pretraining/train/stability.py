@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretraining.config.guards import GuardConfig
+from pretraining.config.training import GuardConfig
 from pretraining.distributed.host_sync import wait_for_device
 from pretraining.distributed.processes import Pulse
 from pretraining.distributed.replicas import Replicas

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field
 
 import pytest
 
-from pretraining.config.fields import build, sections_of, setting, settings_of, values_of
+from pretraining.config.fields import build, required, sections_of, setting, settings_of, values_of
 from pretraining.config.training import BatchConfig, TrainConfig
 from pretraining.config.values import limit_problem
 
@@ -23,7 +23,7 @@ class Size:
 class Mixed:
     """A required setting, a section with a default of its own, and one that a factory makes."""
 
-    name: str = setting(help="what it is called")
+    name: str = required("what it is called")
     size: Size = Size(width=8)
     batch: BatchConfig = field(default_factory=BatchConfig)
 

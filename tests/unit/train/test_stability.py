@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.config.guards import GuardConfig
+from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Pulse
 from pretraining.errors import DivergenceError, HardwareError
 from pretraining.progress import Duration, Interval, Progress, TrainState
