@@ -17,6 +17,7 @@ setup(
     packages=find_packages(include=["pretraining", "pretraining.*"]),
     package_data={"pretraining": ["py.typed", "config/recipes/*.yaml"]},
     install_requires=[
+        "annotated-types>=0.7",
         "torch>=2.11,<2.14",
         "pyarrow>=17",
         "fire>=0.7",

@@ -1,21 +1,45 @@
 """Settings from several sources into one dataclass: later sources win, and every problem is kept.
 
 Each source (a recipe, the command line) is a list of assignments of raw text. The reader finds the setting that each
-name means, parses the text, and notes what it could not read instead of stopping there, so that a user sees all
-mistakes at once. Rules over several fields come after it and leave out the fields that could not be read.
+name means, under its own name or a foreign one, and parses the text. It collects what it cannot read instead of
+stopping there, so that a user sees all mistakes at once. Rules over several settings come after it and leave out those
+that could not be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pretraining.config.fields import Setting, build, sections_of, settings_of
-from pretraining.config.names import ALIASES, nearest
-from pretraining.config.values import Raw, parse_value
+from pretraining.config.values import Raw, nearest, parse_value
+from pretraining.progress import MULTIPLIERS
 
 T = TypeVar("T")
+
+# Names that are read as recipes; both mean the same.
+RECIPE_NAMES = ("recipe", "config")
+
+# `python -m torch.distributed.launch` hands every process its local rank as a flag; the launch package reads it from
+# the environment instead.
+IGNORED_NAMES = ("local_rank",)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A foreign name for a setting.
+
+    Attributes:
+        target: the canonical name.
+        help: what the alias means.
+        translate: makes the setting's text from the alias's; raises ValueError with the reason where there is no such
+            setting.
+    """
+
+    target: str
+    help: str
+    translate: Callable[[str], str] = str
 
 
 @dataclass(frozen=True)
@@ -35,6 +59,12 @@ class Assignment:
     where: str
     flag: str
     valueless: bool = False
+
+    @property
+    def section_and_name(self) -> tuple[str, str]:
+        """The parts of the name, dashes as underscores; no section is ""."""
+        section, _, name = self.name.replace("-", "_").rpartition(".")
+        return section, name
 
 
 class Reader(Generic[T]):
@@ -64,44 +94,41 @@ class Reader(Generic[T]):
         self.unreadable: set[str] = set()
 
     def read(self, source: Sequence[Assignment]) -> None:
-        """Take in one source; what it sets replaces what earlier sources set."""
+        """Takes in one source; what it sets replaces what earlier sources set."""
         seen: dict[str, tuple[Assignment, Any]] = {}
         for assignment in source:
             setting = self._find(assignment)
             if setting is None:
                 continue
             if assignment.valueless and setting.base is not bool:
-                self._note(setting, f"{assignment.flag} is given no value: write {assignment.flag}=…")
+                self._refuse(setting, f"{assignment.flag} is given no value: write {assignment.flag}=…")
                 continue
             try:
                 value = self._parse(setting, assignment)
             except ValueError as error:
-                self._note(setting, f"{assignment.where}: {error}")
+                self._refuse(setting, f"{assignment.where}: {error}")
                 continue
             if setting.name in seen and seen[setting.name][1] != value:
                 what = "two run lengths" if setting.name == "num_steps" else f"two values for {setting.name}"
-                self._note(setting, f"{what}, {seen[setting.name][0].where} and {assignment.where}: keep one")
+                self._refuse(setting, f"{what}, {seen[setting.name][0].where} and {assignment.where}: keep one")
             seen[setting.name] = (assignment, value)
             self.values[setting.name] = value
 
     def build(self) -> T | None:
-        """Make the root; None, with a problem for each, where required settings are missing."""
-        missing = [
-            setting for setting in self.settings.values() if setting.required and setting.name not in self.values
-        ]
+        """Makes the root; None, with a problem for each, where required settings are missing."""
+        missing = [known for known in self.settings.values() if known.required and known.name not in self.values]
         self.problems += [
-            f"--{setting.name} is missing: {setting.help}" for setting in missing if setting.name not in self.unreadable
+            f"--{known.name} is missing: {known.help}" for known in missing if known.name not in self.unreadable
         ]
         return None if missing else build(self.root, self.values)
 
-    def _note(self, setting: Setting, problem: str) -> None:
-        """Keep a problem with what was given for a setting."""
+    def _refuse(self, setting: Setting, problem: str) -> None:
         self.problems.append(problem)
         self.unreadable.add(setting.name)
 
     def _find(self, assignment: Assignment) -> Setting | None:
-        """Return the setting that a name means; None, with a problem, where there is none."""
-        section, _, name = assignment.name.replace("-", "_").rpartition(".")
+        """Returns the setting that a name means; None, with a problem, where there is none."""
+        section, name = assignment.section_and_name
         name = self.aliases[name].target if name in self.aliases else name
         setting = self.settings.get(name)
         if setting is not None and section in ("", setting.section):
@@ -110,26 +137,47 @@ class Reader(Generic[T]):
         return None
 
     def _hint(self, section: str, name: str, setting: Setting | None) -> str:
-        """Say what an unknown name might have meant."""
+        """Says what an unknown name might have meant."""
         sections = sections_of(self.root)
         if setting is not None:
             return f"{name} is a setting of {setting.section}" if setting.section else f"write {name} without a section"
         if not section and name in sections:
             return f"it is a section; write {name}.<setting>"
-        candidates = [
-            known.name for known in self.settings.values() if section not in sections or known.section == section
-        ]
-        close = nearest(name, candidates if section in sections else [*candidates, *self.aliases, *self.also_known])
+        if section in sections:
+            candidates = [known.name for known in self.settings.values() if known.section == section]
+        else:
+            candidates = [*self.settings, *self.aliases, *self.also_known]
+        close = nearest(name, candidates)
         return f"did you mean {close}?" if close else "--help lists every setting"
 
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
-        """Parse an assignment's text, translated first where it was given under a foreign name.
+        """Parses an assignment's text, translated first where it was given under a foreign name."""
+        alias, raw = self.aliases.get(assignment.section_and_name[1]), assignment.raw
+        return parse_value(setting, alias.translate(raw) if alias is not None and isinstance(raw, str) else raw)
 
-        Raises:
-            ValueError: it has no such value.
-        """
-        alias = self.aliases.get(assignment.name.replace("-", "_").rpartition(".")[2])
-        raw = assignment.raw
-        if alias is not None and isinstance(raw, str):
-            raw = alias.translate(raw)
-        return parse_value(setting, raw)
+
+def _tokens(text: str) -> str:
+    """Reads a number as one of tokens: 5B is 5Btok."""
+    text = text.strip()
+    if text.lower().endswith(("tok", "token", "tokens")):
+        return text
+    if text[-1:].isalpha() and text[-1:] not in MULTIPLIERS:
+        raise ValueError("it counts tokens, so write 5_000_000_000 or 5B")
+    return text + "tok"
+
+
+def _path(text: str) -> str:
+    """Passes a path on; yes and no mean nothing here, since a run found in its own folder is continued anyway."""
+    if text.strip().lower() in ("true", "false"):
+        raise ValueError(
+            "it takes the path of a run or checkpoint; a run found in --ckpt_save_path is continued without a flag"
+        )
+    return text
+
+
+ALIASES: dict[str, Alias] = {
+    "max_tokens": Alias("num_steps", "num_steps in tokens: --max_tokens=5B is --num_steps=5Btok", _tokens),
+    "report_to": Alias("tracker", "the same as tracker"),
+    "save_total_limit": Alias("keep_last", "the same as keep_last"),
+    "resume_from_checkpoint": Alias("ckpt_load_path", "the same as ckpt_load_path", _path),
+}

@@ -1,6 +1,6 @@
 """How a global batch is cut into the micro-batches of each data-parallel rank.
 
-`global_batch_size` is what learning sees, `batch_size` what one GPU can hold, and the number of ranks is whatever the
+`global_batch_size` is what learning sees, `batch_size` is what one GPU can hold, and the number of ranks is what the
 job was given. From these three `plan_batch` derives the rest, so the same sequences make a step on any number of ranks:
 
     slots of the global batch   0 ............................................ G
@@ -35,7 +35,7 @@ class BatchPlan:
     data_parallel_ranks: int
 
     def share(self, rank: int) -> tuple[int, int]:
-        """Return the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
+        """Returns the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
         size, ranks = self.global_batch_size, self.data_parallel_ranks
         return rank * size // ranks, (rank + 1) * size // ranks
 
@@ -45,7 +45,7 @@ class BatchPlan:
         return self.data_parallel_ranks * self.micro_batch_size * self.grad_accum_steps - self.global_batch_size
 
     def describe(self) -> str:
-        """Say in a line how the batch is cut, and what is wasted where it does not divide evenly."""
+        """Says in a line how the batch is cut, and what is wasted where it does not divide evenly."""
         computed = self.global_batch_size + self.padding_sequences
         text = (
             f"{self.global_batch_size} sequences a step: {self.data_parallel_ranks} data-parallel ranks "
@@ -60,7 +60,7 @@ class BatchPlan:
 def plan_batch(
     batch: BatchConfig, data_parallel_ranks: int, restored_global_batch_size: int | None = None
 ) -> BatchPlan:
-    """Cut the global batch for a number of ranks.
+    """Cuts the global batch for a number of ranks.
 
     The largest share m = ceil(G / W) is taken in as few micro-batches as `batch_size` allows, n = ceil(m / batch_size),
     and the micro-batches are made as even as possible, ceil(m / n): this computes the least padding for that n.
@@ -69,7 +69,7 @@ def plan_batch(
         batch: the settings. Without a global batch size it is batch_size x grad_accum_steps x ranks.
         data_parallel_ranks: W, ranks that take different sequences.
         restored_global_batch_size: what the checkpoint was trained with. It holds unless `batch` names a global batch
-            size, and then accumulation is derived anew, so that the same command goes on with another number of ranks.
+            size. Accumulation is then derived, so that the same command goes on with another number of ranks.
 
     Raises:
         ConfigError: `grad_accum_steps` was given and does not fit the global batch size.
@@ -91,7 +91,7 @@ def plan_batch(
 
 
 def _check_accumulation(size: int, batch_size: int, steps: int, ranks: int, largest_share: int) -> None:
-    """Refuse micro-batches that cannot hold a rank's share, or of which some would always be empty."""
+    """Refuses micro-batches that cannot hold a rank's share, or of which some would always be empty."""
     share = f"global_batch_size={size} over {ranks} data-parallel ranks is at most {largest_share} sequences a rank"
     if largest_share > batch_size * steps:
         raise ConfigError(

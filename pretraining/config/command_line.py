@@ -6,7 +6,7 @@
                                    --nomixed_precision
 
 `load_train_config` is the entry of a training run: defaults < recipes, left to right < command line, then the rules
-over several fields. `parse_config` is the same for any settings dataclass, without recipes and rules.
+over several settings. `parse_config` reads any dataclass of settings, without recipes and rules.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pretraining.config.assignments import Assignment, Reader
-from pretraining.config.names import IGNORED_NAMES, RECIPE_NAMES
+from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
 from pretraining.config.recipes import RECIPE_SUFFIXES, read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.training import TrainConfig
@@ -27,10 +26,10 @@ Run = TypeVar("Run", bound=TrainConfig)
 
 
 def parse_config(root: type[T], overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> T:
-    """Parse a command line into a dataclass of settings.
+    """Parses a command line into a dataclass of settings.
 
     Args:
-        root: a dataclass of section dataclasses or a flat one; see `schema.py`.
+        root: the dataclass.
         overrides: positional `name=value`; of the same name the last one counts.
         flags: text by flag name, as fire hands it over; "True", "False" or None stand for a flag without a value. From
             Python, any value that can be written as text.
@@ -48,11 +47,9 @@ def parse_config(root: type[T], overrides: Sequence[str] = (), flags: Mapping[st
 
 
 def load_train_config(overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Read recipes and the command line of a training run, and check that the settings fit each other.
+    """Reads recipes and the command line of a training run, and checks that the settings fit each other.
 
-    Args:
-        overrides: positional `name=value`.
-        flags: text by flag name; `recipe` (or `config`) names recipes, a comma list read left to right.
+    The flag `recipe` (or `config`) names recipes, a comma list read left to right.
 
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
@@ -66,13 +63,9 @@ def load_run_config(
     flags: Mapping[str, Any] | None = None,
     beneath: Sequence[Assignment] = (),
 ) -> Run:
-    """The same as `load_train_config` for a root that has sections besides those of training.
+    """Does what `load_train_config` does for a root that may have sections besides those of training.
 
-    Args:
-        root: the dataclass.
-        overrides: positional `name=value`.
-        flags: text by flag name.
-        beneath: settings that come before recipes, such as a checkpoint's.
+    Settings `beneath`, such as a checkpoint's, come before those of recipes.
 
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
@@ -95,7 +88,7 @@ def load_run_config(
 
 
 def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
-    """What the command line itself sets a setting of training to; None where it does not, or not readably."""
+    """Returns what the command line itself sets a setting of training to; None where it does not, or not readably."""
     assignments, _ = _read_arguments(overrides, flags)
     reader = Reader(TrainConfig)
     reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
@@ -103,7 +96,7 @@ def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[st
 
 
 def _read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[Assignment], list[str]]:
-    """Return the assignments of a command line, and the problems with arguments that assign nothing."""
+    """Returns the assignments of a command line, and the problems with arguments that assign nothing."""
     problems = []
     positional = {}
     for override in overrides:
@@ -119,7 +112,7 @@ def _read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple
 
 
 def _read_flag(name: str, value: Any) -> Assignment:
-    """Return the assignment of one flag.
+    """Returns the assignment of one flag.
 
     Of a flag without a value fire makes "True", and of one that starts with "no" as well "False" under the name without
     it; what `--no-mixed_precision` leaves behind is `_mixed_precision`.
@@ -134,7 +127,7 @@ def _read_flag(name: str, value: Any) -> Assignment:
 
 
 def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[list[Assignment]], list[str]]:
-    """Return the settings of each recipe that is named, left to right, and the problems of the unreadable."""
+    """Returns the settings of each recipe that is named, left to right, and the problems of the unreadable."""
     if len(assignments) > 1:
         given = " and ".join(assignment.where for assignment in assignments)
         return [], [f"recipes are named twice, {given}: write one comma list, read left to right"]

@@ -1,12 +1,20 @@
-"""The settings of `pretrain prepare`: which text becomes which token files."""
+"""The settings of the commands besides `pretrain train`: a dataclass each, and the check of what fits together.
+
+A setting is read by the commands whose dataclass has it. `pretrain inspect` has those of training, which decide what a
+step trains on, and a section of its own.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pretraining.config.fields import setting
+from annotated_types import Ge, Le
+
+from pretraining.config.fields import NonNegativeInt, PositiveInt, required, setting
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import parse_range
 from pretraining.errors import ConfigError
@@ -15,6 +23,8 @@ SMALLEST_VOCABULARY = 257
 """All 256 bytes and the end-of-text token: with these every text can be encoded."""
 COMPRESSED_ENDINGS = (".gz", ".zst")
 """May follow any ending of a text file."""
+LARGEST_STEP = 10**12
+"""More than any run has."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +36,9 @@ class PrepareConfig:
         "text to read: files, folders and globs, comma list. .jsonl and .ndjson hold a document a line, .parquet, "
         ".arrow and .feather one a row, other files one each; texts may be .gz or .zst",
     )
-    source: str | None = setting(
+    source: Literal["stdlib"] | None = setting(
         None,
         "text that needs no files, in place of input_path; stdlib: the source code of this Python's standard library",
-        choices=("stdlib",),
     )
     hf_dataset: str | None = setting(
         None,
@@ -59,19 +68,17 @@ class PrepareConfig:
         "folder or tokenizer.json to encode with; none = the tokenizer in output_path, or where there is none a "
         "byte-level BPE trained on the text",
     )
-    vocab_size: int | None = setting(
+    vocab_size: PositiveInt | None = setting(
         None,
         "entries of a tokenizer trained here; none = 32000, or fewer where the text does not give as many. Of token "
         "ids: every one is below it; none = the tokenizer's, or one more than the largest",
-        minimum=1,
     )
-    tokens_per_file: int = setting(
+    tokens_per_file: PositiveInt = setting(
         100_000_000,
-        "a new token file is begun at the first document after so many tokens, and after about 256 MB of input",
-        minimum=1,
+        "a new token file is begun at the first document after this many tokens, and after about 256 MB of input",
     )
-    num_workers: int | None = setting(
-        None, "threads that encode; none or 0 = one a core. The output does not depend on it", minimum=0
+    num_workers: NonNegativeInt | None = setting(
+        None, "threads that encode; none or 0 = one a core. The output does not depend on it"
     )
 
     @property
@@ -94,12 +101,15 @@ class PrepareConfig:
 
 
 def check_prepare_config(config: PrepareConfig) -> None:
-    """Refuse settings that contradict each other.
+    """Refuses settings that contradict each other.
 
     Raises:
         ConfigError: with every problem found.
     """
-    problems = []
+    _refuse([*_input_problems(config), *_output_problems(config)])
+
+
+def _input_problems(config: PrepareConfig) -> Iterator[str]:
     given = {
         "--input_path": ",".join(config.input_path),
         "--source": config.source,
@@ -107,39 +117,37 @@ def check_prepare_config(config: PrepareConfig) -> None:
     }
     named = [f"{flag}={value}" for flag, value in given.items() if value]
     if not named:
-        problems.append(
+        yield (
             "there is no text to prepare: give --input_path=<files, folders or globs>, --hf_dataset=<name or folder> "
             "or --source=stdlib"
         )
     if len(named) > 1:
-        problems.append(f"{' and '.join(named)} all say which text to read: give one of them")
+        yield f"{' and '.join(named)} all say which text to read: give one of them"
     if config.hf_config is not None and config.hf_dataset is None:
-        problems.append(f"--hf_config={config.hf_config} is of which dataset? Give --hf_dataset too, or leave it out")
+        yield f"--hf_config={config.hf_config} is of which dataset? Give --hf_dataset too, or leave it out"
+    if config.input_path and not config.extensions:
+        yield (
+            "--extensions is empty, so that no file of a folder would be read: name some, such as "
+            "--extensions=txt,jsonl"
+        )
+
+
+def _output_problems(config: PrepareConfig) -> Iterator[str]:
     if config.tokenizer_path is not None and config.vocab_size is not None:
-        problems.append(
+        yield (
             f"--vocab_size={config.vocab_size} is for a tokenizer trained here, or for token ids without one, but "
             "--tokenizer_path gives one: drop one of them"
         )
     name = config.dataset_name
     if not name and config.dataset is None:
         if config.input_path:
-            problems.append("several inputs or a glob suggest no name for the dataset: give --dataset=<name>")
+            yield "several inputs or a glob suggest no name for the dataset: give --dataset=<name>"
     elif not name or name.startswith(".") or "/" in name or "," in name:
-        problems.append(
+        yield (
             f"{name!r} cannot be a dataset's name (a plain folder name, without '/' and ',', not hidden): give "
             "another --dataset"
         )
-    if config.input_path and not config.extensions:
-        problems.append(
-            "--extensions is empty, so that no file of a folder would be read: name some, such as "
-            "--extensions=txt,jsonl"
-        )
-    if problems:
-        raise ConfigError(problems)
 
-
-# TODO(merge): was pretraining.config.commands
-# The settings of the commands that handle checkpoints: `pretrain export`, `import` and `list`.
 
 _SIZE_UNITS = {
     **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
@@ -151,19 +159,17 @@ _SIZE_UNITS = {
 class ExportConfig:
     """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
 
-    ckpt_load_path: str = setting(help="checkpoint, or run whose newest one is taken; also as the first word")
-    output_path: str = setting(help="folder to make; it appears when it is complete")
-    format: str = setting(
+    ckpt_load_path: str = required("checkpoint, or run whose newest one is taken; also as the first word")
+    output_path: str = required("folder to make; it appears when it is complete")
+    format: Literal["hf", "full"] = setting(
         "hf",
         "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files with weights and optimizer state, "
         "from which training goes on as well",
-        choices=("hf", "full"),
     )
-    dtype: str = setting(
+    dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16",
         "of the weights in the hf form: bfloat16, half the size and what Llama models are published in; float32, the "
         "bits that are trained",
-        choices=("bfloat16", "float32"),
     )
     max_shard_size: str = setting("5GB", "largest weight file of the hf form: 500MB, 5GB, 2GiB")
     tokenizer_path: str | None = setting(
@@ -189,39 +195,34 @@ class ExportConfig:
 class ImportConfig:
     """Make a run of a Hugging Face Llama: a checkpoint of step 0 with its weights, in float32."""
 
-    input_path: str = setting(help="folder with config.json and safetensors files; also as the first word")
-    ckpt_save_path: str = setting(help="the run's folder; it may not hold a checkpoint yet")
+    input_path: str = required("folder with config.json and safetensors files; also as the first word")
+    ckpt_save_path: str = required("the run's folder; it may not hold a checkpoint yet")
 
 
 @dataclass(frozen=True)
 class ListConfig:
     """Show the checkpoints of a run. Their content is not read: `pretrain verify` does that."""
 
-    run_path: str = setting(help="the run's folder; also as the first word")
+    run_path: str = required("the run's folder; also as the first word")
     json: bool = setting(False, "one JSON object a checkpoint")
-
-
-# TODO(merge): was pretraining.config.commands
-# The settings of `pretrain inspect`: those of training, which decide what a step trains on, and what of it to show.
 
 
 @dataclass(frozen=True)
 class InspectSettings:
     """What to show of the run that the other settings describe. ckpt_load_path takes those of a checkpoint."""
 
-    step: int | None = setting(
-        None, "the step to show, numbered from 1 as in reports: the batch of that update", minimum=1, maximum=10**12
+    step: Annotated[int, Ge(1), Le(LARGEST_STEP)] | None = setting(
+        None, "the step to show, numbered from 1 as in reports: the batch of that update"
     )
     steps: str | None = setting(None, "A-B: a summary of steps A to B, a line a dataset, in place of single samples")
-    sample_id: int | None = setting(
-        None, "show only the sample with this global index; its step is found", minimum=0, maximum=10**15
+    sample_id: Annotated[int, Ge(0), Le(10**15)] | None = setting(
+        None, "show only the sample with this global index; its step is found"
     )
-    rank: int | None = setting(None, "show only what this process trains on; needs world_size", minimum=0)
-    world_size: int | None = setting(
+    rank: NonNegativeInt | None = setting(None, "show only what this process trains on; needs world_size")
+    world_size: PositiveInt | None = setting(
         None,
         "GPUs that share the global batch; none = 1. What is in the batch depends on it only where neither "
         "global_batch_size nor a checkpoint says how large that is",
-        minimum=1,
     )
     tokens: bool = setting(False, "show the token ids too, and with tokenizer_path their text")
     json: bool = setting(False, "one JSON object a sample (with steps: a dataset), nothing shortened")
@@ -233,7 +234,10 @@ class InspectSettings:
         Raises:
             ValueError: it is no range of steps.
         """
-        return parse_range(self.steps or "", smallest=1)
+        first, last = parse_range(self.steps or "", smallest=1)
+        if last > LARGEST_STEP:
+            raise ValueError(self.steps)
+        return first, last
 
 
 @dataclass(frozen=True)
@@ -244,42 +248,36 @@ class InspectConfig(TrainConfig):
 
 
 def check_inspect_config(config: InspectConfig) -> None:
-    """Refuse settings that contradict each other.
+    """Refuses settings that contradict each other.
 
     Raises:
         ConfigError: with every problem found.
     """
-    asked, problems = config.inspect, []
+    _refuse([*_shown_problems(config.inspect), *_rank_problems(config.inspect)])
+
+
+def _shown_problems(asked: InspectSettings) -> Iterator[str]:
     if asked.steps is None:
         if asked.step is None and asked.sample_id is None:
-            problems.append("nothing to show: give --step=N, --sample_id=N, or --steps=A-B for a summary")
-    else:
-        single = {"step": asked.step, "sample_id": asked.sample_id, "rank": asked.rank, "tokens": asked.tokens or None}
-        given = [f"--{name}" for name, value in single.items() if value is not None]
-        if given:
-            problems.append(f"--steps={asked.steps} is a summary of whole steps: leave out {', '.join(given)}")
-        if not _is_range(asked):
-            problems.append(f"--steps={asked.steps}: write the first and the last step, as in --steps=1-1000")
-    if asked.rank is not None and asked.world_size is None:
-        problems.append(f"--rank={asked.rank} is one of how many? Give --world_size=<number of GPUs> too")
-    elif asked.rank is not None and asked.world_size is not None and asked.rank >= asked.world_size:
-        problems.append(
-            f"--rank={asked.rank} is not there: --world_size={asked.world_size} has ranks 0 to {asked.world_size - 1}"
-        )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _is_range(asked: InspectSettings) -> bool:
+            yield "nothing to show: give --step=N, --sample_id=N, or --steps=A-B for a summary"
+        return
+    single = {"step": asked.step, "sample_id": asked.sample_id, "rank": asked.rank, "tokens": asked.tokens or None}
+    given = [f"--{name}" for name, value in single.items() if value is not None]
+    if given:
+        yield f"--steps={asked.steps} is a summary of whole steps: leave out {', '.join(given)}"
     try:
-        _, last = asked.step_range
+        _ = asked.step_range
     except ValueError:
-        return False
-    return last <= 10**12
+        yield f"--steps={asked.steps}: write the first and the last step, as in --steps=1-1000"
 
 
-# TODO(merge): was pretraining.config.commands
-# The settings of `pretrain verify`: which token files or checkpoints are checked, and against what.
+def _rank_problems(asked: InspectSettings) -> Iterator[str]:
+    if asked.rank is None:
+        return
+    if asked.world_size is None:
+        yield f"--rank={asked.rank} is one of how many? Give --world_size=<number of GPUs> too"
+    elif asked.rank >= asked.world_size:
+        yield f"--rank={asked.rank} is not there: --world_size={asked.world_size} has ranks 0 to {asked.world_size - 1}"
 
 
 @dataclass(frozen=True)
@@ -293,39 +291,32 @@ class VerifyConfig:
     datasets: tuple[str, ...] = setting(
         (), "sub-folders of data_path to check, comma list; empty = every sub-folder with token files"
     )
-    vocab_size: int | None = setting(
+    vocab_size: PositiveInt | None = setting(
         None,
         "every token must be below it; none = that of the tokenizer in prepare.json, or no check where there is none",
-        minimum=1,
     )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
-    num_workers: int | None = setting(None, "threads that read files; none or 0 = one a core", minimum=0)
+    num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one a core")
 
 
 def check_verify_config(config: VerifyConfig) -> None:
-    """Refuse settings that contradict each other.
+    """Refuses settings that contradict each other.
 
     Raises:
         ConfigError: with every problem found.
     """
-    problems = []
+    _refuse([*_verify_problems(config)])
+
+
+def _verify_problems(config: VerifyConfig) -> Iterator[str]:
     if config.ckpt_path is None and config.data_path is None:
-        problems.append("nothing to check: give a checkpoint or run, as in `pretrain verify runs/a`, or --data_path")
+        yield "nothing to check: give a checkpoint or run, as in `pretrain verify runs/a`, or --data_path"
     if config.ckpt_path is not None and config.data_path is not None:
-        problems.append(
-            f"--ckpt_path={config.ckpt_path} and --data_path={config.data_path} are two things to check: give one"
-        )
+        yield f"--ckpt_path={config.ckpt_path} and --data_path={config.data_path} are two things to check: give one"
     elif config.ckpt_path is not None:
-        given = [name for name in ("datasets", "vocab_size") if getattr(config, name)]
-        problems += [
-            f"--{name} is about token files, and --ckpt_path about checkpoints: leave it out" for name in given
-        ]
-    if problems:
-        raise ConfigError(problems)
-
-
-# TODO(merge): was pretraining.config.commands
-# The settings of `pretrain doctor`: what is measured, and what counts as slow.
+        for name in ("datasets", "vocab_size"):
+            if getattr(config, name):
+                yield f"--{name} is about token files, and --ckpt_path about checkpoints: leave it out"
 
 
 @dataclass(frozen=True)
@@ -338,11 +329,16 @@ class DoctorConfig:
     disk_path: str | None = setting(
         ".", "folder whose disk is measured, such as that of the data or the checkpoints; none = no disk"
     )
-    disk_mib: int = setting(256, "size of the file that is written there and read again, MiB", minimum=1)
-    message_mib: int | None = setting(
-        None, "largest message between processes, MiB; none = 256 on GPUs, 16 on CPUs", minimum=1
+    disk_mib: PositiveInt = setting(256, "size of the file that is written there and read again, MiB")
+    message_mib: PositiveInt | None = setting(
+        None, "largest message between processes, MiB; none = 256 on GPUs, 16 on CPUs"
     )
-    slow_factor: float = setting(
-        1.3, "name a rank or a link that is so many times slower than the median of the others", minimum=1.05
+    slow_factor: Annotated[float, Ge(1.05)] = setting(
+        1.3, "name a rank or a link that is this many times slower than the median of the others"
     )
     json: bool = setting(False, "one JSON object in place of the tables")
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)

@@ -1,6 +1,8 @@
 """What users read about settings, made from the dataclasses: the text of `--help` and docs/configurations.md.
 
-python -m pretraining.config.help > docs/configurations.md
+A new or changed setting is in `--help` at once, and in the page after
+
+    python -m pretraining.config.help > docs/configurations.md
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
+from pretraining.config.assignments import ALIASES, RECIPE_NAMES
 from pretraining.config.fields import Setting, sections_of, settings_of
-from pretraining.config.names import ALIASES, RECIPE_NAMES, VALUE_ALIASES
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import describe_type, format_value
@@ -23,7 +25,7 @@ _NARROWEST = 60
 
 
 def help_text(root: type, command: str, purpose: str, width: int | None = None) -> str:
-    """Return the text of `--help`: how to call a command, then every setting with its meaning, values and default.
+    """Returns the text of `--help`: how to call a command, then every setting with its meaning, values and default.
 
     Args:
         root: the dataclass of the command's settings.
@@ -42,12 +44,10 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
         shipped = ", ".join(shipped_recipes())
         text = f"files of settings (YAML or JSON), or of {shipped}; later ones win, flags win over all"
         lines += ["", *_entry("  --recipe=A,B  ", text, indent, columns)]
-    for section, section_type in (sections_of(root) or {"": root}).items():
-        title = f"{section}: {_first_line(section_type)}" if section else _first_line(section_type)
-        lines += ["", *textwrap.wrap(title, columns)]
-        for setting in settings:
-            if setting.section == section:
-                lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
+    for section, subject, members in _sections(root):
+        lines += ["", *textwrap.wrap(f"{section}: {subject}" if section else subject, columns)]
+        for setting in members:
+            lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
     if any(setting.base is Duration for setting in settings):
         text = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h, 1h30min"
         lines += ["", *_entry("DURATION  ", text, indent, columns)]
@@ -55,12 +55,19 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
 
 
 def configurations_page() -> str:
-    """Return docs/configurations.md."""
+    """Returns docs/configurations.md."""
     return "\n".join([*_introduction(), *_settings_tables(), *_variants_table(), *_aliases_table()])
 
 
+def _sections(root: type) -> Iterator[tuple[str, str, list[Setting]]]:
+    """Yields the name, the subject and the settings of each section; of a flat root, of itself under no name."""
+    for section, section_type in (sections_of(root) or {"": root}).items():
+        subject = (section_type.__doc__ or "").strip().splitlines()[0]
+        yield section, subject, [setting for setting in settings_of(root).values() if setting.section == section]
+
+
 def _entry(flag: str, text: str, indent: int, columns: int) -> list[str]:
-    """Set a flag and its text in two columns; a flag wider than its column gets a line of its own."""
+    """Sets a flag and its text in two columns; a flag wider than its column gets a line of its own."""
     lines = textwrap.wrap(text, columns - indent, break_on_hyphens=False)
     if len(flag) > indent:
         lines.insert(0, "")
@@ -68,14 +75,13 @@ def _entry(flag: str, text: str, indent: int, columns: int) -> list[str]:
 
 
 def _placeholder(setting: Setting) -> str:
-    """Return what stands for a setting's value."""
-    return (
-        "A,B" if setting.many else {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}[setting.base]
-    )
+    """Returns what stands for a setting's value."""
+    words = {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}
+    return "A,B" if setting.many else words[setting.base]
 
 
 def _explanation(setting: Setting) -> str:
-    """Return a setting's help with its choices, where the help does not name them, and its default."""
+    """Returns a setting's help with its choices, where the help does not name them, and its default."""
     words = [setting.help]
     if any(choice not in setting.help for choice in setting.choices):
         words.append(f"({describe_type(setting)})")
@@ -85,15 +91,8 @@ def _explanation(setting: Setting) -> str:
 
 
 def _default(setting: Setting) -> str:
-    """Say what holds when nothing is given."""
-    if setting.required:
-        return "must be given"
-    return format_value(setting.default) or "empty"
-
-
-def _first_line(section: type) -> str:
-    """Return what a dataclass of settings is about."""
-    return (section.__doc__ or "").strip().splitlines()[0]
+    """Says what holds when nothing is given."""
+    return "must be given" if setting.required else format_value(setting.default) or "empty"
 
 
 _INTRODUCTION = """\
@@ -133,7 +132,7 @@ A length or an interval is one of
 |---|---|
 | `1000` | optimizer steps |
 | `5_000_000tok`, `5Btok` | tokens; `k`, `M`, `B`, `T` multiply by 10^3, 10^6, 10^9, 10^12 |
-| `2ep` | passes: so many times the training tokens of the datasets, whatever their weights |
+| `2ep` | passes: this many times the training tokens of the datasets, whatever their weights |
 | `90s`, `30min`, `2h`, `23h30min` | time, for intervals and `time_limit` |
 
 A length is rounded up to whole steps once, at the start. An interval fires at the first step that reaches a multiple of
@@ -157,25 +156,23 @@ which is a recipe, too."""
 
 
 def _introduction() -> Iterator[str]:
-    """Explain how settings are written."""
+    """Explains how settings are written."""
     yield _INTRODUCTION.replace("{recipes}", ", ".join(f"`{name}`" for name in shipped_recipes()))
 
 
 def _settings_tables() -> Iterator[str]:
-    """Tabulate every setting, by section."""
+    """Tabulates every setting, by section."""
     yield "\n## Settings"
-    settings = settings_of(TrainConfig).values()
-    for section, section_type in sections_of(TrainConfig).items():
-        yield f"\n### {section}\n\n{_first_line(section_type)}\n"
+    for section, subject, members in _sections(TrainConfig):
+        yield f"\n### {section}\n\n{subject}\n"
         yield "| setting | default | values | meaning |\n|---|---|---|---|"
-        for setting in settings:
-            if setting.section == section:
-                cells = (f"`{setting.name}`", f"`{_default(setting)}`", describe_type(setting), setting.help)
-                yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        for setting in members:
+            cells = (f"`{setting.name}`", f"`{_default(setting)}`", describe_type(setting), setting.help)
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _variants_table() -> Iterator[str]:
-    """Tabulate the named dimensions."""
+    """Tabulates the named dimensions."""
     yield (
         "\n## Model variants\n\n"
         "`--model_variant` takes a name in any case; any dimension can be changed under its own name.\n\n"
@@ -192,7 +189,7 @@ def _variants_table() -> Iterator[str]:
 
 
 def _dimensions(shape: LlamaShape) -> Iterator[str]:
-    """Return the cells of a variant."""
+    """Yields the cells of a variant."""
     yield str(shape.hidden_size)
     yield f"{shape.num_attention_heads}/{shape.num_key_value_heads}"
     yield str(shape.num_hidden_layers)
@@ -205,13 +202,13 @@ def _dimensions(shape: LlamaShape) -> Iterator[str]:
 
 
 def _aliases_table() -> Iterator[str]:
-    """Tabulate names and values that are understood besides the canonical ones."""
+    """Tabulates names and values that are understood besides the canonical ones."""
     yield "\n## Other names\n\n| written | means |\n|---|---|"
     yield f"| `{RECIPE_NAMES[1]}` | the same as {RECIPE_NAMES[0]} |"
     for name, alias in ALIASES.items():
         yield f"| `{name}` | {alias.help} |"
-    for name, words in VALUE_ALIASES.items():
-        for word, meaning in words.items():
+    for name, setting in settings_of(TrainConfig).items():
+        for word, meaning in setting.aliases.items():
             yield f"| `{name}={word}` | `{name}={meaning}` |"
 
 

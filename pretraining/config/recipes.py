@@ -1,16 +1,15 @@
 """Recipes: files of settings, and the resolved configuration written as one.
 
-A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), named by path
-or, for those that are shipped in this package's recipes folder, by bare name. Scalars are kept as the text that stands
-in the file, because the parser of flags decides what they mean: YAML alone would take 1e-3 for a string, `on` for a
-boolean and 010 for eight.
+A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`). A path names
+it, or the bare name of one in this package's recipes folder. Scalars keep the text that stands in the file, because the
+parser of flags decides what they mean: YAML alone would take 1e-3 for a string, `on` for a boolean and 010 for eight.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ import yaml
 
 from pretraining.config.assignments import Assignment, Reader
 from pretraining.config.fields import sections_of, settings_of, values_of
-from pretraining.config.names import nearest
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, format_value
+from pretraining.config.values import Raw, format_value, nearest
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
@@ -29,15 +27,12 @@ SHIPPED = Path(__file__).parent / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the recipes of this package by name."""
+    """Returns the recipes of this package by name."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
 
 
 def read_recipe(name: str) -> list[Assignment]:
-    """Return the settings of one recipe as raw text.
-
-    Args:
-        name: a path ending in .yaml, .yml or .json, or the name of a shipped recipe.
+    """Returns the settings of one recipe as raw text; `name` is a path, by its ending, or that of a shipped recipe.
 
     Raises:
         ConfigError: there is no such recipe, it is not valid YAML or JSON, or it is no mapping of settings.
@@ -51,12 +46,7 @@ def read_recipe(name: str) -> list[Assignment]:
 
 
 def parse_recipe(content: str, name: str, is_json: bool = False) -> list[Assignment]:
-    """Return the settings in the text of a recipe, as raw text.
-
-    Args:
-        content: YAML or JSON.
-        name: how messages call it.
-        is_json: which of the two.
+    """Returns the settings in the content of a recipe as raw text; messages call it by `name`.
 
     Raises:
         ConfigError: it is not valid, or no mapping of settings.
@@ -73,44 +63,30 @@ def parse_recipe(content: str, name: str, is_json: bool = False) -> list[Assignm
 
 
 def load_config(path: str | Path) -> TrainConfig:
-    """Read a resolved configuration back, as `dump_config` wrote it; the rules were checked before it was written.
+    """Reads a resolved configuration back, as `dump_config` wrote it; the rules were checked before it was written.
 
     Raises:
         ConfigError: carries every problem of the file.
     """
-    reader = Reader(TrainConfig)
-    reader.read(read_recipe(str(path)))
-    config = reader.build()
-    if config is None or reader.problems:
-        raise ConfigError(reader.problems)
+    config, problems = _read_config(read_recipe(str(path)))
+    if problems:
+        raise ConfigError(problems)
     return config
 
 
 def settings_in(content: str, name: str) -> TrainConfig:
-    """Read the resolved configuration that a checkpoint carries.
+    """Reads the resolved configuration that a checkpoint carries; messages call it by `name`.
 
     Settings that this version does not know or would refuse, because another version wrote them, keep their defaults.
-
-    Args:
-        content: as `dump_config` wrote it.
-        name: how messages call it.
 
     Raises:
         ConfigError: it is no YAML of settings.
     """
-    reader = Reader(TrainConfig)
-    reader.read(parse_recipe(content, name))
-    config = reader.build()
-    assert config is not None  # no setting of training must be given
-    return config
+    return _read_config(parse_recipe(content, name))[0]
 
 
 def dump_config(config: Any) -> str:
-    """Write a configuration, resolved in full, as YAML by sections that `load_config` reads back equal.
-
-    Args:
-        config: a `TrainConfig`, or any other root of settings.
-    """
+    """Writes a root of settings, resolved in full, as YAML by sections that `load_config` reads back equal."""
     tree: dict[str, Any] = {}
     values = values_of(config)
     for name, setting in settings_of(type(config)).items():
@@ -119,8 +95,17 @@ def dump_config(config: Any) -> str:
     return yaml.dump(tree, Dumper=_FlowListDumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
+def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
+    """Returns the settings that can be read, over defaults, and what is wrong with the others."""
+    reader = Reader(TrainConfig)
+    reader.read(source)
+    config = reader.build()
+    assert config is not None  # no setting of training must be given
+    return config, reader.problems
+
+
 def _find(name: str) -> Path:
-    """Return the file of a recipe."""
+    """Returns the file of a recipe."""
     if name.endswith(RECIPE_SUFFIXES):
         if not Path(name).is_file():
             raise ConfigError(f"--recipe={name}: there is no such file")
@@ -137,7 +122,7 @@ def _find(name: str) -> Path:
 
 
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:
-    """Flatten a mapping to assignments; names carry the keys above them."""
+    """Flattens a mapping to assignments; names carry the keys above them."""
     assignments = []
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -148,7 +133,7 @@ def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Ass
 
 
 def _assignment(recipe: str, name: str, value: Any) -> Assignment:
-    """Make an assignment of one entry; a list stays a list of texts."""
+    """Makes an assignment of one entry; a list stays a list of texts."""
     raw: Raw
     if isinstance(value, list):
         if any(isinstance(item, (dict, list)) for item in value):
@@ -162,14 +147,14 @@ def _assignment(recipe: str, name: str, value: Any) -> Assignment:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML's own types, a duration as its text."""
+    """Returns a value as YAML's own types, a duration as its text."""
     if isinstance(value, Duration):
         return value.amount if value.unit == "steps" else str(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _read_json(content: str) -> Any:
-    """Parse JSON with numbers left as they are written."""
+    """Parses JSON with numbers left as they are written."""
     return json.loads(
         content,
         parse_int=str,
@@ -180,7 +165,7 @@ def _read_json(content: str) -> Any:
 
 
 def _refuse_repeats(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
-    """Make a mapping of pairs; a repeated key would silently hide the first."""
+    """Makes a mapping of pairs; a repeated key would silently hide the first."""
     mapping: dict[str, Any] = {}
     for key, value in pairs:
         if key in mapping:
@@ -193,7 +178,7 @@ class _TextLoader(yaml.BaseLoader):
     """YAML whose scalars are text, except null."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping, refusing repeated keys."""
+        """Builds a mapping, refusing repeated keys."""
         pairs = [
             (str(self.construct_object(key)), self.construct_object(value, deep=True)) for key, value in node.value
         ]

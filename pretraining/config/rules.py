@@ -1,27 +1,35 @@
-"""Every rule that looks at more than one setting, in one place.
+"""Every rule that looks at more than one setting, or at more of one than its type and limits, in one place.
 
-A rule is a function from the configuration to the problems that it sees, and names the settings it reads, so that it is
-left out where one of them could not be read and would only make a second, misleading problem. Rules use what is known
-before a run starts; what needs the number of GPUs or the data is checked where that is known (`batch.py`,
-`durations.py`).
+A rule is a function from the configuration to the problems that it sees. It names the settings it reads: it is left out
+where one of them could not be read and would only make a second, misleading problem. Rules use what is known before a
+run starts; what needs the number of GPUs or the data is checked where that is known (`batch.py`, `Duration.to_steps`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from pretraining.config.data import skip_problems, source_problems, weights_problems
 from pretraining.config.fields import settings_of, values_of
-from pretraining.config.parallel import checkpointing_problems, float8_problems, precision_problems
-from pretraining.config.profiler import profiling_problems, step_problems
-from pretraining.config.training import ModelConfig, TrainConfig
+from pretraining.config.training import (
+    ALL_BLOCKS,
+    PER_OPERATION,
+    ModelConfig,
+    TrainConfig,
+    checkpointed_blocks,
+    share_of_blocks,
+)
 from pretraining.config.values import format_value, limit_problem
 from pretraining.config.variants import VARIANTS, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
+FLOAT8_MULTIPLE = 16
+"""Sides of matrices that multiply in float8 are multiples of this."""
+
 Problems = Iterator[str]
+Check = Callable[[TrainConfig], Problems]
 
 
 @dataclass(frozen=True)
@@ -34,14 +42,14 @@ class Rule:
     """
 
     reads: frozenset[str]
-    check: Callable[[TrainConfig], Problems]
+    check: Check
 
 
 RULES: list[Rule] = []
 
 
 def check_config(config: TrainConfig) -> None:
-    """Check a configuration that was made in Python: the type and limits of each setting, then the rules over several.
+    """Checks a configuration that was made in Python: type and limits of each setting, then the rules over several.
 
     Raises:
         ConfigError: carries every problem.
@@ -58,7 +66,7 @@ def check_config(config: TrainConfig) -> None:
 
 
 def find_problems(config: TrainConfig, unreadable: Collection[str] = ()) -> list[str]:
-    """Return what the rules have to say about a configuration whose single values are within their limits.
+    """Returns what the rules have to say about a configuration whose single values are within their limits.
 
     Args:
         config: the configuration.
@@ -67,17 +75,24 @@ def find_problems(config: TrainConfig, unreadable: Collection[str] = ()) -> list
     return [problem for rule in RULES if rule.reads.isdisjoint(unreadable) for problem in rule.check(config)]
 
 
-def _rule(*reads: str) -> Callable[[Callable[[TrainConfig], Problems]], Callable[[TrainConfig], Problems]]:
-    """Add a rule, which reads the named settings, to the list."""
+def _rule(*reads: str) -> Callable[[Check], Check]:
+    """Adds a rule, which reads the named settings, to the list."""
 
-    def add(check: Callable[[TrainConfig], Problems]) -> Callable[[TrainConfig], Problems]:
+    def add(check: Check) -> Check:
         RULES.append(Rule(frozenset(reads), check))
         return check
 
     return add
 
 
-@_rule(*settings_of(ModelConfig))
+_MODEL = tuple(settings_of(ModelConfig))
+_MAY_BE_EPOCHS = tuple(name for name, setting in settings_of(TrainConfig).items() if "epochs" in setting.units)
+
+
+# Model
+
+
+@_rule(*_MODEL)
 def _the_model_can_be_built(config: TrainConfig) -> Problems:
     try:
         resolve_shape(config.model)
@@ -85,36 +100,32 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
         yield from error.problems
 
 
-_DURATIONS = (
-    *("num_steps", "warmup_steps"),
-    *("checkpoint_interval", "preempt_interval", "eval_interval", "report_interval"),
-    *("replica_check_interval", "profile_interval"),
-)
-
-
-def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
-    """The settings that may be in epochs, by name."""
-    sections = (
-        *(config.run, config.schedule),
-        *(config.checkpoint, config.checkpoint, config.evaluation, config.report, config.guard, config.profiler),
-    )
-    return [(name, getattr(section, name)) for name, section in zip(_DURATIONS, sections, strict=True)]
+# Data
 
 
 @_rule("data_path", "use_dummy_dataset")
 def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
-    yield from source_problems(config.data)
+    data = config.data
+    if data.data_path is None and not data.use_dummy_dataset:
+        yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
+    if data.data_path is not None and data.use_dummy_dataset:
+        yield (
+            f"two sources of data: --data_path={data.data_path} and --use_dummy_dataset=true, which makes its tokens "
+            "up; give --data_path=none or --use_dummy_dataset=false"
+        )
 
 
-@_rule("use_dummy_dataset", *_DURATIONS)
+@_rule("use_dummy_dataset", *_MAY_BE_EPOCHS)
 def _epochs_need_a_dataset(config: TrainConfig) -> Problems:
-    if config.data.use_dummy_dataset:
-        for name, duration in _durations(config):
-            if duration is not None and duration.unit == "epochs":
-                yield (
-                    f"--{name}={duration} counts passes over a dataset, and made-up data has no end: give steps or "
-                    "tokens"
-                )
+    if not config.data.use_dummy_dataset:
+        return
+    values = values_of(config)
+    for name in _MAY_BE_EPOCHS:
+        if isinstance(values[name], Duration) and values[name].unit == "epochs":
+            yield (
+                f"--{name}={values[name]} counts passes over a dataset, and made-up data has no end: give steps or "
+                "tokens"
+            )
 
 
 @_rule("use_dummy_dataset", "datasets")
@@ -127,18 +138,49 @@ def _made_up_data_has_no_datasets(config: TrainConfig) -> Problems:
 
 
 @_rule("datasets", "weights")
-def _weights_belong_to_datasets(config: TrainConfig) -> Problems:
-    yield from weights_problems(config.data)
+def _each_dataset_has_a_weight(config: TrainConfig) -> Problems:
+    datasets, weights = config.data.datasets, config.data.weights
+    given = f"--weights={format_value(weights)}"
+    if weights and not datasets:
+        yield f"{given} are proportions of nothing: give --datasets, in the same order"
+    elif weights and len(weights) != len(datasets):
+        yield (
+            f"{len(weights)} weights for {len(datasets)} datasets: {given} needs one for each of "
+            f"--datasets={format_value(datasets)}, in the same order"
+        )
+    for position, weight in enumerate(weights, start=1):
+        if weight < 0:
+            yield f"{given}: number {position} is {weight:g}, and proportions are at least 0"
+    if weights and not any(weights):
+        yield f"{given} leave every dataset out: give one of them more than 0"
+
+
+@_rule("datasets")
+def _each_dataset_is_named_once(config: TrainConfig) -> Problems:
+    datasets = config.data.datasets
+    for name, times in Counter(datasets).items():
+        if times > 1:
+            yield f"--datasets={format_value(datasets)} names {name} {times} times; give it once, with a larger weight"
+
+
+@_rule("skip_samples")
+def _skipped_samples_are_ranges(config: TrainConfig) -> Problems:
+    try:
+        _ = config.data.skipped_ranges
+    except ValueError:
+        yield (
+            f"skip_samples={','.join(config.data.skip_samples)}: write the first and the last sample of each range, "
+            "as in --skip_samples=307200-309759,400000-400255"
+        )
 
 
 @_rule("bos_token", "sep_token", "vocab_size", "model_variant")
 def _virtual_tokens_are_in_the_vocabulary(config: TrainConfig) -> Problems:
     model = config.model
-    if model.model_variant is None:
-        if model.vocab_size is None:  # may be a checkpoint's: looked at again once that is known
-            return
-    elif model.model_variant.lower() not in VARIANTS:  # the rule about the model says so
-        return
+    if model.model_variant is None and model.vocab_size is None:
+        return  # may be a checkpoint's: looked at again once that is known
+    if model.model_variant is not None and model.model_variant.lower() not in VARIANTS:
+        return  # the rule about the model says so
     vocab_size = resolve_shape(ModelConfig(model_variant=model.model_variant, vocab_size=model.vocab_size)).vocab_size
     for name, token in (("bos_token", config.data.bos_token), ("sep_token", config.data.sep_token)):
         if token is not None and token >= vocab_size:
@@ -148,12 +190,7 @@ def _virtual_tokens_are_in_the_vocabulary(config: TrainConfig) -> Problems:
             )
 
 
-def _known_layers(model: ModelConfig) -> int | None:
-    """Blocks of the model; None where a checkpoint may say, which is looked at again once that is known."""
-    if model.num_hidden_layers is not None:
-        return model.num_hidden_layers
-    variant = VARIANTS.get((model.model_variant or "").lower())
-    return None if variant is None else variant.num_hidden_layers
+# Length and batch
 
 
 @_rule("global_batch_size", "grad_accum_steps")
@@ -191,6 +228,9 @@ def _warmup_fits_the_run(config: TrainConfig) -> Problems:
         yield f"{warmup_text} is longer than {length_text}: shorten the warm-up or lengthen the run"
 
 
+# Parallelism and precision
+
+
 @_rule("hsdp_group_size", "sharding_strategy")
 def _groups_belong_to_hsdp(config: TrainConfig) -> Problems:
     size, strategy = config.parallel.hsdp_group_size, config.parallel.sharding_strategy
@@ -201,20 +241,71 @@ def _groups_belong_to_hsdp(config: TrainConfig) -> Problems:
         )
 
 
+@_rule("replica_check_interval", "sharding_strategy")
+def _compared_replicas_exist(config: TrainConfig) -> Problems:
+    interval, strategy = config.guard.replica_check_interval, config.parallel.sharding_strategy
+    if interval.amount and strategy in ("fsdp", "zero2"):
+        yield (
+            f"--replica_check_interval={interval} compares copies of the weights, and {strategy} keeps one, in pieces: "
+            "give --replica_check_interval=0, or --sharding_strategy=ddp or hsdp"
+        )
+
+
 @_rule("fsdp_activation_checkpointing", "selective_checkpointing", "num_hidden_layers", "model_variant")
 def _checkpointed_blocks_exist(config: TrainConfig) -> Problems:
-    yield from checkpointing_problems(config.parallel, _known_layers(config.model))
+    selective, is_on = config.parallel.selective_checkpointing, config.parallel.fsdp_activation_checkpointing
+    layers = _known_layers(config.model)
+    try:
+        if selective != PER_OPERATION:
+            share_of_blocks(selective)
+        if is_on and layers is not None:
+            checkpointed_blocks(selective, layers)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if not is_on and selective != ALL_BLOCKS:
+        yield (
+            f"--selective_checkpointing={selective} says which blocks --fsdp_activation_checkpointing is for, and that "
+            "is off: add --fsdp_activation_checkpointing=true, or leave --selective_checkpointing out"
+        )
+
+
+def _known_layers(model: ModelConfig) -> int | None:
+    """Returns the blocks of the model; None where a checkpoint may say, which is looked at again once that is known."""
+    if model.num_hidden_layers is not None:
+        return model.num_hidden_layers
+    variant = VARIANTS.get((model.model_variant or "").lower())
+    return None if variant is None else variant.num_hidden_layers
 
 
 @_rule("mp_dtype", "mixed_precision")
 def _a_dtype_of_mixed_precision_is_used(config: TrainConfig) -> Problems:
-    yield from precision_problems(config.parallel)
+    parallel = config.parallel
+    if parallel.mixed_precision is False and parallel.mp_dtype != "bfloat16":
+        yield (
+            f"--mp_dtype={parallel.mp_dtype} is what --mixed_precision computes in, and that is off: give "
+            "--mixed_precision=true, or leave --mp_dtype out"
+        )
 
 
-@_rule("float8", "mp_dtype", "mixed_precision", "seq_length", *settings_of(ModelConfig))
+@_rule("float8", "mp_dtype", "mixed_precision")
+def _float8_goes_with_bfloat16(config: TrainConfig) -> Problems:
+    parallel = config.parallel
+    if parallel.float8 is not None and (parallel.mixed_precision is False or parallel.mp_dtype != "bfloat16"):
+        other = "--mixed_precision=false" if parallel.mixed_precision is False else f"--mp_dtype={parallel.mp_dtype}"
+        yield (
+            f"--float8={parallel.float8} goes with computing all else in bfloat16, and {other} is given: leave one of "
+            "them out"
+        )
+
+
+@_rule("float8", "seq_length", *_MODEL)
 def _matrices_fit_float8(config: TrainConfig) -> Problems:
-    model, sides = config.model, {f"--seq_length={config.data.seq_length}": config.data.seq_length}
+    model, scaling = config.model, config.parallel.float8
+    sides = {f"--seq_length={config.data.seq_length}": config.data.seq_length}
     given = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
+    if scaling is None:
+        return
     if model.model_variant is not None or None not in given:  # otherwise a checkpoint may say the rest
         try:
             shape = resolve_shape(model)
@@ -226,7 +317,15 @@ def _matrices_fit_float8(config: TrainConfig) -> Problems:
             f"--intermediate_size={shape.intermediate_size}": shape.intermediate_size,
             f"--num_key_value_heads={heads} x head size {size} = {heads * size}": heads * size,
         }
-    yield from float8_problems(config.parallel, sides)
+    for origin, side in sides.items():
+        if side % FLOAT8_MULTIPLE:
+            yield (
+                f"--float8={scaling} multiplies matrices whose sides are multiples of {FLOAT8_MULTIPLE}; {origin}: "
+                f"{side} / {FLOAT8_MULTIPLE} = {side / FLOAT8_MULTIPLE:g}. Change it, or leave --float8 out"
+            )
+
+
+# Checkpoints
 
 
 @_rule("ckpt_save_path", "col_name")
@@ -255,9 +354,7 @@ def _unsharded_checkpoints_are_waited_for(config: TrainConfig) -> Problems:
         )
 
 
-@_rule("skip_samples")
-def _skipped_samples_are_ranges(config: TrainConfig) -> Problems:
-    yield from skip_problems(config.data)
+# Guards and profiler
 
 
 @_rule("max_rollbacks", "max_skipped_steps")
@@ -269,21 +366,24 @@ def _rollbacks_have_an_occasion(config: TrainConfig) -> Problems:
         )
 
 
-@_rule("replica_check_interval", "sharding_strategy")
-def _compared_replicas_exist(config: TrainConfig) -> Problems:
-    interval, strategy = config.guard.replica_check_interval, config.parallel.sharding_strategy
-    if interval.amount and strategy in ("fsdp", "zero2"):
-        yield (
-            f"--replica_check_interval={interval} compares copies of the weights, and {strategy} keeps one, in pieces: "
-            "give --replica_check_interval=0, or --sharding_strategy=ddp or hsdp"
-        )
-
-
 @_rule("profile_steps")
 def _profiled_steps_are_ranges(config: TrainConfig) -> Problems:
-    yield from step_problems(config.profiler)
+    try:
+        _ = config.profiler.step_ranges
+    except ValueError:
+        yield (
+            f"profile_steps={','.join(config.profiler.profile_steps)}: write the first and the last step of each "
+            "range, numbered from 1, as in --profile_steps=10-12,1000-1002"
+        )
 
 
 @_rule("use_profiler", "profile_steps", "profile_interval")
 def _profiled_steps_need_the_profiler(config: TrainConfig) -> Problems:
-    yield from profiling_problems(config.profiler)
+    profiler = config.profiler
+    if profiler.use_profiler:
+        return
+    if profiler.profile_steps:
+        steps = format_value(profiler.profile_steps)
+        yield f"--profile_steps={steps} needs --use_profiler=true: give it, or leave the steps out"
+    if profiler.profile_interval.amount:
+        yield f"--profile_interval={profiler.profile_interval} needs --use_profiler=true: give it, or leave it out"

@@ -1,22 +1,32 @@
 """The settings of a training run: one dataclass a section, all under `TrainConfig`.
 
 A field's name is unique over all sections, so a flag is flat: `--learning_rate=3e-4` and
-`--optimizer.learning_rate=3e-4` mean the same. The text after each field is its help: `--help` and
-docs/configurations.md are made from it. `None` (written `none`) means "decide for me", and the help says how that is
-decided. Values are parsed in `flags.py`; rules that look at several fields live in `rules.py`.
+`--optimizer.learning_rate=3e-4` mean the same. The annotation says what may be given, the text is its help: `--help`
+and docs/configurations.md are made from both. `None` (written `none`) means "decide for me", and the help says how that
+is decided. Rules that look at several settings are in `rules.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+from typing import Annotated, Literal
 
-from pretraining.config.data import DataConfig
-from pretraining.config.fields import INTERVAL, RUN_LENGTH, setting
-from pretraining.config.guards import GuardConfig
-from pretraining.config.loss import LossConfig
-from pretraining.config.parallel import ParallelConfig
-from pretraining.config.profiler import ProfilerConfig
+from annotated_types import Ge, Le, Lt
+
+from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, RunLength, Time, setting
+from pretraining.config.values import parse_range
+from pretraining.errors import ConfigError
 from pretraining.progress import Duration
+
+Packing = Literal["stream", "greedy", "first_fit", "best_fit"]
+ShardingStrategy = Literal["ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"]
+Float8Scaling = Literal["tensorwise", "rowwise"]
+
+# Of `selective_checkpointing`: the forms that are no number of blocks, or all of them.
+ALL_BLOCKS = "1"
+PER_OPERATION = "op"
 
 
 @dataclass(frozen=True)
@@ -28,45 +38,129 @@ class ModelConfig:
         "named dimensions to start from, docs/configurations.md lists them; none = those of the checkpoint or Hugging "
         "Face folder that the run starts from, 7b without one",
     )
-    hidden_size: int | None = setting(None, "width of the residual stream; none = the variant's", minimum=1)
-    intermediate_size: int | None = setting(None, "width of the feed-forward layer; none = the variant's", minimum=1)
-    num_hidden_layers: int | None = setting(None, "number of blocks; none = the variant's", minimum=1)
-    num_attention_heads: int | None = setting(None, "query heads; none = the variant's", minimum=1)
-    num_key_value_heads: int | None = setting(
+    hidden_size: PositiveInt | None = setting(None, "width of the residual stream; none = the variant's")
+    intermediate_size: PositiveInt | None = setting(None, "width of the feed-forward layer; none = the variant's")
+    num_hidden_layers: PositiveInt | None = setting(None, "number of blocks; none = the variant's")
+    num_attention_heads: PositiveInt | None = setting(None, "query heads; none = the variant's")
+    num_key_value_heads: PositiveInt | None = setting(
         None,
         "key/value heads (grouped-query attention); none = the variant's, or num_attention_heads where it has as many",
-        minimum=1,
     )
-    vocab_size: int | None = setting(None, "rows of the embedding; none = the variant's", minimum=2)
-    max_position_embeddings: int | None = setting(
+    vocab_size: Annotated[int, Ge(2)] | None = setting(None, "rows of the embedding; none = the variant's")
+    max_position_embeddings: PositiveInt | None = setting(
         None,
         "context that exports say the model was made for (at least seq_length); none = the variant's. Nothing that is "
         "computed depends on it",
-        minimum=1,
     )
-    rope_theta: float | None = setting(None, "base of the rotary frequencies; none = the variant's", minimum=1)
-    rope_scaling: tuple[float, ...] = setting(
+    rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies; none = the variant's")
+    rope_scaling: tuple[NonNegativeFloat, ...] = setting(
         (),
         "llama3 rule for longer contexts: factor, low_freq_factor, high_freq_factor, "
         "original_max_position_embeddings, comma list, factor 1 = no scaling; empty = the variant's",
-        minimum=0,
     )
-    rms_norm_eps: float | None = setting(None, "epsilon of RMSNorm; none = the variant's", minimum=0)
+    rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm; none = the variant's")
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from and how they are cut into samples."""
+
+    data_path: str | None = setting(
+        None, "root folder; each dataset is a sub-folder with token files", silent_change=True
+    )
+    datasets: tuple[str, ...] = setting(
+        (),
+        "sub-folders of data_path to train on, comma list; empty = every sub-folder with token files",
+        silent_change=True,
+    )
+    weights: tuple[float, ...] = setting(
+        (),
+        "proportions of the datasets, comma list in their order; empty = in proportion to their tokens",
+        silent_change=True,
+    )
+    seq_length: PositiveInt = setting(4096, "tokens a sequence")
+    packing: Packing = setting(
+        "stream",
+        "how documents make samples. stream: laid end to end and cut, without padding; the others: as many whole "
+        "documents as fit, and padding, only longer documents are cut; best_fit pads least, greedy most",
+    )
+    bos_token: NonNegativeInt | None = setting(
+        None,
+        "token id that begins every document (not doubled where it is there already); none = nothing before documents",
+    )
+    sep_token: NonNegativeInt | None = setting(
+        None,
+        "token id that ends every document (not doubled where it is there already); none = nothing between documents",
+    )
+    strip_tokens: tuple[NonNegativeInt, ...] = setting(
+        (),
+        "token ids removed at both ends of every document, as many as there are, before bos_token and sep_token are "
+        "looked at, comma list",
+    )
+    min_length: PositiveInt = setting(
+        1, "documents that hold fewer tokens, after strip_tokens, are left out; 1 = only empty ones are"
+    )
+    logical_shards: PositiveInt = setting(
+        1024, "pieces a dataset is cut into; the order of the data depends on it, the number of GPUs does not"
+    )
+    document_mask: bool = setting(
+        False, "attention stays inside documents, positions restart at each, and no label crosses from one to the next"
+    )
+    num_workers: NonNegativeInt = setting(
+        1,
+        "threads that read ahead in each process; 0 = read in the training loop. The data is the same",
+        silent_change=True,
+    )
+    file_type: Literal["arrow"] = setting("arrow", "format of the token files")
+    col_name: str = setting("tokens", "column of the token files that holds the token ids")
+    tokenizer_path: str | None = setting(
+        None, "folder or tokenizer.json, to print generated samples as text", silent_change=True
+    )
+    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
+        0.0, "fraction of the documents kept for evaluation and never trained on"
+    )
+    index_path: str | None = setting(
+        None,
+        "folder for document indices; none = inside each dataset's, or the user's cache folder where that is read-only",
+        silent_change=True,
+    )
+    skip_samples: tuple[str, ...] = setting(
+        (),
+        "samples never to train on: global indices A-B as `pretrain inspect` shows them, both included, comma list; "
+        "those of a checkpoint stay skipped",
+        silent_change=True,
+    )
+    bad_documents: Literal["stop", "quarantine"] = setting(
+        "stop",
+        "when a sample cannot be read (damaged file, token beyond the vocabulary): stop and name it, or quarantine: "
+        "go on without its labels and say so; no other sample moves",
+    )
+    use_dummy_dataset: bool = setting(False, "made-up tokens, no files: for quick tests and performance benchmarks")
+
+    @property
+    def skipped_ranges(self) -> list[tuple[int, int]]:
+        """`skip_samples` as (first, end).
+
+        Raises:
+            ValueError: they are no ranges of samples.
+        """
+        ranges = (parse_range(text, smallest=0) for text in self.skip_samples)
+        return [(first, last + 1) for first, last in ranges]
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """How many sequences a step."""
 
-    batch_size: int = setting(2, "sequences that one GPU takes at once", minimum=1)
-    global_batch_size: int | None = setting(
+    batch_size: PositiveInt = setting(2, "sequences that one GPU takes at once", silent_change=True)
+    global_batch_size: PositiveInt | None = setting(
         None,
         "sequences an optimizer step over all GPUs; none = batch_size x grad_accum_steps x GPUs, or the checkpoint's",
-        minimum=1,
+        silent_change=True,
     )
-    grad_accum_steps: int | None = setting(
-        None, "micro-batches a step; none = derived from global_batch_size, or 1", minimum=1
+    grad_accum_steps: PositiveInt | None = setting(
+        None, "micro-batches a step; none = derived from global_batch_size, or 1", silent_change=True
     )
 
 
@@ -74,27 +168,24 @@ class BatchConfig:
 class RunConfig:
     """How long, and from which seed."""
 
-    num_steps: Duration = setting(
-        Duration(1000, "steps"), "length of the run: steps, tokens (5Btok) or epochs (2ep)", units=RUN_LENGTH
+    num_steps: RunLength = setting(Duration(1000, "steps"), "length of the run: steps, tokens (5Btok) or epochs (2ep)")
+    run_steps: PositiveInt | None = setting(
+        None, "stop this invocation after this many steps; the schedule still ends at num_steps", silent_change=True
     )
-    run_steps: int | None = setting(
-        None, "stop this invocation after so many steps; the schedule still ends at num_steps", minimum=1
-    )
-    time_limit: Duration | None = setting(
+    time_limit: Time | None = setting(
         None,
-        "stop and save so long after the start of the job (23h30min), to be started again; 0s = never; "
+        "stop and save this long after the start of the job (23h30min), to be started again; 0s = never; "
         "none = 5 minutes ahead of the end of a SLURM job",
-        units=("seconds",),
     )
-    max_starts_without_progress: int = setting(
-        5, "refuse to start once so many starts in a row have crashed before a new checkpoint; 0 = never", minimum=0
+    max_starts_without_progress: NonNegativeInt = setting(
+        5, "refuse to start once this many starts in a row have crashed before a new checkpoint; 0 = never"
     )
-    seed: int = setting(2023, "of the initial weights and of the order of the data", minimum=0)
-    gc_interval: int = setting(
+    seed: NonNegativeInt = setting(2023, "of the initial weights and of the order of the data")
+    gc_interval: NonNegativeInt = setting(
         50,
         "steps between two collections of Python's garbage, at the same steps in all processes; 0 = whenever Python "
         "wants, which stops one process at a time while the others wait",
-        minimum=0,
+        silent_change=True,
     )
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
@@ -102,16 +193,72 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How parameters, gradients and optimizer state are laid out over GPUs, and what is recomputed to save memory."""
+
+    sharding_strategy: ShardingStrategy = setting(
+        "fsdp",
+        "ddp (zero0): everything everywhere; zero2: gradients and optimizer state sharded; fsdp (zero3): parameters "
+        "too; hsdp, hsdp_zero2: the same inside groups that are replicas of each other",
+        aliases={"zero0": "ddp", "zero3": "fsdp"},
+        silent_change=True,
+    )
+    hsdp_group_size: PositiveInt | None = setting(
+        None, "GPUs a sharding group of hsdp; none = the GPUs of a node", silent_change=True
+    )
+    mixed_precision: bool | None = setting(
+        None,
+        "compute in mp_dtype; master weights, optimizer and gradient reduction stay in float32; "
+        "none = where the device has units for it (every supported GPU; of CPUs some, for bfloat16)",
+    )
+    mp_dtype: Literal["bfloat16", "float16"] = setting(
+        "bfloat16",
+        "what mixed_precision computes in. bfloat16; float16: for GPUs without bfloat16, with a scale of the loss that "
+        "is found on the way, and some updates left out for it",
+    )
+    float8: Float8Scaling | None = setting(
+        None,
+        "multiply the matrices of the blocks in float8, with a scale for each tensor (tensorwise) or for each row "
+        "(rowwise: finer); for large matrices, with use_torch_compile. Needs torchao and GPUs of compute capability "
+        "8.9 or more; none = in mp_dtype",
+    )
+    low_cpu_fsdp: bool = setting(
+        True,
+        "make the model without memory, and give it memory and values shard by shard; false = make it whole on every "
+        "GPU first: the same weights, for the memory of the whole model in float32",
+    )
+    fsdp_activation_checkpointing: bool = setting(
+        False,
+        "keep only what goes into a block, and compute what is inside again in the backward pass: less memory, more "
+        "work",
+        silent_change=True,
+    )
+    selective_checkpointing: str = setting(
+        ALL_BLOCKS,
+        "which blocks fsdp_activation_checkpointing is for. 1: all; k: every k-th; a fraction (1/3, 0.25): that share "
+        "of them, spread evenly; op: all, but what matrix products and attention give is kept, and only the rest "
+        "computed again",
+        silent_change=True,
+    )
+    use_torch_compile: bool = setting(
+        False,
+        "compile the blocks of the model, each as a whole graph; works together with activation checkpointing. The "
+        "first step then takes from seconds to minutes",
+        silent_change=True,
+    )
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW."""
 
-    learning_rate: float = setting(3e-4, "the peak, reached after warm-up", minimum=0)
-    weight_decay: float = setting(0.1, "decoupled; not applied to norms and embeddings", minimum=0)
-    adam_beta1: float = setting(0.9, "decay of the first moment", minimum=0, below=1)
-    adam_beta2: float = setting(0.95, "decay of the second moment", minimum=0, below=1)
-    adam_epsilon: float = setting(1e-8, "added to the root of the second moment", minimum=0)
-    grad_clip_thresh: float = setting(
-        1.0, "largest norm of the gradient; 0 = no clipping (the norm is reported all the same)", minimum=0
+    learning_rate: NonNegativeFloat = setting(3e-4, "the peak, reached after warm-up")
+    weight_decay: NonNegativeFloat = setting(0.1, "decoupled; not applied to norms and embeddings")
+    adam_beta1: Annotated[float, Ge(0), Lt(1)] = setting(0.9, "decay of the first moment")
+    adam_beta2: Annotated[float, Ge(0), Lt(1)] = setting(0.95, "decay of the second moment")
+    adam_epsilon: NonNegativeFloat = setting(1e-8, "added to the root of the second moment")
+    grad_clip_thresh: NonNegativeFloat = setting(
+        1.0, "largest norm of the gradient; 0 = no clipping (the norm is reported all the same)"
     )
 
 
@@ -119,10 +266,8 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Linear warm-up, then half a cosine down to a fraction of the peak."""
 
-    warmup_steps: Duration | None = setting(
-        None, "linear warm-up; none = a twentieth of the run, at most 2000 steps", units=RUN_LENGTH
-    )
-    min_lr_ratio: float = setting(0.1, "learning rate at the end, as a fraction of the peak", minimum=0, maximum=1)
+    warmup_steps: RunLength | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = setting(0.1, "learning rate at the end, as a fraction of the peak")
 
 
 @dataclass(frozen=True)
@@ -145,35 +290,30 @@ class CheckpointConfig:
         "take only the weights from ckpt_load_path and begin a new run with them: step 0, and optimizer, learning rate "
         "and data from their beginning. From a Hugging Face folder it is always so",
     )
-    ckpt_format: str = setting(
+    ckpt_format: Literal["sharded", "full"] = setting(
         "sharded",
         "sharded: each process writes its part, as safetensors; full: four unsharded .pt files, written by one process",
-        choices=("sharded", "full"),
     )
     load_optimizer: bool = setting(
         True, "take the optimizer's state from ckpt_load_path, too; false = its moments start from zero"
     )
     checkpoint_interval: Duration = setting(
-        Duration(1000, "steps"),
-        "how often to save, 0 = only at the end; where an invocation ends is always saved",
-        units=INTERVAL,
+        Duration(1000, "steps"), "how often to save, 0 = only at the end; where an invocation ends is always saved"
     )
     preempt_interval: Duration = setting(
         Duration(0, "steps"),
         "how often to save besides, in case the run is killed: the next checkpoint of any kind takes its place; 0 = "
         "never; one that a signal or a time limit asks for is always saved",
-        units=INTERVAL,
     )
-    keep_last: int | None = setting(
-        None, "newest checkpoints to keep, besides the best and final ones; none = all", minimum=1
+    keep_last: PositiveInt | None = setting(
+        None, "newest checkpoints to keep, besides the best and final ones; none = all"
     )
     save_best: bool = setting(
         True, "save whenever an evaluation has the lowest loss so far; between intervals, the next best takes its place"
     )
-    ckpt_name: str = setting(
+    ckpt_name: Literal["step", "tokens"] = setting(
         "step",
         "step: step_1000_ckp; tokens: a name with tokens and losses, tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt",
-        choices=("step", "tokens"),
     )
     async_save: bool | None = setting(
         None,
@@ -187,14 +327,12 @@ class EvaluationConfig:
     """Loss on documents that are never trained on, and a sample of text at the end."""
 
     eval_interval: Duration = setting(
-        Duration(1000, "steps"),
-        "how often to evaluate, where held_out_fraction > 0; 0 = only at the end",
-        units=INTERVAL,
+        Duration(1000, "steps"), "how often to evaluate, where held_out_fraction > 0; 0 = only at the end"
     )
-    eval_batches: int = setting(16, "global batches an evaluation, the same ones each time", minimum=1)
-    sample_prompt: str = setting("", "what the generated sample continues; empty = free choice")
-    sample_tokens: int = setting(
-        64, "tokens generated at the end of the run where tokenizer_path is given; 0 = none", minimum=0
+    eval_batches: PositiveInt = setting(16, "global batches an evaluation, the same ones each time")
+    sample_prompt: str = setting("", "what the generated sample continues; empty = free choice", silent_change=True)
+    sample_tokens: NonNegativeInt = setting(
+        64, "tokens generated at the end of the run where tokenizer_path is given; 0 = none", silent_change=True
     )
 
 
@@ -202,36 +340,172 @@ class EvaluationConfig:
 class ReportConfig:
     """What is shown and logged, and when."""
 
-    report_interval: Duration = setting(
-        Duration(10, "steps"), "how often to report; 0 = only at the end", units=INTERVAL
-    )
-    tracker: tuple[str, ...] = setting(
-        ("tensorboard",),
-        "where reports go besides the terminal and metrics.jsonl, comma list; none = nowhere else",
-        choices=("tensorboard",),
+    report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
+    tracker: tuple[Literal["tensorboard"], ...] = setting(
+        ("tensorboard",), "where reports go besides the terminal and metrics.jsonl, comma list; none = nowhere else"
     )
     tracker_dir: str | None = setting(None, "folder of the tracker's files; none = <ckpt_save_path>/logs")
-    progress: str = setting(
-        "auto",
-        "live: one line that is redrawn; plain: a line a report; auto: live on a terminal",
-        choices=("auto", "live", "plain"),
+    progress: Literal["auto", "live", "plain"] = setting(
+        "auto", "live: one line that is redrawn; plain: a line a report; auto: live on a terminal"
     )
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """When an update is left out, and when a run that goes wrong is ended or turned back."""
+
+    max_skipped_steps: NonNegativeInt = setting(
+        20,
+        "this many updates left out in a row (loss or gradient not finite, or a spike) end the run, or turn it back "
+        "where max_rollbacks allows; 0 = never",
+    )
+    spike_threshold: Annotated[float, Ge(1)] | None = setting(
+        None,
+        "leave an update out where its loss lies more than this many standard deviations above the mean of the last "
+        "ones; 6 is common; none = only where loss or gradient is not finite",
+    )
+    spike_window: Annotated[int, Ge(4)] = setting(
+        128, "losses that spike_threshold looks back on; with less than half of them, none is a spike"
+    )
+    max_rollbacks: NonNegativeInt = setting(
+        0,
+        "after max_skipped_steps, go back to the newest checkpoint before them and leave their samples out, at most "
+        "this many times without progress in between; 0 = end the run",
+    )
+    replica_check_interval: Duration = setting(
+        Duration(0, "steps"),
+        "how often to compare the weights of replicas (ddp, hsdp), and end the run, naming the rank, where they "
+        "differ; 0 = never",
+    )
+    straggler_factor: Annotated[float, Ge(1.05)] | None = setting(
+        1.5,
+        "reports name a process whose own work takes this many times as long as that of the others; none = do not look",
+    )
+    hang_timeout: Time = setting(
+        Duration(600, "seconds"),
+        "end the job, with exit code 124, the stacks of all processes and the names of those at fault, where nothing "
+        "makes progress for this long; 0s = never",
+    )
+    first_step_timeout: Time = setting(
+        Duration(1800, "seconds"),
+        "the same until the first step is done, which opens data, restores and compiles; 0s = never",
+    )
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Logits in memory, and z-loss."""
+
+    loss_chunk_tokens: NonNegativeInt | None = setting(
+        None,
+        "tokens whose logits are in memory at once: fewer need less memory; 0 = all of a micro-batch; "
+        "none = 256 on a CPU, else as many as have 2^28 logits (1 GiB in float32)",
+    )
+    z_loss_weight: NonNegativeFloat = setting(
+        0.0,
+        "add this many times ln(Z)^2 to the loss of each token, Z the denominator of its softmax, so that logits do "
+        "not drift; 1e-4 is common. Reported apart from the loss, and no part of an evaluation's; 0 = none",
+    )
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Where the time and the memory of some steps go."""
+
+    use_profiler: bool = setting(
+        False,
+        "record everything that a few steps do, as traces for Perfetto or TensorBoard in "
+        "<ckpt_save_path>/profile_traces, and print where their time went",
+    )
+    profile_steps: tuple[str, ...] = setting(
+        (),
+        "steps to profile, numbered from 1 as in reports: A-B, both included, comma list; empty = the fourth to sixth "
+        "step of each start, unless profile_interval is given",
+    )
+    profile_interval: Duration = setting(Duration(0, "steps"), "how often to profile three steps; 0 = never")
+    profiler_rank0_only: bool = setting(True, "trace the first process only; false = all of them, a file each")
+    memory_snapshot: bool = setting(
+        False,
+        "on CUDA, remember which line made each allocation, and write it down with each profile and where memory runs "
+        "out, for pytorch.org/memory_viz; some microseconds an allocation",
+    )
+
+    @property
+    def step_ranges(self) -> list[tuple[int, int]]:
+        """`profile_steps` as (first, last).
+
+        Raises:
+            ValueError: they are no ranges of steps.
+        """
+        return [parse_range(text, smallest=1) for text in self.profile_steps]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything a run is made of."""
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = setting(ModelConfig(), silent_change=True)  # a checkpoint's model cannot change
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     run: RunConfig = RunConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), silent_change=True)
     evaluation: EvaluationConfig = EvaluationConfig()
-    report: ReportConfig = ReportConfig()
+    report: ReportConfig = setting(ReportConfig(), silent_change=True)
     guard: GuardConfig = GuardConfig()
     loss: LossConfig = LossConfig()
-    profiler: ProfilerConfig = ProfilerConfig()
+    profiler: ProfilerConfig = setting(ProfilerConfig(), silent_change=True)
+
+
+def checkpointed_blocks(selective: str, num_hidden_layers: int) -> list[int]:
+    """Returns the blocks whose activations are not kept, numbered from 0.
+
+    Every k-th block is k-1, 2k-1, ... A fraction p takes block i where p x (i + 1), rounded half up, is one more than
+    p x i: of the first n blocks, for any n, it takes p x n, rounded.
+
+    Args:
+        selective: the setting `selective_checkpointing`.
+        num_hidden_layers: blocks of the model.
+
+    Raises:
+        ConfigError: it is none of the forms, or takes no block at all.
+    """
+    if selective == PER_OPERATION:
+        return list(range(num_hidden_layers))
+    share = share_of_blocks(selective)
+    if share >= 1:
+        if share > num_hidden_layers:
+            raise ConfigError(
+                f"--selective_checkpointing={selective} takes one block in {share}, and of {num_hidden_layers}, "
+                f"{num_hidden_layers} / {share} = {num_hidden_layers / int(share):.2f}, none: give "
+                f"--selective_checkpointing={num_hidden_layers} or less, or --fsdp_activation_checkpointing=false"
+            )
+        return list(range(int(share) - 1, num_hidden_layers, int(share)))
+    taken = [floor(share * count + Fraction(1, 2)) for count in range(num_hidden_layers + 1)]
+    if not taken[-1]:
+        raise ConfigError(
+            f"--selective_checkpointing={selective} of {num_hidden_layers} blocks is {float(share):g} x "
+            f"{num_hidden_layers} = {float(share * num_hidden_layers):.2f}, which rounds to none: give a larger "
+            "fraction, or --fsdp_activation_checkpointing=false"
+        )
+    return [block for block in range(num_hidden_layers) if taken[block + 1] > taken[block]]
+
+
+def share_of_blocks(selective: str) -> Fraction:
+    """Returns the number that `selective_checkpointing` holds where it is not "op": k, or a fraction below 1.
+
+    Raises:
+        ConfigError: it is none of the forms.
+    """
+    try:
+        number = Fraction(selective)
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(0)
+    if number <= 0 or (number > 1 and number.denominator > 1):
+        raise ConfigError(
+            f"--selective_checkpointing={selective}: write 1 for all blocks, k for every k-th (2, 3, ...), a fraction "
+            "of them below 1 (1/3, 0.25), or op"
+        )
+    return number

@@ -1,19 +1,23 @@
 """One setting's value: from text, against its limits, and back to text.
 
-Flags and recipes hand over raw text (a recipe's list as a list of texts, its null as None), so that one rule decides
-what a value means wherever it stands. `parse_value` makes the typed value, `limit_problem` says what is wrong with one,
+Flags and recipes hand over raw text (a recipe's list as a list of texts, its null as None): one rule decides what a
+value means, wherever it stands. `parse_value` makes the typed value, `limit_problem` says what is wrong with one,
 `format_value` writes it so that it parses back equal.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from annotated_types import Ge, Le, Lt
+
 from pretraining.config.fields import Setting
-from pretraining.config.names import VALUE_ALIASES, nearest
 from pretraining.errors import ConfigError
-from pretraining.progress import UNITS, Duration, parse_number
+from pretraining.progress import Duration, parse_number
 
 Raw = str | list[str] | None
 
@@ -25,28 +29,31 @@ _BOOL_WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
+_NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", Duration: "a duration"}
+
+# Each limit with the words of help, its test, and the words of a refusal.
+_LIMITS = (
+    (Ge, "at least", operator.ge, "the smallest value is"),
+    (Le, "at most", operator.le, "the largest value is"),
+    (Lt, "below", operator.lt, "it must be below"),
+)
 
 
 def parse_value(setting: Setting, raw: Raw) -> Any:
-    """Return the value that a text stands for.
-
-    Args:
-        setting: what is asked for.
-        raw: the text; a list of texts or None only from a recipe.
+    """Returns the value that a text stands for; `raw` is a list or None only in a recipe.
 
     Raises:
         ValueError: it is not of the setting's type or beyond its limits; the message completes "<flag>=<text>: ".
     """
+    value: Any
     if setting.many:
-        value: Any = tuple(_parse_one(setting, text) for text in split_list(raw))
-    elif isinstance(raw, list):
-        raise ValueError(f"{_NOUNS[setting.base]} is needed, not a list")
-    elif setting.optional and (raw is None or raw.strip().lower() in NONE_WORDS):
+        value = tuple(_parse_one(setting, text) for text in split_list(raw))
+    elif setting.optional and not isinstance(raw, list) and _is_none(raw):
         value = None
-    elif raw is None:
-        raise ValueError(f"{_NOUNS[setting.base]} is needed, not null")
-    else:
+    elif isinstance(raw, str):
         value = _parse_one(setting, raw)
+    else:
+        raise ValueError(f"{_NOUNS[setting.base]} is needed, not {'null' if raw is None else 'a list'}")
     problem = limit_problem(setting, value)
     if problem:
         raise ValueError(problem)
@@ -54,7 +61,7 @@ def parse_value(setting: Setting, raw: Raw) -> Any:
 
 
 def split_list(raw: Raw) -> list[str]:
-    """Take a comma list apart: `a,b`, `[a, b]` or `(a,b)`, items bare or in quotes; nothing, `[]` and `none` are empty.
+    """Takes a comma list apart: `a,b`, `[a, b]` or `(a,b)`, items bare or quoted; nothing, `[]` and `none` are empty.
 
     Raises:
         ValueError: an item is empty.
@@ -62,21 +69,32 @@ def split_list(raw: Raw) -> list[str]:
     if isinstance(raw, list):
         return raw
     text = (raw or "").strip()
-    if text.lower() in NONE_WORDS:
-        return []
-    if text[0] + text[-1] in ("[]", "()"):
+    if text and text[0] + text[-1] in ("[]", "()"):
         text = text[1:-1].strip()
-        if not text:
-            return []
-    items = [item.strip() for item in text.split(",")]
+    elif text.lower() in NONE_WORDS:
+        text = ""
+    items = [item.strip() for item in text.split(",")] if text else []
     items = [item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item for item in items]
     if "" in items:
         raise ValueError("there is an empty item in the comma list")
     return items
 
 
+def parse_range(text: str, smallest: int) -> tuple[int, int]:
+    """Returns the first and the last number of `A-B`, both included, or of `A` alone.
+
+    Raises:
+        ValueError: it is no range, or A is below `smallest`.
+    """
+    begin, _, end = text.partition("-")
+    first, last = int(begin), int(end or begin)
+    if not smallest <= first <= last:
+        raise ValueError(text)
+    return first, last
+
+
 def limit_problem(setting: Setting, value: Any) -> str | None:
-    """Say what is wrong with a typed value by the type and the limits of its setting; None where nothing is.
+    """Says what is wrong with a typed value by the type and the limits of its setting; None where nothing is.
 
     A parsed value has the right type by construction; one that was put into a dataclass in Python may not.
     """
@@ -85,14 +103,14 @@ def limit_problem(setting: Setting, value: Any) -> str | None:
     if setting.many:
         if not isinstance(value, tuple):
             return "a tuple is needed"
-        return next((problem for item in value if (problem := _item_problem(setting, item))), None)
-    if setting.optional and isinstance(value, str) and value.strip().lower() in NONE_WORDS:
+        return next(filter(None, (_item_problem(setting, item) for item in value)), None)
+    if setting.optional and isinstance(value, str) and _is_none(value):
         return f"{value!r} reads as none: write None, or ./{value} for a path"
     return _item_problem(setting, value)
 
 
 def format_value(value: Any) -> str:
-    """Write a value as a flag would be: `parse_value` reads it back equal."""
+    """Writes a value as a flag would be: `parse_value` reads it back equal."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -103,58 +121,59 @@ def format_value(value: Any) -> str:
 
 
 def describe_type(setting: Setting) -> str:
-    """Say in a few words what may be given: "whole number, at least 1, or none", "one of ddp, zero2"."""
+    """Says in a few words what may be given: "whole number, at least 1, or none", "one of ddp, zero2"."""
     if setting.choices:
         text = ("any of " if setting.many else "one of ") * (len(setting.choices) > 1) + ", ".join(setting.choices)
     elif setting.base is Duration:
-        text = _or(setting.units or UNITS)
-    elif setting.many:
-        text = f"{_NOUNS[setting.base].removeprefix('a ')}s, comma list"
+        text = _or(setting.units)
     else:
-        text = _NOUNS[setting.base].removeprefix("a ")
-    limits = (("at least", setting.minimum), ("at most", setting.maximum), ("below", setting.below))
-    text += "".join(f", {word} {limit:g}" for word, limit in limits if limit is not None)
+        text = _NOUNS[setting.base].removeprefix("a ") + ("s, comma list" if setting.many else "")
+    text += "".join(f", {word} {setting.limits[kind]:g}" for kind, word, _, _ in _LIMITS if kind in setting.limits)
     return f"{text}, or none" if setting.optional else text
 
 
-_NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", Duration: "a duration"}
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that a misspelt or abbreviated one most likely meant; None where nothing is near."""
+    candidates = list(known)
+    # lr, wd and bs are the initials of what they stand for.
+    initials = [each for each in candidates if "".join(word[:1] for word in each.split("_")) == name.lower()]
+    return next(iter(difflib.get_close_matches(name.lower(), candidates, n=1) + initials), None)
+
+
+def _is_none(raw: str | None) -> bool:
+    return raw is None or raw.strip().lower() in NONE_WORDS
 
 
 def _parse_one(setting: Setting, text: str) -> Any:
-    """Parse one text by the base type."""
-    if setting.base is str:
-        return _parse_choice(setting, text) if setting.choices else text
+    if setting.choices:
+        return _parse_choice(setting, text)
+    if setting.base is Duration:
+        try:
+            return Duration.parse(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
     if setting.base is bool:
         if text.strip().lower() not in _BOOL_WORDS:
             raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
         return _BOOL_WORDS[text.strip().lower()]
-    if setting.base is int:
-        number = parse_number(text)
+    return text if setting.base is str else _parse_number(setting.base, text)
+
+
+def _parse_number(base: type, text: str) -> float:
+    number = parse_number(text)
+    if base is int:
         if number is None or number.denominator != 1:
             raise ValueError("a whole number is needed, as 5000, 5_000 or 5e3")
         return int(number)
-    if setting.base is float:
-        return _parse_float(text)
-    try:
-        return Duration.parse(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-
-
-def _parse_float(text: str) -> float:
-    """Parse a number; one beyond the range of floats is refused rather than rounded to infinity."""
-    if parse_number(text) is None:
+    if number is None:
         raise ValueError("a number is needed, as 0.1, 3e-4 or 5_000")
-    value = float(text.replace("_", ""))
-    if not math.isfinite(value):
-        raise ValueError("a finite number is needed")
-    return value
+    return float(text.replace("_", ""))  # infinite beyond the range of floats, which is then refused
 
 
 def _parse_choice(setting: Setting, text: str) -> str:
-    """Bring one of the choices, in any case and with dashes or underscores, to its canonical spelling."""
+    """Brings one of the choices, in any case and with dashes or underscores, to its canonical spelling."""
     word = text.strip().lower().replace("-", "_")
-    word = VALUE_ALIASES.get(setting.name, {}).get(word, word)
+    word = setting.aliases.get(word, word)
     if word not in setting.choices:
         close = nearest(word, setting.choices)
         hint = f" (did you mean {close}?)" if close else ""
@@ -163,11 +182,11 @@ def _parse_choice(setting: Setting, text: str) -> str:
 
 
 def _item_problem(setting: Setting, value: Any) -> str | None:
-    """Check one value against type and limits."""
+    """Checks one value against type and limits."""
     if not _has_type(value, setting.base):
         hint = ", as Duration.parse makes it," if setting.base is Duration else ""
         return f"{_NOUNS[setting.base]}{hint} is needed"
-    if setting.base is Duration and setting.units and value.unit not in setting.units:
+    if setting.base is Duration and value.unit not in setting.units:
         return f"{value.unit} mean nothing here, give {_or(setting.units)}"
     if setting.choices and value not in setting.choices:
         return f"not known, use one of {', '.join(setting.choices)}"
@@ -175,48 +194,23 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
 
 
 def _has_type(value: Any, base: type) -> bool:
-    """Return whether a value is of a setting's base type: whole numbers are numbers, true and false are not."""
-    if base is bool or isinstance(value, bool):
-        return base is bool and isinstance(value, bool)
+    """Whole numbers are numbers; true and false are neither."""
+    if isinstance(value, bool):
+        return base is bool
     return isinstance(value, (int, float) if base is float else base)
 
 
 def _number_problem(setting: Setting, value: float) -> str | None:
-    """Check a number against its limits."""
     if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
         return "it must be below 2^63"
     if not math.isfinite(value):
         return "a finite number is needed"
-    if setting.minimum is not None and value < setting.minimum:
-        return f"the smallest value is {setting.minimum:g}"
-    if setting.maximum is not None and value > setting.maximum:
-        return f"the largest value is {setting.maximum:g}"
-    if setting.below is not None and value >= setting.below:
-        return f"it must be below {setting.below:g}"
+    for kind, _, holds, words in _LIMITS:
+        if kind in setting.limits and not holds(value, setting.limits[kind]):
+            return f"{words} {setting.limits[kind]:g}"
     return None
 
 
-def _or(words: tuple[str, ...]) -> str:
-    """Join words for a sentence: steps, tokens or epochs."""
+def _or(words: Sequence[str]) -> str:
+    """Joins words for a sentence: steps, tokens or epochs."""
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-# TODO(merge): was pretraining.config.values
-# Ranges of whole numbers as users write them: A-B with both ends included, or A alone.
-
-
-def parse_range(text: str, smallest: int) -> tuple[int, int]:
-    """The first and the last number of a range.
-
-    Args:
-        text: A-B or A.
-        smallest: that A may be.
-
-    Raises:
-        ValueError: it is no range.
-    """
-    begin, _, end = text.partition("-")
-    first, last = int(begin), int(end or begin)
-    if not smallest <= first <= last:
-        raise ValueError(text)
-    return first, last

@@ -1,19 +1,17 @@
 """The Llama family as pure data: named dimensions, and the settings that change them.
 
 `VARIANTS` is the table; `resolve_shape` lays the flags of `ModelConfig` over one of its rows and checks that the result
-can be built. The model, the planner and the export all read the same `LlamaShape`, and nothing here needs torch.
+can be built. The model, checkpoints and exports all read the same `LlamaShape`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
-from typing import TypeVar
 
-from pretraining.config.names import nearest
 from pretraining.config.training import ModelConfig
+from pretraining.config.values import nearest
 from pretraining.errors import ConfigError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class LlamaShape:
 def _shape(
     hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, context: int, theta: float, vocab: int
 ) -> LlamaShape:
-    """Build one row of the table in the order in which it is printed."""
+    """Builds one row of the table in the order in which it is printed."""
     return LlamaShape(
         hidden_size=hidden,
         intermediate_size=feed_forward,
@@ -133,7 +131,7 @@ DEFAULT_VARIANT = "7b"
 
 
 def resolve_shape(model: ModelConfig) -> LlamaShape:
-    """Lay the dimensions that were given over those of the named variant.
+    """Lays the dimensions that were given over those of the named variant.
 
     Raises:
         ConfigError: the variant is unknown, or the dimensions do not fit each other; carries every problem.
@@ -145,35 +143,26 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
         hint = f"did you mean {close}? " if close else ""
         raise ConfigError(f"--model_variant={name} is not known: {hint}Known are {', '.join(VARIANTS)}")
 
-    hidden = _given(model.hidden_size, variant.hidden_size)
-    heads = _given(model.num_attention_heads, variant.num_attention_heads)
+    others = ("model_variant", "rope_scaling")
+    given = {name: value for name, value in vars(model).items() if value is not None and name not in others}
+    shape = replace(variant, **given)
     # A variant without grouped queries stays without them when only the number of heads is changed.
-    grouped = variant.num_key_value_heads != variant.num_attention_heads
-    kv_heads = _given(model.num_key_value_heads, variant.num_key_value_heads if grouped else heads)
-    problems = [*_head_problems(hidden, heads, kv_heads), *_scaling_problems(model.rope_scaling)]
+    if variant.num_key_value_heads == variant.num_attention_heads and model.num_key_value_heads is None:
+        shape = replace(shape, num_key_value_heads=shape.num_attention_heads)
+    problems = [*_head_problems(shape), *_scaling_problems(model.rope_scaling)]
     if problems:
         raise ConfigError(problems)
     return replace(
-        variant,
-        hidden_size=hidden,
-        intermediate_size=_given(model.intermediate_size, variant.intermediate_size),
-        num_hidden_layers=_given(model.num_hidden_layers, variant.num_hidden_layers),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        vocab_size=_given(model.vocab_size, variant.vocab_size),
-        max_position_embeddings=_given(model.max_position_embeddings, variant.max_position_embeddings),
-        rope_theta=_given(model.rope_theta, variant.rope_theta),
-        rms_norm_eps=_given(model.rms_norm_eps, variant.rms_norm_eps),
-        tie_word_embeddings=_given(model.tie_word_embeddings, variant.tie_word_embeddings),
+        shape,
+        head_dim=shape.hidden_size // shape.num_attention_heads,
         rope_scaling=_scaling(model.rope_scaling) if model.rope_scaling else variant.rope_scaling,
     )
 
 
 def model_settings(shape: LlamaShape) -> ModelConfig:
-    """The settings that `resolve_shape` makes this shape of, every dimension given.
+    """Returns the settings that `resolve_shape` makes this shape of, every dimension given.
 
-    The variant is named where the shape is one, perhaps with another vocabulary or context; otherwise it is None.
+    They name the variant if the shape is one, perhaps with another vocabulary or context.
     """
     alike = {"vocab_size", "max_position_embeddings", "tie_word_embeddings"}
     names = [
@@ -190,7 +179,7 @@ def model_settings(shape: LlamaShape) -> ModelConfig:
 
 
 def parameter_count(shape: LlamaShape) -> int:
-    """Return the number of trained parameters; a tied head is counted once.
+    """Returns the number of trained parameters; a tied head is counted once.
 
     A block holds q and o (D x HE each), k and v (D x KE each), gate, up and down (D x F each) and two norms (D each);
     around the blocks are the embedding (V x D), the last norm (D) and, unless tied, the head (V x D).
@@ -203,54 +192,47 @@ def parameter_count(shape: LlamaShape) -> int:
     return shape.num_hidden_layers * block + matrices_of_vocabulary * shape.vocab_size * width + width
 
 
-def _given(value: T | None, default: T) -> T:
-    """Return a setting, or the variant's value where it is left open."""
-    return default if value is None else value
-
-
 def _scaling(values: tuple[float, ...]) -> RopeScaling | None:
-    """The rule with these numbers; a factor of 1 stretches nothing."""
+    """Returns the rule with these numbers; a factor of 1 stretches nothing."""
     factor, low, high, context = values
     return None if factor == 1 else RopeScaling(factor, low, high, int(context))
 
 
-def _scaling_problems(values: tuple[float, ...]) -> list[str]:
-    """Say what is wrong with the numbers of a llama3 rule."""
+def _scaling_problems(values: tuple[float, ...]) -> Iterator[str]:
+    """Says what is wrong with the numbers of a llama3 rule."""
     if not values:
-        return []
+        return
     given = f"--rope_scaling={','.join(f'{value:g}' for value in values)}"
     if len(values) != 4:
-        return [
+        yield (
             f"{given} has {len(values)} numbers, not 4: factor, low_freq_factor, high_freq_factor, "
             "original_max_position_embeddings, as in --rope_scaling=32,1,4,8192"
-        ]
+        )
+        return
     factor, low, high, context = values
-    problems = []
     if factor < 1:
-        problems.append(f"{given}: the factor {factor:g} would shorten the context; give 1 (no scaling) or more")
+        yield f"{given}: the factor {factor:g} would shorten the context; give 1 (no scaling) or more"
     if not 0 < low < high:
-        problems.append(f"{given}: low_freq_factor {low:g} must be above 0 and below high_freq_factor {high:g}")
+        yield f"{given}: low_freq_factor {low:g} must be above 0 and below high_freq_factor {high:g}"
     if context < 1 or context != int(context):
-        problems.append(f"{given}: original_max_position_embeddings {context:g} is no number of tokens")
-    return problems
+        yield f"{given}: original_max_position_embeddings {context:g} is no number of tokens"
 
 
-def _head_problems(hidden: int, heads: int, kv_heads: int) -> list[str]:
-    """Say what is wrong with the split into heads, with the arithmetic."""
-    problems = []
+def _head_problems(shape: LlamaShape) -> Iterator[str]:
+    """Says what is wrong with the split into heads, with the arithmetic."""
+    hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
     if hidden % heads:
-        problems.append(
+        yield (
             f"hidden_size={hidden} does not divide among num_attention_heads={heads}: {hidden} / {heads} = "
             f"{hidden / heads:.2f}. Change --hidden_size (a multiple of {heads}) or --num_attention_heads"
         )
     elif (hidden // heads) % 2:
-        problems.append(
+        yield (
             f"hidden_size / num_attention_heads = {hidden} / {heads} = {hidden // heads} is odd, and rotary embeddings "
             f"turn pairs. Change --hidden_size (a multiple of {2 * heads}) or --num_attention_heads"
         )
     if heads % kv_heads:
-        problems.append(
+        yield (
             f"num_attention_heads={heads} does not divide among num_key_value_heads={kv_heads}: {heads} / {kv_heads} = "
             f"{heads / kv_heads:.2f}. Change --num_attention_heads or --num_key_value_heads (a divisor of it)"
         )
-    return problems

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pretraining.config.batch import BatchPlan
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader, Quarantine
 from pretraining.data.dummy import DummySamples
 from pretraining.data.loader import Loader

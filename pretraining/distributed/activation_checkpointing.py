@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
+from pretraining.config.training import PER_OPERATION, ParallelConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.torch_private import recompute_in_backward
 

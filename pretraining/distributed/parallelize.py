@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.config.parallel import ParallelConfig
+from pretraining.config.training import ParallelConfig
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
 from pretraining.distributed.compile import compile_blocks
 from pretraining.distributed.float8 import multiply_in_float8

@@ -29,7 +29,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from pretraining.config.guards import GuardConfig
+from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, Processes
 from pretraining.distributed.torch_private import store_of_job
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretraining.config.loss import LossConfig
+from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.model.attention import Attention, Documents, locate_documents
 from pretraining.model.loss import head_loss

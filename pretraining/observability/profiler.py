@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from pretraining.config.profiler import ProfilerConfig
+from pretraining.config.training import ProfilerConfig
 from pretraining.distributed.torch_private import write_snapshot
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trace_events import TimeShares, TraceSummary, summarise

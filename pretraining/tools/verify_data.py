@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.config.commands import VerifyConfig
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.threads import map_in_order

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.checkpoint.state import Manifest
-from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
+from pretraining.config.fields import settings_of
 from pretraining.config.recipes import dump_config, parse_recipe
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import PER_OPERATION, ParallelConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import Raw
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.model.flops import flops_per_token, matmul_parameters, parameter_count
@@ -157,40 +157,19 @@ def conclude_preempted(state: TrainState) -> str:
     )
 
 
-# What may change at every start without a word: where things are, how much is shown, how the work is laid out on the
-# machines.
-_UNREMARKABLE_SECTIONS = ("model", "checkpoint", "report", "profiler")
-_UNREMARKABLE = {
-    *(
-        "run_steps",
-        "gc_interval",
-        "num_workers",
-        "data_path",
-        "index_path",
-        "tokenizer_path",
-        "sample_prompt",
-        "sample_tokens",
-    ),
-    *("sharding_strategy", "hsdp_group_size", "batch_size", "grad_accum_steps"),
-    *("fsdp_activation_checkpointing", "selective_checkpointing", "use_torch_compile"),
-    *("datasets", "weights", "global_batch_size", "skip_samples"),  # the lines about phases say these
-}
-
-
 def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:
     """How the settings differ from those that a checkpoint was made with, a line each.
 
     What cannot change (the model, the order of the data) was refused before; the order of the data does not depend on
-    what is left.
+    what is left. Settings that declare `silent_change` are passed over.
     """
-    before = {setting.name.rpartition(".")[2]: setting.raw for setting in parse_recipe(manifest.config, "before")}
+    settings = settings_of(TrainConfig)
+    before = {given.section_and_name[1]: given.raw for given in parse_recipe(manifest.config, "before")}
     lines = []
-    for setting in parse_recipe(dump_config(config), "now"):
-        section, _, name = setting.name.rpartition(".")
-        if section in _UNREMARKABLE_SECTIONS or name in _UNREMARKABLE or name not in before:
-            continue
-        if before[name] != setting.raw:
-            lines.append(f"{name} was {_shown(before[name])} and is {_shown(setting.raw)} from here on")
+    for given in parse_recipe(dump_config(config), "now"):
+        name = given.section_and_name[1]
+        if name in before and before[name] != given.raw and name in settings and not settings[name].silent_change:
+            lines.append(f"{name} was {_shown(before[name])} and is {_shown(given.raw)} from here on")
     return lines
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretraining.config.guards import GuardConfig
+from pretraining.config.training import GuardConfig
 from pretraining.data.loader import Loader
 from pretraining.distributed.host_sync import wait_for_device
 from pretraining.distributed.processes import Activity

@@ -23,8 +23,7 @@ from common import batches_in_memory, device, initial_model, place
 from race import Turn, parse_race, project, race
 
 from pretraining.config.batch import plan_batch
-from pretraining.config.parallel import ALL_BLOCKS
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import ALL_BLOCKS, TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 

@@ -36,7 +36,7 @@ from documents import (
 )
 
 from pretraining.config.batch import BatchPlan
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch import MicroBatch
 from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader

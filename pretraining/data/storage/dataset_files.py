@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.errors import DataError
 
 COUNTS_FILES = "meta/*counts*.csv"

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretraining.config.command_line import load_train_config, parse_config
-from pretraining.config.fields import setting, settings_of, values_of
+from pretraining.config.fields import required, setting, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
@@ -209,7 +209,7 @@ def test_a_flag_without_a_value_may_come_as_none() -> None:
 class Flat:
     """Settings of a small command."""
 
-    output_path: str = setting(help="where to write")
+    output_path: str = required("where to write")
     count: int = setting(3, "how many")
 
 

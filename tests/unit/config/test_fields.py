@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-from pretraining.config.fields import build, sections_of, setting, settings_of, values_of
+from pretraining.config.fields import build, required, sections_of, setting, settings_of, values_of
 from pretraining.config.training import BatchConfig, TrainConfig
 from pretraining.config.values import limit_problem
 
@@ -23,8 +28,8 @@ class Size:
 class Mixed:
     """A required setting, a section with a default of its own, and one that a factory makes."""
 
-    name: str = setting(help="what it is called")
-    size: Size = Size(width=8)
+    name: str = required("what it is called")
+    size: Size = setting(Size(width=8), silent_change=True)
     batch: BatchConfig = field(default_factory=BatchConfig)
 
 
@@ -35,6 +40,11 @@ def test_a_setting_knows_its_section_and_default() -> None:
     assert settings["width"].section == "size" and settings["width"].default == 8
     assert settings["batch_size"].section == "batch" and not settings["batch_size"].required
     assert sections_of(Mixed) == {"size": Size, "batch": BatchConfig}
+
+
+def test_a_section_says_for_its_settings_that_they_change_silently() -> None:
+    silent = {name for name, known in settings_of(Mixed).items() if known.silent_change}
+    assert silent == {"width", "heights", "batch_size", "global_batch_size", "grad_accum_steps"}
 
 
 def test_building_keeps_the_defaults_of_the_root() -> None:
@@ -122,3 +132,37 @@ def test_every_setting_of_a_training_run_is_explained() -> None:
 def test_every_default_of_a_training_run_is_within_its_limits() -> None:
     problems = {name: limit_problem(known, known.default) for name, known in settings_of(TrainConfig).items()}
     assert {name: problem for name, problem in problems.items() if problem} == {}
+
+
+DECLARATIONS = """
+from dataclasses import dataclass
+from typing import Literal
+
+from pretraining.config.fields import PositiveInt, setting
+from pretraining.config.training import BatchConfig, ParallelConfig
+
+
+@dataclass(frozen=True)
+class Section:
+    size: PositiveInt = setting(2, "a number")
+    wrong_size: PositiveInt = setting("two", "a number")  # refused
+    maybe: PositiveInt | None = setting(None, "a number or none")
+    wrong_maybe: PositiveInt | None = setting("two", "a number or none")  # refused
+    kind: Literal["ddp", "fsdp"] = setting("fsdp", "a choice")
+    misspelt_kind: Literal["ddp", "fsdp"] = setting("fdsp", "a choice")  # refused
+    kinds: tuple[Literal["ddp", "fsdp"], ...] = setting(("ddp",), "choices")
+    misspelt_kinds: tuple[Literal["ddp", "fsdp"], ...] = setting(("ddq",), "choices")  # refused
+
+
+ParallelConfig(sharding_strategy="hsdp")
+ParallelConfig(sharding_strategy="hdsp")  # refused
+BatchConfig(batch_size="two")  # refused
+"""
+
+
+def test_mypy_refuses_a_wrong_default_and_a_misspelt_choice(tmp_path: Path) -> None:
+    (tmp_path / "declarations.py").write_text(DECLARATIONS)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), str(tmp_path / "declarations.py")]
+    found = subprocess.run(command, cwd=ROOT, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True)
+    refused = [number for number, line in enumerate(DECLARATIONS.splitlines(), 1) if line.endswith("# refused")]
+    assert [int(line.split(":")[1]) for line in found.stdout.splitlines() if ": error: " in line] == refused

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from pretraining.config.fields import sections_of, setting, settings_of
+from pretraining.config.assignments import ALIASES
+from pretraining.config.fields import required, sections_of, setting, settings_of
 from pretraining.config.help import configurations_page, help_text
-from pretraining.config.names import ALIASES
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 
@@ -25,9 +26,9 @@ class Small:
     Only the first line is shown.
     """
 
-    output_path: str = setting(help="where to write")
+    output_path: str = required("where to write")
     a_name_that_is_longer_than_half_of_a_narrow_terminal: int = setting(3, "how many")
-    kind: str = setting("one", "which kind", choices=("one", "two"))
+    kind: Literal["one", "two"] = setting("one", "which kind")
 
 
 def test_docs_are_current() -> None:

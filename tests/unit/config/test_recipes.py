@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from annotated_types import Ge, Le, Lt
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -175,11 +176,11 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
     elif setting.base is bool:
         one = st.booleans()
     elif setting.base is int:
-        one = st.integers(int(setting.minimum or 0), 2**63 - 1)
+        one = st.integers(int(setting.limits.get(Ge, 0)), 2**63 - 1)
     elif setting.base is float:
-        largest = setting.below or setting.maximum
+        largest = setting.limits.get(Lt, setting.limits.get(Le))
         one = st.floats(
-            setting.minimum, largest, allow_nan=False, allow_infinity=False, exclude_max=bool(setting.below)
+            setting.limits.get(Ge), largest, allow_nan=False, allow_infinity=False, exclude_max=Lt in setting.limits
         )
     else:
         one = st.builds(Duration, st.integers(0, 10**18), st.sampled_from(setting.units))

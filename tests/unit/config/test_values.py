@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from annotated_types import Ge, Le, Lt
 
-from pretraining.config.fields import setting, settings_of
-from pretraining.config.values import describe_type, format_value, limit_problem, parse_value
+from pretraining.config.fields import PositiveInt, Units, setting, settings_of
+from pretraining.config.values import describe_type, format_value, limit_problem, parse_range, parse_value
 from pretraining.progress import Duration
 
 
@@ -18,16 +19,16 @@ class Example:
 
     text: str = setting("", "a text")
     path: str | None = setting(None, "a path")
-    count: int = setting(1, "a count", minimum=1)
+    count: PositiveInt = setting(1, "a count")
     maybe: int | None = setting(None, "a count or not")
-    rate: float = setting(0.5, "a rate", minimum=0, below=1)
-    ratio: float = setting(0.5, "a ratio", maximum=1)
+    rate: Annotated[float, Ge(0), Lt(1)] = setting(0.5, "a rate")
+    ratio: Annotated[float, Le(1)] = setting(0.5, "a ratio")
     on: bool = setting(False, "a switch")
     perhaps: bool | None = setting(None, "a switch or not")
-    length: Duration = setting(Duration(1, "steps"), "a length", units=("steps", "tokens"))
+    length: Annotated[Duration, Units(("steps", "tokens"))] = setting(Duration(1, "steps"), "a length")
     every: Duration | None = setting(None, "an interval")
-    kind: str = setting("one", "a kind", choices=("one", "two_three"))
-    kinds: tuple[str, ...] = setting((), "kinds", choices=("one", "two_three"))
+    kind: Literal["one", "two_three"] = setting("one", "a kind", aliases={"uno": "one"})
+    kinds: tuple[Literal["one", "two_three"], ...] = setting((), "kinds")
     names: tuple[str, ...] = setting((), "names")
     shares: tuple[float, ...] = setting((), "shares")
 
@@ -67,6 +68,7 @@ SETTINGS = settings_of(Example)
         ("every", "none", None),
         ("every", "30min", Duration(1800, "seconds")),
         ("kind", "ONE", "one"),
+        ("kind", "UNO", "one"),
         ("kind", "Two-Three", "two_three"),
         ("kinds", "one,TWO-THREE", ("one", "two_three")),
         ("kinds", "none", ()),
@@ -189,3 +191,19 @@ def test_a_formatted_tuple_is_a_comma_list() -> None:
 )
 def test_a_type_is_described_in_words(name: str, text: str) -> None:
     assert describe_type(SETTINGS[name]) == text
+
+
+@pytest.mark.parametrize(("text", "expected"), [("3-7", (3, 7)), ("5", (5, 5)), ("0-0", (0, 0)), ("5-", (5, 5))])
+def test_both_ends_are_included_and_a_number_alone_is_both(text: str, expected: tuple[int, int]) -> None:
+    assert parse_range(text, smallest=0) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-", "7-3", "-1", "a-b", "1-2-3", "1.5"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_range(text, smallest=0)
+
+
+def test_a_range_begins_no_earlier_than_it_may() -> None:
+    with pytest.raises(ValueError, match="0-2"):
+        parse_range("0-2", smallest=1)

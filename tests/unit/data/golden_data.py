@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from unit.data.token_files import opened, plan, rows, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import SplitName, build_loader
 from pretraining.data.loader import Loader
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from unit.data.token_files import opened, plan, rows
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader
 
 CONFIG = DataConfig(seq_length=24, sep_token=999, logical_shards=4, held_out_fraction=0.1)

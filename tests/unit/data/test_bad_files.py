@@ -21,7 +21,7 @@ import pytest
 from unit.data.token_files import loader, plan, random_documents, write_documents
 
 from pretraining.config.commands import VerifyConfig
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.loader import Loader
 from pretraining.errors import DataError
 from pretraining.tools.prepare.records import MANIFEST_FILE

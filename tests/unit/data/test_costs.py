@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from unit.data.token_files import opened, plan, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import OpenedDatasets, build_loader
 from pretraining.data.sampling.token_stream import order_cache
 from pretraining.data.storage.document_reader import open_files

@@ -9,7 +9,7 @@ import pytest
 from unit.data.sampling.stream_oracle import Oracle, Place, text_number
 from unit.data.token_files import loader, plan, random_documents, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from unit.data.token_files import loader, plan, rows
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dummy import DummySamples
 
 CONFIG = DataConfig(use_dummy_dataset=True, seq_length=16, num_workers=0)

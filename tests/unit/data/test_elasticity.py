@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from unit.data import killed_reader
 from unit.data.token_files import make_root, opened, plan, rows
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.dataset import OpenedDatasets, build_loader
 

@@ -10,7 +10,7 @@ import pytest
 from unit.data.sampling.stream_oracle import as_trained
 from unit.data.token_files import loader, opened, plan, random_documents, rows, write_batches, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_indices
 from pretraining.data.storage.dataset_files import list_datasets
 

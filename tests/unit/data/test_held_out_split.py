@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import opened, plan, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import SplitName, build_loader
 
 FILES = ("a.arrow", "b/c.arrow", "m.arrow", "z.arrow")

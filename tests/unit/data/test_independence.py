@@ -15,7 +15,7 @@ import pytest
 from unit.data.sampling.test_token_stream import EqualLengths
 from unit.data.token_files import opened, plan, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.sampling.keyed_hash import text_key
 from pretraining.data.sampling.sample_order import SampleOrder

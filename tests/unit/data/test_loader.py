@@ -8,7 +8,7 @@ import pytest
 import torch
 from unit.data.token_files import loader, make_root, opened, plan, rows
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.dataset import build_loader

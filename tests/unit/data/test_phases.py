@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, plan, rows
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order

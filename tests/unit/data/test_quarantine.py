@@ -10,7 +10,7 @@ import pytest
 import torch
 from unit.data.token_files import opened, plan, random_documents, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW, Quarantine
 from pretraining.data.dataset import build_loader

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.commands import VerifyConfig
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader
 from pretraining.errors import DataError
 from pretraining.tools.prepare.records import MANIFEST_FILE

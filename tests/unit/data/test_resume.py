@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, plan, rows, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader
 from pretraining.errors import DataError
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, plan, random_documents, rows, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.loader import Loader
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
 from pretraining.errors import DataError

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from pretraining.config.batch import BatchPlan
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader

@@ -16,7 +16,7 @@ from tiny_shape import TINY_SHAPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretraining.config.parallel import ParallelConfig
+from pretraining.config.training import ParallelConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.activation_checkpointing import checkpoint_activations, recomputed_share
 from pretraining.model.flops import flops_per_token

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretraining.config.parallel import ParallelConfig
+from pretraining.config.training import ParallelConfig
 from pretraining.distributed.mesh import build_mesh, mesh_shape
 from pretraining.errors import ConfigError
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretraining.config.parallel import ParallelConfig
+from pretraining.config.training import ParallelConfig
 from pretraining.distributed.fsdp import precision_policy
 from pretraining.distributed.parallelize import compute_dtype
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.config.guards import GuardConfig
+from pretraining.config.training import GuardConfig
 from pretraining.distributed import watchdog as heartbeats_module
 from pretraining.distributed import watchdog as watchdog_module
 from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, Processes

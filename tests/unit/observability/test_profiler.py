@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.config.profiler import ProfilerConfig
+from pretraining.config.training import ProfilerConfig
 from pretraining.observability.profiler import TRACES, Profiler, describe
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trace_events import Operation, TimeShares, TraceSummary

@@ -12,8 +12,7 @@ import pytest
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.commands import InspectConfig, InspectSettings
-from pretraining.config.data import DataConfig
-from pretraining.config.training import BatchConfig, ModelConfig, RunConfig
+from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, RunConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import ConfigError, DataError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.config.guards import GuardConfig
+from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Activity
 from pretraining.errors import DivergenceError, HardwareError
 from pretraining.observability.observer import SpikeVerdict, StepOutcome

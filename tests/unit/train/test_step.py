@@ -7,9 +7,7 @@ import torch
 from tiny_shape import TINY_SHAPE
 from torch import nn
 
-from pretraining.config.loss import LossConfig
-from pretraining.config.parallel import ParallelConfig
-from pretraining.config.training import OptimizerConfig
+from pretraining.config.training import LossConfig, OptimizerConfig, ParallelConfig
 from pretraining.data import batch as data_batch
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.distributed.fsdp import MicroBatchSync, precision_policy, shard_model

@@ -16,7 +16,7 @@ from unit.data.sampling.stream_oracle import text_number
 from unit.data.sampling.test_token_stream import EqualLengths, KnownLengths
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.dataset import SplitName, build_loader
 from pretraining.data.sampling.packed_samples import BinCache, PackedStream, bin_cache, cut_blocks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unit.data.test_phases import go_on, numbers_loader
 from unit.data.token_files import loader, make_root, opened, plan, rows
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped

@@ -10,7 +10,7 @@ import pytest
 from unit.data.sampling.packing_oracle import pack
 from unit.data.token_files import random_documents, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.dataset import build_indices, open_datasets
 from pretraining.data.storage import bin_counts
 from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts

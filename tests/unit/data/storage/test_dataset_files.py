@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from unit.data.token_files import write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import describe_changes, list_datasets
 from pretraining.errors import DataError
 

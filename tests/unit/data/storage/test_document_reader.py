@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import random_documents, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage import document_reader as reader_module
 from pretraining.data.storage.dataset_files import list_datasets

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import random_documents, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.storage import index_build
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import (

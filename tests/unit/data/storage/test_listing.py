@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from unit.data.token_files import loader, make_root, plan, rows, write_documents
 
-from pretraining.config.data import DataConfig
+from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.errors import DataError
 
