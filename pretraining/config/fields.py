@@ -36,6 +36,13 @@ class Units:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class OneOfOr:
+    """One of these names, or a user's own as `package.module:Name` (`config/plugins.py`)."""
+
+    names: tuple[str, ...]
+
+
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
@@ -78,6 +85,7 @@ class Setting:
         aliases: foreign spellings of choices.
         units: of a duration, the units that are meaningful.
         limits: of a number, by `Ge`, `Le` or `Lt`.
+        pluggable: whether a user's own, as `package.module:Name`, is a choice, too.
         silent_change: whether a resumed run may change it without a word.
     """
 
@@ -92,6 +100,7 @@ class Setting:
     aliases: Mapping[str, str]
     units: tuple[str, ...]
     limits: Mapping[type, float]
+    pluggable: bool
     silent_change: bool
 
     @property
@@ -202,12 +211,14 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
             f"{name}: settings are str, int, float, bool, Duration, Literal texts, one of them | None, or a "
             "tuple[…, ...] of one"
         )
+    plugins = next((extra.names for extra in extras if isinstance(extra, OneOfOr)), None)
     units = next((extra.names for extra in extras if isinstance(extra, Units)), UNITS)
     return {
         "base": annotation,
         "optional": optional,
         "many": many,
-        "choices": choices,
+        "choices": choices if plugins is None else plugins,
+        "pluggable": plugins is not None,
         "units": units if annotation is Duration else (),
         "limits": {type(extra): dataclasses.astuple(extra)[0] for extra in extras if isinstance(extra, (Ge, Le, Lt))},
     }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from pretraining.config.fields import settings_of, values_of
+from pretraining.config.plugins import OPTIMIZERS, parse_options
 from pretraining.config.training import (
     ALL_BLOCKS,
     PER_OPERATION,
@@ -101,6 +102,20 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
 
 
 # Data
+
+
+@_rule("optimizer", "optimizer_options")
+def _options_belong_to_an_optimizer_of_the_users_own(config: TrainConfig) -> Problems:
+    optimizer = config.optimizer
+    try:
+        parse_options("optimizer_options", optimizer.optimizer_options)
+    except ConfigError as error:
+        yield str(error)
+    if optimizer.optimizer_options and optimizer.optimizer in OPTIMIZERS:
+        yield (
+            f"--optimizer_options are for an optimizer of your own, and {optimizer.optimizer} reads the settings "
+            f"{', '.join(OPTIMIZERS[optimizer.optimizer].options)}: leave them out"
+        )
 
 
 @_rule("data_path", "use_dummy_dataset")

@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt
 
-from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, RunLength, Time, setting
+from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, OneOfOr, PositiveInt, RunLength, Time, setting
+from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS
 from pretraining.config.values import parse_range
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
@@ -250,8 +251,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW."""
+    """How gradients become updates."""
 
+    optimizer: Annotated[str, OneOfOr(tuple(OPTIMIZERS))] = setting(
+        "adamw", "adamw; or a torch.optim.Optimizer of your own as package.module:Class (docs/extending.md)"
+    )
+    optimizer_options: tuple[str, ...] = setting((), "arguments of an optimizer of your own: key=value, comma list")
     learning_rate: NonNegativeFloat = setting(3e-4, "the peak, reached after warm-up")
     weight_decay: NonNegativeFloat = setting(0.1, "decoupled; not applied to norms and embeddings")
     adam_beta1: Annotated[float, Ge(0), Lt(1)] = setting(0.9, "decay of the first moment")
@@ -264,8 +269,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Linear warm-up, then half a cosine down to a fraction of the peak."""
+    """The learning rate over the run: linear warm-up, then a decay."""
 
+    schedule: Annotated[str, OneOfOr(tuple(SCHEDULES))] = setting(
+        "cosine",
+        "cosine: half a cosine down to min_lr_ratio of the peak; or a function of your own as package.module:function "
+        "(docs/extending.md)",
+    )
     warmup_steps: RunLength | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = setting(0.1, "learning rate at the end, as a fraction of the peak")
 
@@ -341,8 +351,10 @@ class ReportConfig:
     """What is shown and logged, and when."""
 
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
-    tracker: tuple[Literal["tensorboard"], ...] = setting(
-        ("tensorboard",), "where reports go besides the terminal and metrics.jsonl, comma list; none = nowhere else"
+    tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
+        ("tensorboard",),
+        "where reports go besides the terminal and metrics.jsonl, comma list: tensorboard, or a class of your own as "
+        "package.module:Class (docs/extending.md); none = nowhere else",
     )
     tracker_dir: str | None = setting(None, "folder of the tracker's files; none = <ckpt_save_path>/logs")
     progress: Literal["auto", "live", "plain"] = setting(

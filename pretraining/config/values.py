@@ -16,6 +16,7 @@ from typing import Any
 from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import Setting
+from pretraining.config.plugins import OWN
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration, parse_number
 
@@ -124,6 +125,7 @@ def describe_type(setting: Setting) -> str:
     """Says in a few words what may be given: "whole number, at least 1, or none", "one of ddp, zero2"."""
     if setting.choices:
         text = ("any of " if setting.many else "one of ") * (len(setting.choices) > 1) + ", ".join(setting.choices)
+        text += ", or package.module:Name" if setting.pluggable else ""
     elif setting.base is Duration:
         text = _or(setting.units)
     else:
@@ -172,12 +174,14 @@ def _parse_number(base: type, text: str) -> float:
 
 def _parse_choice(setting: Setting, text: str) -> str:
     """Brings one of the choices, in any case and with dashes or underscores, to its canonical spelling."""
+    if setting.pluggable and OWN.fullmatch(text.strip()):
+        return text.strip()
     word = text.strip().lower().replace("-", "_")
     word = setting.aliases.get(word, word)
     if word not in setting.choices:
         close = nearest(word, setting.choices)
         hint = f" (did you mean {close}?)" if close else ""
-        raise ValueError(f"not known{hint}, use one of {', '.join(setting.choices)}")
+        raise ValueError(f"not known{hint}, use one of {_choices(setting)}")
     return word
 
 
@@ -188,8 +192,8 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         return f"{_NOUNS[setting.base]}{hint} is needed"
     if setting.base is Duration and value.unit not in setting.units:
         return f"{value.unit} mean nothing here, give {_or(setting.units)}"
-    if setting.choices and value not in setting.choices:
-        return f"not known, use one of {', '.join(setting.choices)}"
+    if setting.choices and value not in setting.choices and not (setting.pluggable and OWN.fullmatch(value)):
+        return f"not known, use one of {_choices(setting)}"
     return _number_problem(setting, value) if setting.base in (int, float) else None
 
 
@@ -209,6 +213,10 @@ def _number_problem(setting: Setting, value: float) -> str | None:
         if kind in setting.limits and not holds(value, setting.limits[kind]):
             return f"{words} {setting.limits[kind]:g}"
     return None
+
+
+def _choices(setting: Setting) -> str:
+    return ", ".join(setting.choices) + (", or your own as package.module:Name" if setting.pluggable else "")
 
 
 def _or(words: Sequence[str]) -> str:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,12 +25,12 @@ import torch.distributed as dist
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.activation_checkpointing import recomputed_share
-from pretraining.distributed.processes import Processes, on_every_rank
+from pretraining.distributed.processes import Processes
 from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.display import Display, Report, choose_display
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
-from pretraining.observability.trackers import LOGS, Tracker, open_trackers
+from pretraining.observability.trackers import Trackers
 from pretraining.progress import Interval, Progress, TrainState
 
 log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class Observer:
         device: of the step's tensors.
         stopwatch: where the time goes.
         display: where reports are shown; other ranks than 0 have one that shows nothing.
-        trackers: where reports are kept; other ranks have none.
+        trackers: where reports are kept.
         stragglers: tells which processes the others wait for.
         last_loss: the newest reported loss, at first that of an earlier invocation.
     """
@@ -109,7 +108,7 @@ class Observer:
     device: torch.device
     stopwatch: Stopwatch
     display: Display
-    trackers: list[Tracker]
+    trackers: Trackers
     stragglers: StragglerWatch
     last_loss: float | None = None
     _start: Progress | None = field(default=None, init=False)  # of this process, for the overall rate
@@ -130,8 +129,7 @@ class Observer:
     ) -> None:
         self.stragglers.stop()
         self.display.__exit__(kind, error, traceback)
-        for tracker in self.trackers:
-            tracker.close()
+        self.trackers.close()
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
         """Takes note of a step; reports if a boundary of the interval was crossed, or the invocation is over."""
@@ -151,8 +149,7 @@ class Observer:
         """Shows and keeps the loss of an evaluation."""
         perplexity = math.exp(min(loss, 100.0))
         log.info("step %d  evaluation_loss %.4f  perplexity %.2f", progress.steps, loss, perplexity)
-        for tracker in self.trackers:
-            tracker.log(progress.steps, {"tokens_seen": progress.tokens, "evaluation_loss": _finite(loss)})
+        self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, "evaluation_loss": _finite(loss)})
 
     def _clear_sums(self) -> None:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -205,8 +202,7 @@ class Observer:
         for line in self.stragglers.report(report.step_seconds):
             log.info(line)
         values = {name: _finite(value) for name, value in asdict(report).items() if name != "step"}
-        for tracker in self.trackers:
-            tracker.log(report.step, values)
+        self.trackers.log(report.step, values)
         self._reported = now
         self._clear_sums()
 
@@ -230,9 +226,9 @@ def build_observer(
     state: TrainState,
     stopwatch: Stopwatch,
     training_tokens: int | None,
-    last_loss: float | None,
+    trackers: Trackers,
 ) -> Observer:
-    """Makes the observer of a run, with the display and trackers of rank 0; a collective call.
+    """Makes the observer of a run, with the display of rank 0.
 
     Args:
         config: of the run.
@@ -241,13 +237,9 @@ def build_observer(
         state: where the run stands.
         stopwatch: where the time goes.
         training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        last_loss: the newest one that an earlier invocation reported.
-
-    Raises:
-        ConfigError: metrics or curves cannot be written; the same on all ranks.
+        trackers: where reports are kept.
     """
     peak = peak_tflops(device_name(processes.device))
-    logs = Path(config.checkpoint.ckpt_save_path) / LOGS
     share = recomputed_share(config.parallel, shape, config.data.seq_length)
     return Observer(
         interval=Interval(config.report.report_interval, training_tokens),
@@ -258,9 +250,8 @@ def build_observer(
         device=processes.device,
         stopwatch=stopwatch,
         display=choose_display(config.report.progress, state.total_steps, peak) if processes.is_main else Display(),
-        trackers=on_every_rank(lambda: open_trackers(config.report, logs, state.step) if processes.is_main else []),
+        trackers=trackers,
         stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
-        last_loss=last_loss,
     )
 
 

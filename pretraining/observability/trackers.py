@@ -1,15 +1,19 @@
 """Where reports are kept: metrics.jsonl always, and the trackers that `--tracker` names.
 
-At a resume, what was logged after the restored step is dropped: those steps are about to be reported again.
+At a resume, what was logged after the restored step is dropped: those steps are about to be reported again. A tracker
+with an id of its own for the run (an online service has one) gets it back at every later start, through checkpoints.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pretraining.config.training import ReportConfig
+from pretraining.config.plugins import TRACKERS, load_plugin
+from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import write_atomic
 
@@ -17,8 +21,30 @@ LOGS = "logs"
 METRICS_FILE = "metrics.jsonl"
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of the run when it is opened.
+
+    Attributes:
+        config: the settings.
+        name: of the run: its folder's.
+        folder: for the tracker's files.
+        restored_step: the step that the run goes on from; 0 for a new run.
+        run_id: what the tracker's `run_id` was when the checkpoint was made; None for a new run.
+    """
+
+    config: TrainConfig
+    name: str
+    folder: Path
+    restored_step: int
+    run_id: str | None = None
+
+
 class Tracker(Protocol):
-    """A place that reports go to."""
+    """A place that reports go to: a class that is called with a `TrackedRun`, on rank 0.
+
+    A tracker that knows the run by an id has it as the attribute `run_id`, a text.
+    """
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Keeps the values of a step; None is unknown."""
@@ -49,11 +75,11 @@ class JsonLines:
 class TensorBoard:
     """Scalars for TensorBoard."""
 
-    def __init__(self, folder: Path, restored_step: int) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
 
         # TensorBoard hides what an earlier process logged from this step on.
-        self._writer = SummaryWriter(str(folder), purge_step=restored_step + 1 if restored_step else None)
+        self._writer = SummaryWriter(str(run.folder), purge_step=run.restored_step + 1 if run.restored_step else None)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Adds a point to each curve."""
@@ -66,23 +92,60 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_trackers(report: ReportConfig, logs: Path, restored_step: int) -> list[Tracker]:
-    """Opens metrics.jsonl in `logs`, and the trackers that the settings name; `restored_step` is 0 for a new run.
+@dataclass
+class Trackers:
+    """All trackers of a run, on rank 0; without any on other ranks.
+
+    Attributes:
+        by_name: the trackers, by what `--tracker` says.
+    """
+
+    by_name: dict[str, Tracker] = field(default_factory=dict)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Hands the values of a step to all."""
+        for tracker in self.by_name.values():
+            tracker.log(step, values)
+
+    def close(self) -> None:
+        """Closes all."""
+        for tracker in self.by_name.values():
+            tracker.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ids by which trackers know the run, for checkpoints."""
+        ids = {name: getattr(tracker, "run_id", None) for name, tracker in self.by_name.items()}
+        return {name: run_id for name, run_id in ids.items() if run_id is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Does nothing: trackers got their ids when they were opened."""
+
+
+def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any]) -> Trackers:
+    """Opens metrics.jsonl, and the trackers that the settings name.
+
+    Args:
+        config: of the run.
+        restored_step: the step that it goes on from; 0 for a new run.
+        run_ids: what `Trackers.state_dict` gave to the checkpoint.
 
     Raises:
-        ConfigError: metrics or curves cannot be written.
+        ConfigError: metrics or curves cannot be written, or a user's own tracker cannot be found.
     """
-    tracker_dir = Path(report.tracker_dir) if report.tracker_dir else logs
+    run, report = Path(config.checkpoint.ckpt_save_path), config.report
+    logs = run / LOGS
+    folder = Path(report.tracker_dir) if report.tracker_dir else logs
     try:
-        trackers: list[Tracker] = [JsonLines(logs, restored_step)]
-        if "tensorboard" in report.tracker:
-            trackers.append(TensorBoard(tracker_dir, restored_step))
+        trackers: dict[str, Tracker] = {METRICS_FILE: JsonLines(logs, restored_step)}
+        for name in report.tracker:
+            make = load_plugin("tracker", TRACKERS.get(name, name))
+            trackers[name] = make(TrackedRun(config, run.name, folder, restored_step, run_ids.get(name)))
     except OSError as error:
         raise ConfigError(
-            f"metrics cannot be written to {logs}, or curves to {tracker_dir}: {error}. "
+            f"metrics cannot be written to {logs}, or curves to {folder}: {error}. "
             "Give a --tracker_dir (and --ckpt_save_path) that this user may write."
         ) from None
-    return trackers
+    return Trackers(trackers)
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

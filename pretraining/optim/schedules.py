@@ -1,32 +1,86 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to drift at a resume."""
+"""Learning-rate schedules: pure functions of the step, so there is nothing to save and nothing drifts at a resume.
+
+A schedule is a function (step, peak, horizon) -> learning rate of the update that follows `step` finished ones.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pretraining.config.plugins import SCHEDULES, load_plugin
+from pretraining.errors import ConfigError
+from pretraining.optim.optimizer import PEAK
 
 
 @dataclass(frozen=True)
-class WarmupCosine:
-    """Linear warm-up to the peak, then half a cosine down to a fraction of it (Loshchilov and Hutter, 2017).
+class Horizon:
+    """What a schedule is stretched over, in optimizer steps.
 
     Attributes:
-        peak: the highest learning rate.
         warmup_steps: updates on the way up; the update after them is the first at the peak.
         total_steps: updates of the whole run; the last one uses the smallest learning rate.
         min_lr_ratio: smallest / peak.
     """
 
-    peak: float
     warmup_steps: int
     total_steps: int
     min_lr_ratio: float
 
-    def at(self, step: int) -> float:
-        """Learning rate of the update that follows `step` finished ones (0-based)."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / (self.warmup_steps + 1)
-        decay_steps = self.total_steps - 1 - self.warmup_steps
-        fraction = min(1.0, (step - self.warmup_steps) / decay_steps) if decay_steps > 0 else 0.0
-        cosine = 0.5 * (1.0 + math.cos(math.pi * fraction))
-        return self.peak * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
+
+class Schedule(Protocol):
+    """What `--schedule` names."""
+
+    def __call__(self, step: int, peak: float, horizon: Horizon) -> float:
+        """The learning rate of the update that follows `step` finished ones (0-based)."""
+        ...
+
+
+def cosine(step: int, peak: float, horizon: Horizon) -> float:
+    """Linear warm-up to the peak, then half a cosine down to `min_lr_ratio` of it (Loshchilov and Hutter, 2017)."""
+    if step < horizon.warmup_steps:
+        return peak * (step + 1) / (horizon.warmup_steps + 1)
+    decay_steps = horizon.total_steps - 1 - horizon.warmup_steps
+    fraction = min(1.0, (step - horizon.warmup_steps) / decay_steps) if decay_steps > 0 else 0.0
+    curve = 0.5 * (1.0 + math.cos(math.pi * fraction))
+    return peak * (horizon.min_lr_ratio + (1.0 - horizon.min_lr_ratio) * curve)
+
+
+class LearningRate:
+    """Sets the learning rates of an optimizer, each group's by its own peak.
+
+    Args:
+        name: setting `schedule`.
+        horizon: of the run.
+
+    Raises:
+        ConfigError: a user's own schedule cannot be found, or gives no learning rate for the first or the last step.
+    """
+
+    def __init__(self, name: str, horizon: Horizon) -> None:
+        self._name = name
+        self._horizon = horizon
+        self._schedule: Schedule = load_plugin("schedule", SCHEDULES.get(name, name))
+        for step in {0, horizon.total_steps - 1}:
+            self.at(step, 1.0)
+
+    def at(self, step: int, peak: float) -> float:
+        """The learning rate of the update that follows `step` finished ones.
+
+        Raises:
+            ConfigError: the schedule does not give a finite number from 0 on.
+        """
+        rate = self._schedule(step, peak, self._horizon)
+        if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+            raise ConfigError(f"--schedule={self._name} gives {rate!r} for step {step}: a learning rate is from 0 on")
+        return rate
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Sets every group's rate for the update after `step` finished ones; returns that of the first group."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.at(step, group[PEAK])
+        rate: float = optimizer.param_groups[0]["lr"]
+        return rate

@@ -46,7 +46,8 @@ from pretraining.observability.observer import build_observer
 from pretraining.observability.out_of_memory import MemoryWatch
 from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch
-from pretraining.optim.schedules import WarmupCosine
+from pretraining.observability.trackers import Trackers, open_trackers
+from pretraining.optim.schedules import Horizon, LearningRate
 from pretraining.progress import Interval, Progress, TokenSchedule, TrainState, resolve_warmup_steps
 from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_origin import choose_start_point, restore
@@ -60,6 +61,8 @@ from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext
+
+TRACKERS_STATE = "trackers"  # in checkpoints
 
 
 @dataclass(frozen=True)
@@ -230,8 +233,10 @@ def _assemble(
     run_folder = Path(config.checkpoint.ckpt_save_path)
     stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
-    last_loss = plan.restored.manifest.loss if plan.restored is not None else None
-    observer = build_observer(config, plan.shape, processes, state, stopwatch, tokens, last_loss)
+    trackers = _open_trackers(plan, state)
+    observer = build_observer(config, plan.shape, processes, state, stopwatch, tokens, trackers)
+    if plan.restored is not None:
+        observer.last_loss = plan.restored.manifest.loss
     spikes = _spike_detector(plan, loader)
     context = _step_context(plan, mesh, model, parameters, optimizer, spikes)
 
@@ -254,6 +259,8 @@ def _assemble(
         states["spikes"] = spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
+    if trackers.state_dict():
+        states[TRACKERS_STATE] = trackers
     checkpoints = build_checkpoints(plan, parameters, optimizer, loader, observer, stopwatch, states, job.lease)
     profiler = Profiler(
         config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
@@ -278,6 +285,13 @@ def _assemble(
     )
 
 
+def _open_trackers(plan: RunPlan, state: TrainState) -> Trackers:
+    """Opens rank 0's trackers, by the ids that they had for the run before; a collective call."""
+    run_ids = plan.restored.manifest.state.get(TRACKERS_STATE, {}) if plan.restored is not None else {}
+    is_main = plan.processes.is_main
+    return on_every_rank(lambda: open_trackers(plan.config, state.step, run_ids) if is_main else Trackers())
+
+
 def _spike_detector(plan: RunPlan, loader: Loader) -> SpikeDetector | None:
     guard, data = plan.config.guard, plan.config.data
     if guard.spike_threshold is None:
@@ -299,16 +313,14 @@ def _step_context(
     warmup_steps = resolve_warmup_steps(
         config.schedule.warmup_steps, config.run.num_steps, plan.token_schedule, plan.training_tokens
     )
-    schedule = WarmupCosine(
-        config.optimizer.learning_rate, warmup_steps, plan.total_steps, config.schedule.min_lr_ratio
-    )
+    horizon = Horizon(warmup_steps, plan.total_steps, config.schedule.min_lr_ratio)
     in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(
         model=model,
         sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
         parameters=list(parameters.values()),
         optimizer=optimizer,
-        schedule=schedule,
+        learning_rate=LearningRate(config.schedule.schedule, horizon),
         grad_clip_thresh=config.optimizer.grad_clip_thresh,
         shard_group=mesh["shard"].get_group(),
         device=device,

@@ -22,7 +22,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError
-from pretraining.optim.optimizer import build_adamw, materialise_state
+from pretraining.optim.optimizer import build_optimizer, materialise_state
 from pretraining.train.run_folder import make_run_folder
 from pretraining.train.run_status import StatusKeeper
 
@@ -83,7 +83,9 @@ def restore(
     """
     damaged: dict[Path, str] = {}
     while True:
-        optimizer = build_adamw(model, config.optimizer)  # a new one each time: of what was damaged nothing may stay
+        optimizer = build_optimizer(
+            model, config.optimizer
+        )  # a new one each time: of what was damaged nothing may stay
         if origin is None:
             return None, optimizer
         try:

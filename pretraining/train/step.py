@@ -26,8 +26,8 @@ from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, loc
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.observability.observer import StepOutcome
-from pretraining.optim.optimizer import set_learning_rate, skip_update_if
-from pretraining.optim.schedules import WarmupCosine
+from pretraining.optim.optimizer import update
+from pretraining.optim.schedules import LearningRate
 from pretraining.train.spikes import SpikeDetector
 
 
@@ -41,7 +41,7 @@ class StepContext:
         sync: between its ranks, micro-batch by micro-batch.
         parameters: of the model, as sharded.
         optimizer: over them.
-        schedule: the learning rate of each step.
+        learning_rate: sets the optimizer's, step by step.
         grad_clip_thresh: largest gradient norm; 0 = no clipping.
         shard_group: processes that hold the pieces of one copy of the gradient.
         device: of this rank.
@@ -53,7 +53,7 @@ class StepContext:
     sync: MicroBatchSync
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
-    schedule: WarmupCosine
+    learning_rate: LearningRate
     grad_clip_thresh: float
     shard_group: dist.ProcessGroup
     device: torch.device
@@ -100,10 +100,8 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         verdict = context.spikes.judge(loss_sum, valid_tokens)
         skipped = skipped | verdict.is_spike
         context.spikes.remember(verdict.loss, skipped)
-    learning_rate = context.schedule.at(step)
-    set_learning_rate(context.optimizer, learning_rate)
-    skip_update_if(context.optimizer, skipped)
-    context.optimizer.step()
+    learning_rate = context.learning_rate.apply(context.optimizer, step)
+    update(context.optimizer, skipped)
     context.optimizer.zero_grad(set_to_none=True)
     attention_span = fmean(inputs.attention_span for inputs in micro_batches)
     return StepOutcome(

@@ -31,7 +31,7 @@ from pretraining.distributed.fsdp import MicroBatchSync, compute_dtype
 from pretraining.distributed.grad_norm import clip_gradients, local_gradients
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes
-from pretraining.optim.optimizer import build_adamw
+from pretraining.optim.optimizer import build_optimizer
 from pretraining.train.build import build_model
 
 BeforeMicroBatch = Callable[[bool], AbstractContextManager[None]]
@@ -102,7 +102,7 @@ def train(
         loss_share: of a rank's mean loss in what it differentiates.
     """
     device = processes.device
-    optimizer = build_adamw(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer)
     parameters = list(model.parameters())
     report_steps = int(config.report.report_interval.amount)
     reported: float | None = None

@@ -47,7 +47,7 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.model.flops import parameter_count
 from pretraining.model.init import parameter_name
-from pretraining.optim.optimizer import build_adamw, materialise_state
+from pretraining.optim.optimizer import build_optimizer, materialise_state
 from pretraining.train.build import build_model
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")
@@ -199,7 +199,7 @@ def _tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, to
     """Parameters and optimizer state, as a checkpoint holds them."""
     mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
     model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
-    optimizer = build_adamw(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer)
     materialise_state(optimizer)
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
     return tensor_state(parameters, optimizer)

@@ -21,7 +21,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.mesh import build_mesh
-from pretraining.optim.optimizer import build_adamw
+from pretraining.optim.optimizer import build_optimizer
 from pretraining.train.build import build_model
 
 
@@ -33,7 +33,7 @@ def bare(config: TrainConfig, turn: Turn) -> None:
         mesh = build_mesh(config.parallel, ranks, ranks, device.type)
         model = build_model(shape, config, mesh, device, initialize=True)
         sync = MicroBatchSync(model, mesh, config.parallel.sharding_strategy)
-        optimizer = build_adamw(model, config.optimizer)
+        optimizer = build_optimizer(model, config.optimizer)
         steps = batches_in_memory(config, shape, processes.rank, ranks)
         report_steps = int(config.report.report_interval.amount)
         reported: float | None = None

@@ -110,7 +110,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--recipes=demo"], "--recipes is not known: did you mean recipe?"),
         (["--optimizer.learning_rat=1"], "--optimizer.learning_rat is not known: did you mean learning_rate?"),
         (["--model.seed=1"], "--model.seed is not known: seed is a setting of run"),
-        (["--optimizer=adam"], "--optimizer is not known: it is a section; write optimizer.<setting>"),
+        (["--checkpoint=a"], "--checkpoint is not known: it is a section; write checkpoint.<setting>"),
         (["xyzzy=1"], "xyzzy is not known: --help lists every setting"),
         (["--seed=x"], "--seed=x: a whole number is needed, as 5000, 5_000 or 5e3"),
         (["--seed"], "--seed is given no value: write --seed=…"),

@@ -83,7 +83,7 @@ def test_a_recipe_may_set_nothing(tmp_path: Path, text: str) -> None:
     [
         ("learning_rat: 1", "FILE: learning_rat is not known: did you mean learning_rate?"),
         ("model:\n  seed: 1", "FILE: model.seed is not known: seed is a setting of run"),
-        ("optimizer: adam", "FILE: optimizer is not known: it is a section; write optimizer.<setting>"),
+        ("checkpoint: a", "FILE: checkpoint is not known: it is a section; write checkpoint.<setting>"),
         ("seed: {a: 1}", "FILE: seed.a is not known: --help lists every setting"),
         ("run:\n  seed: {a: 1}", "FILE: run.seed.a is not known: --help lists every setting"),
         ("seed: x", "FILE: seed: x: a whole number is needed, as 5000, 5_000 or 5e3"),

@@ -13,6 +13,7 @@ from pretraining.observability.display import Display, Report
 from pretraining.observability.observer import Observer, StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
+from pretraining.observability.trackers import Trackers
 from pretraining.progress import Duration, Interval, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -63,7 +64,7 @@ def observe(
         device=torch.device("cpu"),
         stopwatch=Stopwatch(lambda: recorder.now),
         display=recorder,
-        trackers=[recorder],
+        trackers=Trackers({"recorder": recorder}),
         stragglers=StragglerWatch(None, Activity()),
     )
     state = TrainState(len(losses), len(losses), 10, Progress(0, 0))

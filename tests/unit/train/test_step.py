@@ -17,8 +17,8 @@ from pretraining.model import loss as model_loss
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.observability.observer import StepOutcome
-from pretraining.optim.optimizer import build_adamw
-from pretraining.optim.schedules import WarmupCosine
+from pretraining.optim.optimizer import build_optimizer
+from pretraining.optim.schedules import Horizon, LearningRate
 from pretraining.train.step import StepContext, train_step
 
 CPU = torch.device("cpu")
@@ -31,13 +31,13 @@ def context_for_step(dtype: torch.dtype = torch.float32, loss: LossConfig = Loss
     model = Llama(TINY_SHAPE, loss)
     shard_model(model, model.blocks, mesh, "fsdp", precision_policy(dtype))
     initialize_weights(model, TINY_SHAPE, 0, CPU)
-    optimizer = build_adamw(model, OptimizerConfig(learning_rate=1e-2))
+    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=1e-2))
     return StepContext(
         model=model,
         sync=MicroBatchSync(model, mesh, "fsdp"),
         parameters=list(model.parameters()),
         optimizer=optimizer,
-        schedule=WarmupCosine(1e-2, 1, 10, 0.1),
+        learning_rate=LearningRate("cosine", Horizon(1, 10, 0.1)),
         grad_clip_thresh=1.0,
         shard_group=mesh["shard"].get_group(),
         device=CPU,

@@ -1,0 +1,97 @@
+"""What users exchange by name: optimizers, schedules and trackers. No torch.
+
+    --optimizer=adamw                 a name of a table here: where its code is, and what it reads
+    --optimizer=my_package.lion:Lion  a class or function of the user's own, without registration
+
+docs/extending.md says what each has to offer. What a name stands for is imported when it is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretraining.errors import ConfigError
+
+OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+"""A user's own: package.module:Name."""
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """An optimizer that ships with the project.
+
+    Attributes:
+        path: of the function that makes it, as `package.module:name`.
+        options: the settings of the section `optimizer` that it reads besides learning_rate and weight_decay.
+        state_bytes: what it keeps for each parameter.
+    """
+
+    path: str
+    options: tuple[str, ...]
+    state_bytes: int
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerEntry("pretraining.optim.optimizer:adamw", ("adam_beta1", "adam_beta2", "adam_epsilon"), 8)
+}
+SCHEDULES = {"cosine": "pretraining.optim.schedules:cosine"}
+TRACKERS = {"tensorboard": "pretraining.observability.trackers:TensorBoard"}
+
+
+def load_plugin(flag: str, path: str) -> Any:
+    """Imports what `package.module:Name` names; modules in the working directory are found, too.
+
+    Args:
+        flag: the setting that names it, for messages.
+        path: `package.module:Name`.
+
+    Raises:
+        ConfigError: there is no such module, or nothing of that name in it.
+    """
+    module_name, _, name = path.partition(":")
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"--{flag}={path}: {module_name} cannot be imported ({error})") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"--{flag}={path}: {module_name} has no {name}")
+        found = getattr(found, part)
+    return found
+
+
+def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:
+    """Reads `key=value` texts: whole numbers, numbers, true, false and none become values, the rest stays text.
+
+    Raises:
+        ConfigError: a text is not `key=value`, or a key comes twice.
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"--{flag}={','.join(texts)}: write key=value, comma list, as in momentum=0.9,fast=true")
+        if key in options:
+            raise ConfigError(f"--{flag}={','.join(texts)}: {key} comes twice")
+        options[key] = _value_of(value)
+    return options
+
+
+def _value_of(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

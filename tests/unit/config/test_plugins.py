@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pretraining.config.command_line import load_train_config
+from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, load_plugin, parse_options
+from pretraining.config.training import OptimizerConfig
+from pretraining.errors import ConfigError
+
+COMMON = ["use_dummy_dataset=true"]
+
+
+def test_what_the_tables_name_is_there_and_options_are_settings() -> None:
+    paths = [*(entry.path for entry in OPTIMIZERS.values()), *SCHEDULES.values(), *TRACKERS.values()]
+    assert all(callable(load_plugin("table", path)) for path in paths)
+    for entry in OPTIMIZERS.values():
+        assert set(entry.options) <= OptimizerConfig.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("name", ["optimizer", "schedule", "tracker"])
+def test_a_users_own_is_a_value_and_a_misspelt_name_is_refused(name: str) -> None:
+    config = load_train_config([*COMMON, f"{name}=my_package.module:Name"], {})
+    section = {"tracker": "report"}.get(name, name)
+    chosen = getattr(getattr(config, section), name)
+    assert chosen == ("my_package.module:Name" if name != "tracker" else ("my_package.module:Name",))
+    with pytest.raises(ConfigError, match=r"not known.*or your own as package.module:Name"):
+        load_train_config([*COMMON, f"{name}=adamv"], {})
+
+
+def test_in_a_recipe_a_mapping_is_the_section_and_a_text_the_setting(tmp_path: Path) -> None:
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text("optimizer: AdamW\nschedule:\n  schedule: cosine\n  min_lr_ratio: 0.2\n")
+    config = load_train_config([*COMMON, f"recipe={recipe}", "optimizer.learning_rate=1e-3"], {})
+    assert (config.optimizer.optimizer, config.optimizer.learning_rate) == ("adamw", 1e-3)
+    assert (config.schedule.schedule, config.schedule.min_lr_ratio) == ("cosine", 0.2)
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_of_mine.py").write_text("class Outer:\n    value = 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    assert load_plugin("flag", "module_of_mine:Outer.value") == 7
+
+
+def test_options_are_values() -> None:
+    texts = ("a=1", "b=0.5", "c=true", "d=None", "e=text=with=more", "f=1e-3", "g=")
+    expected = {"a": 1, "b": 0.5, "c": True, "d": None, "e": "text=with=more", "f": 1e-3, "g": ""}
+    assert parse_options("flag", texts) == expected
+
+
+@pytest.mark.parametrize(("text", "said"), [("a", "write key=value"), ("1=2", "write key=value"), ("a=1,a=2", "twice")])
+def test_options_that_are_none_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_train_config([*COMMON, "optimizer=mine:Own", f"optimizer_options={text}"], {})
+
+
+def test_options_of_a_shipped_optimizer_are_settings() -> None:
+    with pytest.raises(ConfigError, match="adamw reads the settings adam_beta1, adam_beta2, adam_epsilon"):
+        load_train_config([*COMMON, "optimizer_options=momentum=0.9"], {})

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_shape import TINY_SHAPE
+from torch import nn
+
+from pretraining.config.training import OptimizerConfig
+from pretraining.errors import ConfigError
+from pretraining.model.init import initialize_weights
+from pretraining.model.llama import Llama
+from pretraining.optim.optimizer import (
+    build_optimizer,
+    materialise_state,
+    parameter_groups,
+    update,
+)
+
+
+def tiny_llama(tied: bool) -> Llama:
+    shape = replace(TINY_SHAPE, tie_word_embeddings=tied)
+    model = Llama(shape)
+    initialize_weights(model, shape, 0, torch.device("cpu"))
+    return model
+
+
+def names_in(model: nn.Module, group: dict) -> set[str]:
+    members = {id(parameter) for parameter in group["params"]}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in members}
+
+
+def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
+    model = tiny_llama(tied=False)
+    decaying, fixed = parameter_groups(model, 0.1)
+    assert decaying["weight_decay"] == 0.1 and fixed["weight_decay"] == 0.0
+    kept = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")} | {
+        "model.embed_tokens.weight"
+    }
+    assert names_in(model, fixed) == kept
+    assert "lm_head.weight" in names_in(model, decaying)
+    assert len(names_in(model, decaying)) == 2 * 7 + 1
+
+
+def test_a_tied_head_counts_as_the_embedding() -> None:
+    model = tiny_llama(tied=True)
+    decaying, fixed = parameter_groups(model, 0.1)
+    assert "model.embed_tokens.weight" in names_in(model, fixed)
+    assert not any("embed" in name or "lm_head" in name for name in names_in(model, decaying))
+
+
+def test_a_model_without_matrices_has_one_group() -> None:
+    assert len(parameter_groups(nn.LayerNorm(4), 0.1)) == 1
+
+
+def backward(model: Llama) -> None:
+    tokens = torch.arange(8).reshape(1, 8)
+    loss, _, _ = model(tokens, tokens)
+    loss.backward()
+
+
+def snapshot(model: Llama, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    tensors = [parameter.detach().clone() for parameter in model.parameters()]
+    return tensors + [value.clone() for state in optimizer.state.values() for value in state.values()]
+
+
+def test_a_skipped_update_leaves_parameters_moments_and_step_untouched() -> None:
+    model = tiny_llama(tied=False)
+    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=0.1))
+    backward(model)
+    optimizer.step()
+    before = snapshot(model, optimizer)
+    next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+
+    update(optimizer, torch.tensor(True))
+    assert all(torch.equal(was, now) for was, now in zip(before, snapshot(model, optimizer), strict=True))
+
+    optimizer.zero_grad()
+    backward(model)
+    update(optimizer, torch.tensor(False))
+    assert not all(torch.equal(was, now) for was, now in zip(before, snapshot(model, optimizer), strict=True))
+
+
+def test_materialised_state_is_that_of_an_optimizer_that_has_not_stepped() -> None:
+    model = tiny_llama(tied=True)
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=0.1))
+    materialise_state(optimizer)
+    assert all(torch.equal(was, now) for was, now in zip(values, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    states = list(optimizer.state.values())
+    assert len(states) == len(values)
+    assert all(
+        float(state["step"]) == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any() for state in states
+    )
+
+
+class Signs(torch.optim.Optimizer):
+    """An update by the sign of the gradient, which counts itself; a user's own as simple as it can be."""
+
+    def __init__(self, params: Any, lr: float, scale: float = 1.0, bad: str = "") -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale, self.bad = scale, bad
+        if bad == "pretends":
+            self.skips_on_device = True
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["count"] = 0 if self.bad == "keeps an int" else torch.zeros(())
+                state["count"] += 1
+                parameter.sub_(group["lr"] * self.scale * parameter.grad.sign())
+
+
+OWN = "unit.optim.test_optimizer:Signs"
+
+
+def own(*options: str) -> OptimizerConfig:
+    return OptimizerConfig(optimizer=OWN, learning_rate=0.5, optimizer_options=options)
+
+
+def test_an_optimizer_of_the_users_own_is_made_with_its_options_and_its_drawbacks_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    model = nn.Linear(2, 2, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(model, own("scale=2"))
+    assert "no weight_decay" in caplog.messages[0] and "waits for the device before each update" in caplog.messages[1]
+    model.weight.grad = torch.ones(2, 2)
+    update(optimizer, torch.tensor(True))
+    assert torch.equal(model.weight, before)
+    update(optimizer, torch.tensor(False))
+    assert torch.equal(model.weight, before - 1.0)
+
+
+def test_state_of_an_optimizer_of_the_users_own_is_made_without_touching_parameters() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(model, own())
+    materialise_state(optimizer)
+    assert torch.equal(model.weight, before) and optimizer.state[model.weight]["count"] == 1
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("bad=pretends",), "declares skips_on_device, and a skipped update with a NaN gradient changed parameters"),
+        (("bad=keeps an int",), "keeps count as int, and a checkpoint holds tensors"),
+        (("momentum=1",), "cannot be made: .*unexpected keyword argument 'momentum'"),
+    ],
+)
+def test_an_optimizer_that_breaks_the_contract_is_refused(options: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_optimizer(nn.Linear(2, 2), own(*options))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_package:Name", "no_such_package cannot be imported"),
+        ("torch.optim:NoSuch", "torch.optim has no NoSuch"),
+        ("builtins:dict", "is no torch.optim.Optimizer, but a dict"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_optimizer(nn.Linear(2, 2), OptimizerConfig(optimizer=name))
