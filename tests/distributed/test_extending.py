@@ -1,0 +1,62 @@
+"""The examples of docs/extending.md, in a folder outside of the project: they train, on one process and on two."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, free_ports, run_command
+from training_runs import TINY
+
+BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
+FLAGS = [
+    "optimizer=my_optimizers:Lion",
+    "optimizer_options=beta1=0.95,beta2=0.98",
+    "schedule=my_schedules:triangle",
+    "tracker=my_trackers:Csv",
+    "warmup_steps=2",
+    "min_lr_ratio=0",
+    "use_dummy_dataset=true",
+    "learning_rate=1e-3",
+]
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder with the modules that the page shows."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    modules = BLOCK.findall(page)
+    assert [name for name, _ in modules] == ["my_optimizers.py", "my_schedules.py", "my_trackers.py"]
+    for name, code in modules:
+        (tmp_path / name).write_text(code)
+    return tmp_path
+
+
+def train(outside: Path, processes: int, run: str, *flags: str) -> str:
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_ports(1)[0]}"]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "main_training.py")]
+    settings = [*(flag for flag in TINY if not flag.startswith(("tracker", "learning_rate"))), *FLAGS, *flags]
+    return run_command([*command, *settings, f"ckpt_save_path={run}"], cwd=outside).stdout
+
+
+def reports(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_ones_own_optimizer_schedule_and_tracker_train_and_resume_on_any_layout(outside: Path) -> None:
+    batch = ["global_batch_size=4", "batch_size=2", "num_steps=6"]
+    train(outside, 1, "whole", *batch)
+    train(outside, 2, "parts", *batch, "run_steps=3")
+    out = train(outside, 1, "parts", *batch)
+    assert "step 3" in out and "waits for the device" not in out
+    whole, parts = reports(outside / "whole"), reports(outside / "parts")
+    assert [each["loss"] for each in parts] == pytest.approx([each["loss"] for each in whole], rel=1e-5)
+    rates = [each["learning_rate"] for each in whole]
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 2e-3 / 3, 1e-3 / 3, 0.0])
+    rows = (outside / "parts" / "logs" / "losses.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    manifest = json.loads((outside / "parts" / "checkpoints" / "step_6_ckp" / "manifest.json").read_text())
+    assert manifest["state"]["trackers"] == {"my_trackers:Csv": "parts from step 0"}
