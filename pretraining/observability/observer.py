@@ -28,6 +28,7 @@ from pretraining.distributed.activation_checkpointing import recomputed_share
 from pretraining.distributed.processes import Processes
 from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.display import Display, Report, choose_display
+from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
 from pretraining.observability.trackers import Trackers
@@ -36,50 +37,6 @@ from pretraining.progress import Interval, Progress, TrainState
 log = logging.getLogger(__name__)
 
 GIB = 1024.0**3
-
-
-@dataclass(frozen=True)
-class SpikeVerdict:
-    """What a step's loss is, next to those before; scalars on the device, the same on all ranks.
-
-    Attributes:
-        is_spike: whether it is a spike (train/spikes.py).
-        loss: mean over the valid tokens of the global batch.
-        mean, deviation: of the losses before.
-    """
-
-    is_spike: torch.Tensor
-    loss: torch.Tensor
-    mean: torch.Tensor
-    deviation: torch.Tensor
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a training step leaves behind; tensors are scalars on the device.
-
-    Attributes:
-        loss_sum: sum of the losses of this rank's valid tokens, without z-loss.
-        z_loss_sum: sum of their z-losses; 0 where z-loss is off.
-        valid_tokens: valid tokens of the global batch.
-        grad_norm: of the whole gradient before clipping, the same on all ranks.
-        skipped: whether the update was left out (loss or gradient not finite, or a spike), the same on all ranks.
-        learning_rate: of the update.
-        attention_span: tokens of the document (without a document mask: the row) that a token of this rank is in, on
-            average; on the host.
-        verdict: on the loss, where spikes are looked for.
-        rescaled: whether the update was left out to go on with a smaller loss scale, in float16.
-    """
-
-    loss_sum: torch.Tensor
-    z_loss_sum: torch.Tensor
-    valid_tokens: torch.Tensor
-    grad_norm: torch.Tensor
-    skipped: torch.Tensor
-    learning_rate: float
-    attention_span: float
-    verdict: SpikeVerdict | None = None
-    rescaled: torch.Tensor | None = None
 
 
 @dataclass

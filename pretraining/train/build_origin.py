@@ -22,7 +22,8 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError
-from pretraining.optim.optimizer import build_optimizer, materialise_state
+from pretraining.optim.optimizer import materialise_state
+from pretraining.optim.registry import build_optimizer
 from pretraining.train.run_folder import make_run_folder
 from pretraining.train.run_status import StatusKeeper
 

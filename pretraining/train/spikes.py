@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretraining.observability.observer import SpikeVerdict
+from pretraining.observability.step_outcome import SpikeVerdict
 
 
 class SpikeDetector:

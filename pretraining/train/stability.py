@@ -25,7 +25,7 @@ from pretraining.distributed.host_sync import wait_for_device
 from pretraining.distributed.processes import Activity
 from pretraining.distributed.replicas import Replicas
 from pretraining.errors import DivergenceError, HardwareError
-from pretraining.observability.observer import StepOutcome
+from pretraining.observability.step_outcome import StepOutcome
 from pretraining.progress import Interval, TrainState
 
 log = logging.getLogger(__name__)

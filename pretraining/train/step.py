@@ -25,7 +25,7 @@ from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
-from pretraining.observability.observer import StepOutcome
+from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
 from pretraining.optim.schedules import LearningRate
 from pretraining.train.spikes import SpikeDetector

@@ -31,7 +31,7 @@ from pretraining.distributed.fsdp import MicroBatchSync, compute_dtype
 from pretraining.distributed.grad_norm import clip_gradients, local_gradients
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes
-from pretraining.optim.optimizer import build_optimizer
+from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
 
 BeforeMicroBatch = Callable[[bool], AbstractContextManager[None]]

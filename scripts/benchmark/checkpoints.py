@@ -47,7 +47,8 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.model.flops import parameter_count
 from pretraining.model.init import parameter_name
-from pretraining.optim.optimizer import build_optimizer, materialise_state
+from pretraining.optim.optimizer import materialise_state
+from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")

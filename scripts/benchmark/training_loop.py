@@ -21,7 +21,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.mesh import build_mesh
-from pretraining.optim.optimizer import build_optimizer
+from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
 
 

@@ -11,7 +11,7 @@ from training_runs import TINY
 
 from pretraining.cli import main
 from pretraining.data.batch import StepBatch
-from pretraining.observability.observer import StepOutcome
+from pretraining.observability.step_outcome import StepOutcome
 from pretraining.train import loop
 from pretraining.train.step import StepContext, train_step
 

@@ -10,7 +10,8 @@ import torch
 
 from pretraining.distributed.processes import Activity
 from pretraining.observability.display import Display, Report
-from pretraining.observability.observer import Observer, StepOutcome
+from pretraining.observability.observer import Observer
+from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Trackers

@@ -13,12 +13,8 @@ from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.optim.optimizer import (
-    build_optimizer,
-    materialise_state,
-    parameter_groups,
-    update,
-)
+from pretraining.optim.optimizer import materialise_state, parameter_groups, update
+from pretraining.optim.registry import build_optimizer
 
 
 def tiny_llama(tied: bool) -> Llama:

@@ -76,7 +76,7 @@ def test_a_run_without_memory_says_where_it_went_and_what_would_help(
 def test_while_the_run_is_put_together_it_says_what_the_model_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build_origin, "build_adamw", lambda *arguments: too_large())
+    monkeypatch.setattr(build_origin, "build_optimizer", lambda *arguments: too_large())
     with pytest.raises(SystemExit):
         main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={tmp_path}"])
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.data.batch import StepBatch
 from pretraining.data.tokenizer import train_tokenizer
-from pretraining.observability.observer import StepOutcome
+from pretraining.observability.step_outcome import StepOutcome
 from pretraining.train import loop
 from pretraining.train.step import StepContext
 

@@ -11,7 +11,7 @@ import torch
 from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Activity
 from pretraining.errors import DivergenceError, HardwareError
-from pretraining.observability.observer import SpikeVerdict, StepOutcome
+from pretraining.observability.step_outcome import SpikeVerdict, StepOutcome
 from pretraining.progress import Duration, Progress, TrainState
 from pretraining.train.stability import Guards
 

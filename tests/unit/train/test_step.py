@@ -16,8 +16,8 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.model import loss as model_loss
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.observability.observer import StepOutcome
-from pretraining.optim.optimizer import build_optimizer
+from pretraining.observability.step_outcome import StepOutcome
+from pretraining.optim.registry import build_optimizer
 from pretraining.optim.schedules import Horizon, LearningRate
 from pretraining.train.step import StepContext, train_step
 

@@ -1,0 +1,67 @@
+"""Counts files, lines of code and docstrings of the package.
+
+    python scripts/count_code.py            a line a part
+    python scripts/count_code.py --files    a line a file
+
+A line of code is neither blank, nor a comment, nor part of a docstring; ruff formats the code, so the number does not
+depend on taste.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "pretraining"
+READING_PATH = re.compile(r"^\| \[`(pretraining/[\w/]+\.py)`\]\([\w/.]+\) \| (\d+) \|", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Lines of a file: of code, and of docstrings."""
+
+    code: int
+    docstrings: int
+
+
+def count(path: Path) -> Count:
+    """Counts the lines of a Python file."""
+    text = path.read_text(encoding="utf-8")
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        is_documentable = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if is_documentable and ast.get_docstring(node) is not None:
+            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in documented)
+    return Count(sum(1 for line in lines if line and not line.startswith("#")), len(documented))
+
+
+def reading_path(readme: str) -> dict[str, int]:
+    """The files of the README's reading path, in order, with the lines of code that it says."""
+    return {path: int(lines) for path, lines in READING_PATH.findall(readme)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", action="store_true", help="a line a file in place of a line a part")
+    by_file = parser.parse_args().files
+    parts: dict[str, list[Count]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE)
+        parts[str(inside) if by_file else inside.parts[0]].append(count(path))
+    everything = [each for counts in parts.values() for each in counts]
+    training = [each for name, counts in parts.items() if not name.startswith("tools") for each in counts]
+    rows = [*sorted(parts.items()), ("all but tools", training), ("all", everything)]
+    print(f"{'':40} {'files':>6} {'code':>7} {'docstrings':>11}")
+    for name, counts in rows:
+        code, docstrings = sum(each.code for each in counts), sum(each.docstrings for each in counts)
+        print(f"{name:40} {len(counts):6} {code:7,} {docstrings / max(code, 1):11.0%}")
+
+
+if __name__ == "__main__":
+    main()
