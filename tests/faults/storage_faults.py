@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoint import manager, retries, store, tensor_files
+from pretraining import files
+from pretraining.checkpoint import manager, store, tensor_files
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.train import loop
 
@@ -47,7 +48,7 @@ def kill_in_save(rank: int, place: str, number: int) -> None:
 
             tensor_files._write_all = half
         elif place == "manifest":
-            store._write_flushed = _die
+            store.write_flushed = _die
         elif place == "commit":
             more["before_commit"] = _die
         else:
@@ -71,7 +72,7 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
 
 def fail_first_writes(count: int) -> None:
     """Let the first writes of this process fail as a network file system does that has lost its server for a moment."""
-    retries.PAUSES_SECONDS = (0.01, 0.02, 0.04, 0.08)
+    files.PAUSES_SECONDS = (0.01, 0.02, 0.04, 0.08)
     write_all, failures = tensor_files._write_all, 0
 
     def flaky(descriptor: int, content: memoryview) -> None:

@@ -168,14 +168,14 @@ def failing(times: int) -> object:
 
 
 def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, restored = save(tmp_path, 6), tensors(0.0)
     monkeypatch.setattr(retries.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(os, "preadv", failing(2))
     load(folder, restored)
     assert all(torch.equal(restored[name], value) for name, value in tensors(6.0).items())
-    assert "failed (Input/output error): try 3 of 5" in capsys.readouterr().err
+    assert "failed (Input/output error): try 3 of 5" in caplog.text
     monkeypatch.setattr(os, "preadv", failing(99))
     with pytest.raises(DamagedError, match=f"^{shards_of(folder)[0]} cannot be read: Input/output error$"):
         load(folder, restored)

@@ -308,7 +308,7 @@ def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothin
 
 @pytest.mark.parametrize("failure", [None, CheckpointError("the disk is full")])
 def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception | None
 ) -> None:
     run, gate = Run(tmp_path, asynchronous=True), Gate(monkeypatch, failure)
     with pytest.raises(ZeroDivisionError), run.manager:
@@ -317,7 +317,7 @@ def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
         gate.open()
         raise ZeroDivisionError
     assert run.names == ([] if failure else ["2"]) and "checkpoint" not in thread_names()
-    assert ("the save that was under way has failed, too: the disk is full" in capsys.readouterr().err) == bool(failure)
+    assert ("the save that was under way has failed, too: the disk is full" in caplog.text) == bool(failure)
 
 
 def test_a_bug_in_the_background_keeps_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
