@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pretraining.checkpoint.listing import (
+from pretraining.checkpoint.manifest import (
     BEST,
     CHECKPOINTS,
     MANIFEST,
@@ -24,7 +24,7 @@ from pretraining.checkpoint.listing import (
     committed_checkpoints,
     read_document,
 )
-from pretraining.checkpoint.store import remove_checkpoint
+from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """What retention needs to know of a checkpoint; fields as in its manifest.
-
-    Attributes:
-        path: its folder.
-        step, kind, evaluation_loss: as in its manifest.
-    """
+    """What retention needs to know of a checkpoint; fields as in its manifest."""
 
     path: Path
     step: int

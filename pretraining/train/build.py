@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.listing import incomplete_checkpoints
-from pretraining.checkpoint.state import Stateful
+from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
+from pretraining.checkpoint.manifest import Stateful, incomplete_checkpoints
 from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -39,10 +39,8 @@ from pretraining.model.llama import Llama
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.schedules import WarmupCosine
 from pretraining.progress import Interval, Progress, TrainState, resolve_warmup_steps
-from pretraining.train.build_checkpoints import build_checkpoints
 from pretraining.train.build_guards import build_guards, build_spike_detector
 from pretraining.train.build_model import build_model
-from pretraining.train.build_origin import choose_start_point, restore
 from pretraining.train.build_profiler import build_profiler
 from pretraining.train.data import open_data, open_loader, token_schedule_of
 from pretraining.train.garbage import GarbageCollection
@@ -50,6 +48,7 @@ from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.parts import Parts
 from pretraining.train.preemption import StopRequests
+from pretraining.train.restore import choose_start_point, restore
 from pretraining.train.run_folder import build_observer, write_config
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
@@ -84,7 +83,7 @@ def build_run(
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, processes.device))
     shape = resolve_shape(config.model)
-    origin = choose_start_point(config, shape, status)
+    origin = choose_start_point(config, status)
     abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
     processes.pulse.step = origin.step if origin is not None else 0
     data = open_data(config, processes, say=print)
@@ -93,7 +92,7 @@ def build_run(
     model = build_model(shape, config, mesh, processes.device, initialize=False)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
-    origin, optimizer = restore(origin, model, parameters, config, shape, status)
+    origin, optimizer = restore(origin, model, parameters, config, status)
     restorable = origin.checkpoint if origin is not None and not origin.weights_only else None
     weights = origin.checkpoint if origin is not None and origin.weights_only else None
 
@@ -154,7 +153,14 @@ def _assemble(
         states["spikes"] = spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
-    checkpoints = build_checkpoints(parts, parameters, optimizer, loader, observer, stopwatch, states, lease)
+    checkpoints = CheckpointManager(
+        config.checkpoint,
+        CheckpointContents(config, parameters, optimizer, loader, observer, states),
+        stopwatch,
+        training_tokens=parts.training_tokens,
+        restored=parts.restorable,
+        lease=lease,
+    )
     on_rank_zero(lambda: write_config(config))
     announce(parts, state, loader.changes_at_resume, observer.note)
     return Run(

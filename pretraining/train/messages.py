@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pretraining.checkpoint.state import Manifest
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.config.parallel import PER_OPERATION, ParallelConfig, checkpointed_blocks
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import TrainConfig

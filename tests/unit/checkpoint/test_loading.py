@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from unit.checkpoint.examples import load, save, tensors
 
 import pretraining.files as retries
-from pretraining.checkpoint import layout, loading
-from pretraining.checkpoint.loading import check_files, share_of_files
-from pretraining.checkpoint.state import FileEntry
-from pretraining.checkpoint.tensor_files import Header
+from pretraining.checkpoint import reader, writer
+from pretraining.checkpoint.manifest import FileEntry, read_document
+from pretraining.checkpoint.reader import Header, check_files, load_tensors, share_of_files
 from pretraining.errors import CheckpointError, DamagedError
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -36,7 +35,7 @@ def flip_a_bit(path: Path, place: int, bit: int = 0) -> None:
 @pytest.fixture
 def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of two files: the head, and all the rest."""
-    monkeypatch.setattr(layout, "FILE_BYTES", 16)
+    monkeypatch.setattr(writer, "FILE_BYTES", 16)
     folder = save(tmp_path, 7)
     assert len(shards_of(folder)) == 2
     return folder
@@ -72,13 +71,13 @@ def test_files_that_are_needed_wholly_are_read_once_and_the_others_once_more_for
     two_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[str] = []
-    checksum_file = loading.checksum_file
+    checksum_file = reader.checksum_file
 
     def watched(path: Path) -> FileEntry:
         again.append(path.name)
         return checksum_file(path)
 
-    monkeypatch.setattr(loading, "checksum_file", watched)
+    monkeypatch.setattr(reader, "checksum_file", watched)
     load(two_files, tensors(0.0))
     assert again == []
     first, second = (shard.name for shard in shards_of(two_files))
@@ -143,15 +142,14 @@ def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_fi
         load(folder, {**tensors(0.0), name: value})
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     folder = save(tmp_path, 5)
 
     def unreadable(path: Path) -> Header:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(loading, "read_header", unreadable)
     with pytest.raises(CheckpointError, match=r"safetensors cannot be read: Permission denied"):
-        load(folder, tensors(0.0))
+        load_tensors(folder, read_document(folder).files, tensors(0.0), read_header=unreadable)
 
 
 def failing(times: int) -> object:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unit.checkpoint.examples import save
 
 from pretraining.checkpoint import retention
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints
+from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints
 from pretraining.checkpoint.retention import Record, best_of, superseded, tidy_up
 
 
