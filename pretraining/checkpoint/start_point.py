@@ -57,7 +57,92 @@ _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
 
 
-# From what
+# In which folder
+
+
+def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
+    """Fill in the timestamp of the run's folder; call it on one rank, which tells the others.
+
+    `--ckpt_save_path=runs/try.{timestamp}` makes runs/try.20261121-143005, in UTC, at the first start. A start with the
+    same settings goes on in the newest such folder whose run is not finished: a job that was preempted, requeued or
+    restarted finds its run again, whatever its number is now. Other settings, or a finished run, make a new folder, at
+    once and with the time `now`, so that no other start takes the same name. To go on with changed settings, name the
+    folder itself.
+
+    Raises:
+        CheckpointError: a new folder cannot be made.
+    """
+    pattern = config.checkpoint.ckpt_save_path
+    if TIMESTAMP not in pattern:
+        return pattern
+    for folder in folders_of(pattern):
+        if _has_settings(folder, config) and not _is_finished(folder):
+            return str(folder)
+    moment = now or datetime.now(UTC)
+    while True:
+        folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            moment += timedelta(seconds=1)  # another run began in the same second
+        except OSError as error:
+            raise CheckpointError(
+                f"--ckpt_save_path={folder} cannot be written: {error}. Give a folder that this user may write."
+            ) from None
+        else:
+            return str(folder)
+
+
+def newest_run_path(pattern: str) -> str:
+    """The newest folder that a pattern made, whatever its settings; the pattern itself where it has made none."""
+    folders = folders_of(pattern) if TIMESTAMP in pattern else []
+    return str(folders[0]) if folders else pattern
+
+
+def folders_of(pattern: str) -> list[Path]:
+    """The folders that a pattern has made, the newest first."""
+    path = Path(pattern)
+    root = Path(path.anchor)
+    written = str(path.relative_to(root)).split(TIMESTAMP)
+    # The same time at each place: a pattern may hold it twice.
+    first, *rest = (re.escape(part) for part in written)
+    form = re.compile(f"{first}(?P<time>{_WRITTEN_TIME})" + "(?P=time)".join(rest))
+    found = []
+    for folder in root.glob("*".join(glob.escape(part) for part in written)):
+        match = form.fullmatch(str(folder.relative_to(root)))
+        if match and folder.is_dir():
+            found.append((match["time"], folder))
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def _has_settings(folder: Path, config: TrainConfig) -> bool:
+    """Whether the run in a folder was started with these settings, apart from its own path and when to stop."""
+    try:
+        there = load_config(folder / CONFIG_FILE)
+    except ConfigError:
+        return False  # none were written, or by a version with other settings
+    return _comparable(there) == _comparable(config)
+
+
+def _comparable(config: TrainConfig) -> TrainConfig:
+    return replace(
+        config,
+        run=replace(config.run, run_steps=None),
+        checkpoint=replace(config.checkpoint, ckpt_save_path=CheckpointConfig.ckpt_save_path),
+    )
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether the newest checkpoint is a final one."""
+    for path in reversed(committed_checkpoints(folder)):
+        try:
+            return read_document(path).kind == "final"
+        except CheckpointError:
+            continue  # damaged: the start passes it over and says so
+    return False
+
+
+# From which checkpoint
 
 
 @dataclass(frozen=True)
@@ -234,8 +319,8 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
         CheckpointError: a tensor is missing or of another shape.
     """
     files, header_of = _files_of(checkpoint)
-    is_sharded = all(entry is not None for entry in files.values()) and header_of is read_header
-    load_tensors(checkpoint.path, files, tensors, read_header=header_of, converts=not is_sharded)
+    converts = not checkpoint.manifest.files or pt_files.is_full(files)  # other programs write these forms, too
+    load_tensors(checkpoint.path, files, tensors, read_header=header_of, converts=converts)
 
 
 def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
@@ -255,90 +340,3 @@ def _files_of(checkpoint: CheckpointRef) -> tuple[Files, ReadHeader]:
     if (path / ITERATION_FILE).is_file():
         return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE)), pt_files.read_header
     return dict.fromkeys(on_rank_zero(lambda: weight_files(path))), read_header
-
-
-# In which folder
-#
-#     --ckpt_save_path=runs/try.{timestamp}     the first start makes runs/try.20261121-143005, in UTC
-#
-# A start with the same settings goes on in the newest such folder whose run is not finished: a job that was preempted,
-# requeued or restarted finds its run again, whatever its number is now. Other settings, or a finished run, make a new
-# folder. To go on with changed settings, name the folder itself.
-
-
-def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
-    """Fill in the timestamp of the run's folder; call it on one rank, which tells the others.
-
-    A new folder is made at once, with the time `now`, so that no other start takes the same name.
-
-    Raises:
-        CheckpointError: a new folder cannot be made.
-    """
-    pattern = config.checkpoint.ckpt_save_path
-    if TIMESTAMP not in pattern:
-        return pattern
-    for folder in folders_of(pattern):
-        if _has_settings(folder, config) and not _is_finished(folder):
-            return str(folder)
-    moment = now or datetime.now(UTC)
-    while True:
-        folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            moment += timedelta(seconds=1)  # another run began in the same second
-        except OSError as error:
-            raise CheckpointError(
-                f"--ckpt_save_path={folder} cannot be written: {error}. Give a folder that this user may write."
-            ) from None
-        else:
-            return str(folder)
-
-
-def newest_run_path(pattern: str) -> str:
-    """The newest folder that a pattern made, whatever its settings; the pattern itself where it has made none."""
-    folders = folders_of(pattern) if TIMESTAMP in pattern else []
-    return str(folders[0]) if folders else pattern
-
-
-def folders_of(pattern: str) -> list[Path]:
-    """The folders that a pattern has made, the newest first."""
-    path = Path(pattern)
-    root = Path(path.anchor)
-    written = str(path.relative_to(root)).split(TIMESTAMP)
-    # The same time at each place: a pattern may hold it twice.
-    first, *rest = (re.escape(part) for part in written)
-    form = re.compile(f"{first}(?P<time>{_WRITTEN_TIME})" + "(?P=time)".join(rest))
-    found = []
-    for folder in root.glob("*".join(glob.escape(part) for part in written)):
-        match = form.fullmatch(str(folder.relative_to(root)))
-        if match and folder.is_dir():
-            found.append((match["time"], folder))
-    return [folder for _, folder in sorted(found, reverse=True)]
-
-
-def _has_settings(folder: Path, config: TrainConfig) -> bool:
-    """Whether the run in a folder was started with these settings; its own path, and when to stop, aside."""
-    try:
-        there = load_config(folder / CONFIG_FILE)
-    except ConfigError:
-        return False  # none were written, or by a version with other settings
-    return _comparable(there) == _comparable(config)
-
-
-def _comparable(config: TrainConfig) -> TrainConfig:
-    return replace(
-        config,
-        run=replace(config.run, run_steps=None),
-        checkpoint=replace(config.checkpoint, ckpt_save_path=CheckpointConfig.ckpt_save_path),
-    )
-
-
-def _is_finished(folder: Path) -> bool:
-    """Whether the newest checkpoint is a final one."""
-    for path in reversed(committed_checkpoints(folder)):
-        try:
-            return read_document(path).kind == "final"
-        except CheckpointError:
-            continue  # damaged: the start passes it over and says so
-    return False

@@ -111,8 +111,8 @@ def write_manifest(folder: Path, manifest: Manifest, files: Mapping[str, FileEnt
     write_json(folder / MANIFEST, replace(manifest, files=files).document())
 
 
-def flip_byte(path: Path, at: int = -1) -> None:
-    """Change one byte of a file."""
+def flip_byte(path: Path, at: int = -1, bits: int = 0xFF) -> None:
+    """Change some bits of one byte of a file."""
     content = bytearray(path.read_bytes())
-    content[at] ^= 0xFF
+    content[at] ^= bits
     path.write_bytes(content)
