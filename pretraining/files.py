@@ -56,6 +56,19 @@ def write_flushed(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
 
 
+def link_atomic(link: Path, target: str) -> None:
+    """Make a symbolic link that replaces one of the same name at once.
+
+    Raises:
+        OSError: it cannot be made; what was there before is untouched.
+    """
+    temporary = link.with_name(f"{link.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
+    flush_folder(link.parent)
+
+
 def write_json(path: Path, document: Any) -> None:
     """Write a JSON file in place, flushed to disk."""
     write_flushed(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
@@ -116,7 +129,7 @@ def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], No
     Args:
         action: what to do; it starts from the beginning each time.
         what: of it, for the warning that it is tried again: "writing /a/b".
-        pause: waits so many seconds.
+        pause: waits, given seconds.
 
     Raises:
         OSError: of the last try, or one that does not pass.

@@ -35,7 +35,7 @@ import pyarrow as pa
 from soak_compare import differences
 from soak_job import Job, Shot, View
 
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints
+from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.tools.verify_checkpoints import faults_of
 
 # Small enough for many starts, with an interval of every kind.

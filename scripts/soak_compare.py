@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints, read_document, step_of
+from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, committed_checkpoints, read_document, step_of
 from pretraining.checkpoint.start_point import CheckpointRef, open_tensors
 from pretraining.observability.trackers import METRICS_FILE
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, UNFINISHED_SUFFIX
+from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, UNFINISHED_SUFFIX
 from pretraining.launch.layout import free_port
 
 POLL_SECONDS = 0.001

@@ -1,4 +1,4 @@
-"""A save that runs in a thread while the training goes on, at most one at a time.
+"""Saves that run in a thread while the training goes on, at most one at a time.
 
     training thread   start -> step, poll -> step, poll -> ... -> `poll` says done, or raises what went wrong
     saving thread     write, commit, talking to the other ranks over a process group of its own
@@ -6,6 +6,10 @@
 Ranks must take note of the end at the same step: one that leaves the loop alone would leave the others waiting in a
 collective. So while a save is under way, each `poll` offers whether this rank's thread has ended and reads what all had
 offered a step ago; nobody waits for anybody.
+
+What is written is a second copy (`Staging`) of what this process writes. Its memory, on the host, is taken at the first
+save and used again for every other. On a GPU it is pinned, and the copies run beside the next step; only the next
+update, which would change what is being copied, waits for them, on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.layout import Share
+from pretraining.checkpoint.writer import SavePlan
 from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, on_every_rank
 
 
@@ -108,20 +112,13 @@ def _all_ended(offer: tuple[Any, torch.Tensor]) -> bool:
     return bool(ended)
 
 
-# TODO(merge): was pretraining.checkpoint.async_save
-# A second copy of what a process writes, so that training can go on while the copy is written.
-#
-# The memory is taken at the first save and used again for every other: one copy, on the host, of this process's share.
-# On a GPU it is pinned, and the copies run beside the next step; only the next update, which would change what is being
-# copied, waits for them, on the device.
-
 # Pinned memory comes in powers of two: one allocation a tensor would waste up to half of it.
 SLAB_BYTES = 2**28
 ALIGNMENT_BYTES = 64
 
 
 class Staging:
-    """The second copy.
+    """A second copy of what a process writes, in memory of the host.
 
     Args:
         device: where the tensors are.
@@ -133,13 +130,13 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, share: Share) -> Share:
-        """Copy the values of a share; on a GPU this only starts, and `wait` has to come before the copies are read.
+    def copy(self, plan: SavePlan) -> SavePlan:
+        """Copy the values of a plan; on a GPU this only starts, and `wait` has to come before the copies are read.
 
         Args:
-            share: with the same tensors each time. The copy of the time before is overwritten.
+            plan: with the same tensors each time. The copy of the time before is overwritten.
         """
-        pieces = [piece for file in share.files.values() for piece in file]
+        pieces = [piece for file in plan.files.values() for piece in file]
         if not self._buffers:
             memory = _allocate([piece.values for piece in pieces], pinned=self._stream is not None)
             self._buffers = {piece.name: buffer for piece, buffer in zip(pieces, memory, strict=True)}
@@ -155,9 +152,9 @@ class Staging:
                 self._copied.record(self._stream)
         files = {
             number: [replace(piece, values=self._buffers[piece.name]) for piece in file]
-            for number, file in share.files.items()
+            for number, file in plan.files.items()
         }
-        return replace(share, files=files)
+        return replace(plan, files=files)
 
     def wait(self) -> None:
         """Let this thread wait until everything is copied."""

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from pretraining.checkpoint.layout import Box
-from pretraining.checkpoint.sources import TensorFiles
-from pretraining.checkpoint.state import FORMAT_VERSION, Manifest
+from pretraining.checkpoint.manifest import FORMAT_VERSION, Manifest
+from pretraining.checkpoint.reader import TensorFiles
+from pretraining.checkpoint.writer import Chunk
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, parameter_shapes, shape_of_document
@@ -32,13 +32,7 @@ _ROWS_COMPARED = 4096
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A Llama in a folder; its weights are a `TensorSource` with the names and shapes of `shape`'s parameters.
-
-    Attributes:
-        path: of the folder.
-        shape: dimensions.
-        weights: the tensors.
-    """
+    """A Llama in a folder; its weights have the names and shapes of `shape`'s parameters."""
 
     path: Path
     shape: LlamaShape
@@ -58,7 +52,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             tensor is missing, surplus or of another shape.
     """
     shape = shape_of_document(_read_json(path, CONFIG_FILE), str(path / CONFIG_FILE))
-    weights = TensorFiles(path, dict.fromkeys(_weight_files(path)))
+    weights = TensorFiles(path, dict.fromkeys(weight_files(path)))
     _check_tensors(path, shape, weights)
     return HuggingFaceFolder(path, shape, weights)
 
@@ -94,8 +88,12 @@ def weights_manifest(shape: LlamaShape, files: Mapping[str, Any], config: str) -
     )
 
 
-def _weight_files(path: Path) -> list[str]:
-    """Names of the files that hold the weights."""
+def weight_files(path: Path) -> list[str]:
+    """Names of the files that hold a folder's weights.
+
+    Raises:
+        CheckpointError: there are none, or they would have to be unpickled or lie elsewhere.
+    """
     if (path / WEIGHTS_FILE).exists():
         names = [WEIGHTS_FILE]
     elif (path / INDEX_FILE).exists():
@@ -170,8 +168,8 @@ def _check_tied(path: Path, weights: TensorFiles) -> None:
     size = weights.shapes()[_HEAD]
     same = size == weights.shapes().get(_EMBEDDING)
     for first in range(0, size[0] if same else 0, _ROWS_COMPARED):
-        box = Box((first, *(0 for _ in size[1:])), (min(_ROWS_COMPARED, size[0] - first), *size[1:]))
-        same = same and torch.equal(weights.read(_HEAD, box), weights.read(_EMBEDDING, box))
+        rows = Chunk((first, *(0 for _ in size[1:])), (min(_ROWS_COMPARED, size[0] - first), *size[1:]))
+        same = same and torch.equal(weights.read(_HEAD, rows), weights.read(_EMBEDDING, rows))
     if not same:
         raise CheckpointError(
             f"{path} has a {_HEAD} that is not the embedding, but {CONFIG_FILE} says tie_word_embeddings: set that to "

@@ -74,7 +74,7 @@ class Lease:
 
     Args:
         run: the folder.
-        pause: waits so many seconds.
+        pause: waits, given seconds.
     """
 
     def __init__(self, run: Path, pause: Callable[[float], object] = time.sleep) -> None:
@@ -128,7 +128,7 @@ class Lease:
     def _create(self) -> bool:
         """Make the file; False where there is one."""
         try:
-            with self._path.open("x", encoding="utf-8") as file:
+            with self._path.open("x", encoding="utf-8") as file:  # of two starts at once, one makes it
                 json.dump(asdict(self._own), file)
         except FileExistsError:
             return False
@@ -164,13 +164,13 @@ class Lease:
 
     def _remove_stale(self, holder: Holder | None) -> None:
         """Remove a lease, unless another start was faster: then it is that one's, and stays."""
-        aside = self._path.with_name(f"{LEASE}.{self._own.token}.stale")
+        removed = self._path.with_name(f"{LEASE}.{self._own.token}.stale")
         with suppress(FileNotFoundError):
-            self._path.rename(aside)
-            if _read(aside) == holder or self._path.exists():
-                aside.unlink()
+            self._path.rename(removed)
+            if _read(removed) == holder or self._path.exists():
+                removed.unlink()
             else:
-                aside.rename(self._path)
+                removed.rename(self._path)
 
     def _renewed(self) -> int | None:
         """When the lease was renewed, on the file system's clock in nanoseconds; None where there is none."""

@@ -1,106 +1,166 @@
-"""When a run saves, what is kept, and how a save runs beside the training.
+"""When a run saves, what it keeps, and how a save runs beside the training.
 
-maybe_save, after each step:  is one due? -> this rank's share of the tensors -> written here and now, or copied and
+maybe_save, after each step:  is one due? -> the chunks that this rank writes -> written here and now, or copied and
                               written by a thread -> commit -> `best`, and what is superseded, on rank 0
+finish, after the last step:  saves where the invocation ends, and waits until everything is committed
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pretraining.checkpoint.async_save import BackgroundSave, Staging
-from pretraining.checkpoint.layout import Share, own_share
-from pretraining.checkpoint.listing import CHECKPOINTS, checkpoint_name, read_document
-from pretraining.checkpoint.pt_files import save_full
+from pretraining.checkpoint.lease import Lease
+from pretraining.checkpoint.manifest import (
+    CHECKPOINTS,
+    FORMAT_VERSION,
+    Manifest,
+    Stateful,
+    checkpoint_name,
+    read_document,
+    tensor_state,
+)
+from pretraining.checkpoint.pt_files import FullSave
 from pretraining.checkpoint.retention import tidy_up
-from pretraining.checkpoint.state import Manifest, Stateful
-from pretraining.checkpoint.store import save_share
+from pretraining.checkpoint.start_point import CheckpointRef
+from pretraining.checkpoint.writer import Plan, plan_save, save_checkpoint
+from pretraining.config.recipes import dump_config
+from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.variants import resolve_shape
+from pretraining.data.loader import Loader
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
+from pretraining.observability.observer import Observer
+from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, Progress, TrainState
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SavePolicy:
-    """Settings of saving.
+class CheckpointContents:
+    """The parts of a run that go into its checkpoints.
 
     Attributes:
-        interval: how often to save for good.
-        preempt_interval: how often to save what the next checkpoint supersedes.
-        keep_last: how many of those saved on the interval to keep; None = all.
-        save_best: whether to save when an evaluation was the best so far.
-        name_style: "step" or "tokens".
-        is_full: whether the whole is written unsharded, while the training waits.
+        config: the settings.
+        parameters: by name, as sharded.
+        optimizer: over these parameters.
+        loader: of the training's batches; its position is kept.
+        observer: knows the newest loss.
+        states: further parts with a memory, by the name under which it is kept.
     """
 
-    interval: Interval
-    preempt_interval: Interval
-    keep_last: int | None = None
-    save_best: bool = True
-    name_style: str = "step"
-    is_full: bool = False
+    config: TrainConfig
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    observer: Observer
+    states: Mapping[str, Stateful]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(iter(self.parameters.values())).device
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors to save; the very memory, not copies."""
+        return tensor_state(self.parameters, self.optimizer)
+
+    def describe(self, progress: Progress) -> Manifest:
+        """The manifest of a checkpoint of this moment, without files and evaluation losses."""
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            step=progress.steps,
+            tokens_seen=progress.tokens,
+            seconds=progress.seconds,
+            kind="interval",
+            loss=self.observer.last_loss,
+            evaluation_loss=None,
+            best_evaluation_loss=None,
+            data=self.loader.state_dict(),
+            state={name: stateful.state_dict() for name, stateful in self.states.items()},
+            global_batch_size=self.loader.reader.mixture.phases[-1].global_batch_size,
+            model=asdict(resolve_shape(self.config.model)),
+            world={
+                "processes": dist.get_world_size(),
+                "sharding_strategy": self.config.parallel.sharding_strategy,
+            },
+            torch_version=torch.__version__,
+            files={},
+            config=self._settings,
+        )
+
+    def restore(self, manifest: Manifest) -> None:
+        """Give the parts with a memory what a checkpoint kept of it."""
+        for name, state in manifest.state.items():
+            if name in self.states:
+                self.states[name].load_state_dict(state)
+            else:
+                log.info("the checkpoint holds a state of %s, which this run has not: ignored", name)
+
+    @cached_property
+    def _settings(self) -> str:
+        return dump_config(self.config)  # once: it takes milliseconds, and a step waits for each save
 
 
 class CheckpointManager:
-    """Saves when it is time, and where an invocation ends, as a context around the loop.
+    """Saves when it is time; a context around the loop. Making one and saving are collective calls.
 
     Args:
-        run: folder of the run.
-        policy: when to save and what to keep.
-        tensors: makes the state to save.
-        describe: makes the manifest of a step from its progress; the manager fills in what it knows itself.
-        states: collaborators whose memory goes into checkpoints, by name.
-        activity: books the time that the training waits for a save.
-        note: told of each save; a no-op on ranks that do not print.
-        restored: the manifest that the run goes on from, if any.
-        staging: makes the copy that a thread writes; None = save before training goes on.
-        check_lease: called on rank 0 before each commit.
+        config: when to save, and what to keep.
+        contents: what goes into checkpoints.
+        stopwatch: books the time that the training waits for a save.
+        training_tokens: tokens of one pass over the datasets, for intervals in epochs.
+        restored: the checkpoint that the run goes on from, if any.
+        lease: on the run's folder, looked at before each commit; None = nobody else writes there.
+
+    Attributes:
+        newest: the checkpoint that was saved last, once it is committed.
     """
 
     def __init__(
         self,
+        config: CheckpointConfig,
+        contents: CheckpointContents,
+        stopwatch: Stopwatch,
         *,
-        run: Path,
-        policy: SavePolicy,
-        tensors: Callable[[], Mapping[str, torch.Tensor]],
-        describe: Callable[[Progress], Manifest],
-        states: Mapping[str, Stateful],
-        activity: Callable[[str], AbstractContextManager[None]],
-        note: Callable[[str], None],
-        restored: Manifest | None = None,
-        staging: Staging | None = None,
-        check_lease: Callable[[], None] = lambda: None,
+        training_tokens: int | None = None,
+        restored: CheckpointRef | None = None,
+        lease: Lease | None = None,
     ) -> None:
-        self._run = run
-        self._policy = policy
-        self._tensors = tensors
-        self._describe = describe
-        self._states = states
-        self._activity = activity
-        self._note = note
-        self._staging = staging
-        self._check_lease = check_lease
-        self._background = BackgroundSave() if staging is not None else None
-        self._state: TrainState | None = None
-        self._evaluation_loss = restored.evaluation_loss if restored else None
-        self._best_evaluation_loss = restored.best_evaluation_loss if restored else None
+        self._config = config
+        self._run = Path(config.ckpt_save_path)
+        self._contents = contents
+        self._stopwatch = stopwatch
+        self._lease = lease
+        self._interval = Interval(config.checkpoint_interval, training_tokens)
+        self._preempt_interval = Interval(config.preempt_interval, training_tokens)
+        self._is_full = config.ckpt_format == "full"
+        self._evaluation_loss: float | None = None
+        self._best_evaluation_loss: float | None = None
+        self._has_trained = False
         self._saved_step: int | None = None
         self._saving: Path | None = None
         self.newest: Path | None = None
-        """The checkpoint that was saved last, once it is committed."""
+        self._staging: Staging | None = None
+        self._background: BackgroundSave | None = None
+        device = contents.device
+        if config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full:
+            self._staging, self._background = Staging(device), BackgroundSave()
+            hold_update = self._staging.hold_update  # an update must not change what is still being copied
+            contents.optimizer.register_step_pre_hook(lambda *_: hold_update())
         if restored is not None:
-            self._restore_states(restored)
+            self._restore(restored)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -108,18 +168,17 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            if self._state is not None:
-                self.save_now(self._state, self._kind_at_end(self._state))
-            self._await_background()
-        elif self._background is not None and (failure := self._background.settle()) is not None:
+        if self._background is None:
+            return
+        failure = self._background.settle()
+        if failure is not None:
             log.warning("the save that was under way has failed, too: %s", failure)
-        # After other errors ranks may disagree on the step, and a save, or taking leave, needs all of them.
-        if self._background is not None and (error is None or isinstance(error, DivergenceError)):
+        # After other errors ranks may disagree on the step, and leaving the group needs all of them.
+        if error is None or isinstance(error, DivergenceError):
             self._background.close()
 
     def maybe_save(self, state: TrainState, evaluation_loss: float | None) -> None:
-        """Save if it is time to; take note of the end of an earlier save.
+        """Save if it is time to; note the end of an earlier save.
 
         Args:
             state: of the run, after a step.
@@ -128,16 +187,16 @@ class CheckpointManager:
         Raises:
             CheckpointError: this save, or an earlier one that ran beside the training, has failed; on every rank alike.
         """
-        self._state = state
+        self._has_trained = True
         if self._background is not None and self._background.poll():
             self._note_saved()
-        is_best = evaluation_loss is not None and self._take_note_of(evaluation_loss)
+        is_best = evaluation_loss is not None and self._note_evaluation(evaluation_loss)
         kind = self._kind_due(state, is_best)
         if kind is not None:
             self._save(state.progress, kind, wait=state.stopping)
 
     def save_now(self, state: TrainState, kind: str) -> None:
-        """Save this step, unless it is saved already, and come back when the checkpoint is committed.
+        """Save this step, unless it is saved already, and return when the checkpoint is committed.
 
         Args:
             state: of the run, after a step.
@@ -150,67 +209,64 @@ class CheckpointManager:
             self._save(state.progress, kind, wait=True)
         self._await_background()
 
-    def before_update(self) -> None:
-        """Call ahead of whatever changes the tensors: a copy may still be reading them."""
-        if self._staging is not None:
-            self._staging.hold_update()
+    def finish(self, state: TrainState) -> None:
+        """Save where the invocation ends, if it has trained, and return when the checkpoint is committed.
+
+        Raises:
+            CheckpointError: as `maybe_save`.
+        """
+        if self._has_trained:
+            self.save_now(state, _kind_at_end(state))
 
     def _kind_due(self, state: TrainState, is_best: bool) -> str | None:
-        policy = self._policy
-        if state.finished or (state.stopping and not policy.interval.is_due(state)):
-            return self._kind_at_end(state)
-        if policy.interval.is_due(state):
+        if state.finished or (state.stopping and not self._interval.is_due(state)):
+            return _kind_at_end(state)
+        if self._interval.is_due(state):
             return "interval"
-        if is_best and policy.save_best:
+        if is_best and self._config.save_best:
             return "best"
-        return "preempt" if policy.preempt_interval.is_due(state) else None
+        return "preempt" if self._preempt_interval.is_due(state) else None
 
-    def _kind_at_end(self, state: TrainState) -> str:
-        """Of a checkpoint that is saved because this invocation ends."""
-        return "final" if state.finished else "preempt" if state.preempted else "interval"
-
-    def _take_note_of(self, evaluation_loss: float) -> bool:
+    def _note_evaluation(self, loss: float) -> bool:
         """Keep the loss of an evaluation; returns whether it is the best of the run."""
-        if not math.isfinite(evaluation_loss):
+        if not math.isfinite(loss):
             return False
-        self._evaluation_loss = evaluation_loss
-        if self._best_evaluation_loss is not None and evaluation_loss >= self._best_evaluation_loss:
+        self._evaluation_loss = loss
+        if self._best_evaluation_loss is not None and loss >= self._best_evaluation_loss:
             return False
-        self._best_evaluation_loss = evaluation_loss
+        self._best_evaluation_loss = loss
         return True
 
     def _save(self, progress: Progress, kind: str, wait: bool) -> None:
-        with self._activity("checkpoint"):
+        with self._stopwatch.measure("checkpoint"):
             self._await_background()
             manifest = replace(
-                self._describe(progress),
+                self._contents.describe(progress),
                 kind=kind,
                 evaluation_loss=self._evaluation_loss,
                 best_evaluation_loss=self._best_evaluation_loss,
-                state={name: stateful.state_dict() for name, stateful in self._states.items()},
             )
             folder = on_rank_zero(lambda: self._folder_for(manifest))
-            share = own_share(self._tensors())
             self._saved_step, self._saving = progress.steps, folder
-            if self._background is None or self._staging is None or wait:
-                self._write(folder, share, manifest, None)
-                self._note_saved()
+            tensors = self._contents.tensors()
+            if self._is_full:
+                self._write(folder, FullSave(tensors, manifest), manifest)
+            elif self._background is None or self._staging is None or wait:
+                self._write(folder, plan_save(tensors), manifest)
             else:
-                staged = self._staging.copy(share)
-                self._background.start(lambda group: self._write(folder, staged, manifest, group))
+                staged = self._staging.copy(plan_save(tensors))
+                self._background.start(partial(self._write_staged, folder, staged, manifest))
+                return
+            self._note_saved()
 
-    def _write(self, folder: Path, share: Share, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
-        if self._staging is not None:
-            self._staging.wait()
-        save_share(
-            folder,
-            share,
-            lambda files: replace(manifest, files=files),
-            group=group,
-            before_commit=self._check_lease,
-            write=(lambda folder: save_full(folder, self._tensors(), manifest)) if self._policy.is_full else None,
-        )
-        on_rank_zero(lambda: tidy_up(self._run, folder, self._policy.keep_last), group)
+    def _write_staged(self, folder: Path, staged: Plan, manifest: Manifest, group: dist.ProcessGroup) -> None:
+        assert self._staging is not None
+        self._staging.wait()
+        self._write(folder, staged, manifest, group)
+
+    def _write(self, folder: Path, plan: Plan, manifest: Manifest, group: dist.ProcessGroup | None = None) -> None:
+        save_checkpoint(folder, plan, manifest, group=group, lease=self._lease)
+        on_rank_zero(lambda: tidy_up(self._run, folder, self._config.keep_last), group)
 
     def _await_background(self) -> None:
         if self._background is not None and self._background.is_under_way:
@@ -219,20 +275,25 @@ class CheckpointManager:
 
     def _note_saved(self) -> None:
         self.newest = self._saving
-        self._note(f"step {self._saved_step}  checkpoint {self._saving}")
+        log.info("step %d  checkpoint %s", self._saved_step, self._saving)
 
     def _folder_for(self, manifest: Manifest) -> Path:
         """Where to commit; two steps whose names are the same by rounding must not replace each other."""
-        folder = self._run / CHECKPOINTS / checkpoint_name(self._policy.name_style, manifest)
+        folder = self._run / CHECKPOINTS / checkpoint_name(self._config.ckpt_name, manifest)
         try:
             taken = folder.exists() and read_document(folder).step != manifest.step
         except CheckpointError:
             taken = False  # what nobody can read may go
         return folder.with_name(f"{folder.name}.step_{manifest.step}") if taken else folder
 
-    def _restore_states(self, restored: Manifest) -> None:
-        for name, state in restored.state.items():
-            if name in self._states:
-                self._states[name].load_state_dict(state)
-            else:
-                self._note(f"the checkpoint holds a state of {name}, which this run has not: ignored")
+    def _restore(self, restored: CheckpointRef) -> None:
+        self._evaluation_loss = restored.manifest.evaluation_loss
+        self._best_evaluation_loss = restored.manifest.best_evaluation_loss
+        self._contents.restore(restored.manifest)
+        if restored.is_own:  # a kill may have come after its commit and before this
+            on_rank_zero(lambda: tidy_up(self._run, restored.path, self._config.keep_last))
+
+
+def _kind_at_end(state: TrainState) -> str:
+    """Of a checkpoint that is saved because the invocation ends."""
+    return "final" if state.finished else "preempt" if state.preempted else "interval"

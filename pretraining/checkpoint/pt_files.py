@@ -8,22 +8,23 @@
 They stand in a checkpoint's folder in place of the shards, with the same manifest.json, which a restore believes. All
 four load with `torch.load(…, weights_only=True)`, and nothing here ever loads them otherwise.
 
-Rank 0 writes them and holds one tensor at a time, whatever the size of the model (`torch_files`). Reading maps the
-files into memory and copies each rank's part out of them.
+Rank 0 writes them and holds one tensor at a time, whatever the size of the model: torch.save asks a storage that is on
+no CPU for a copy there when its turn comes, and only then is the tensor fetched. For reading, torch.load under
+FakeTensorMode says where in the file each tensor lies (`read_header`), and `reader` reads it from there.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
-import struct
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 
-from pretraining.checkpoint.layout import Box
-from pretraining.checkpoint.sources import check_content, inside
-from pretraining.checkpoint.state import OPTIMIZER_PREFIX, FileEntry, Manifest, shape_of
-from pretraining.checkpoint.tensor_files import checksum_file
+from pretraining.checkpoint.manifest import (
+    ITERATION_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    OPTIMIZER_PREFIX,
+    SCHEDULE_FILE,
+    FileEntry,
+    Manifest,
+    crc32_text,
+    shape_of,
+)
+from pretraining.checkpoint.reader import Header, StoredChunk
+from pretraining.checkpoint.writer import Chunk, Kinds, size_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
@@ -42,41 +52,53 @@ from pretraining.errors import CheckpointError
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import parameter_groups
 
-MODEL_FILE = "model_state_dict.pt"
-OPTIMIZER_FILE = "optim_state_dict.pt"
-SCHEDULE_FILE = "lr_state_dict.pt"
-ITERATION_FILE = "iter_state_dict.pt"
-FULL_FILES = (MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE, ITERATION_FILE)
+
+def is_full(files: Iterable[str]) -> bool:
+    """Whether a checkpoint with these files has this form."""
+    return MODEL_FILE in files
 
 
-def save_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, FileEntry]:
-    """Write the four files; a collective call, in which rank 0 writes.
+# Writing
 
-    Args:
-        folder: that they go into.
-        tensors: as `state.tensor_state` gives them, sharded or not.
+
+@dataclass(frozen=True)
+class FullSave:
+    """The plan of a save in this form: rank 0 writes, all others take part in gathering.
+
+    Attributes:
+        tensors: as `tensor_state` gives them, sharded or not.
         manifest: of the checkpoint; its files do not matter.
-
-    Returns:
-        On rank 0, sizes and checksums of the files.
-
-    Raises:
-        OSError: on rank 0, a file cannot be written.
     """
-    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    values = (tensors[name].detach() for name in in_order(kinds))
-    whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in values)
-    try:
-        if dist.get_rank() == 0:
-            write_full(folder, kinds, whole, manifest)
-    finally:
-        for _ in whole:  # every rank takes part in gathering every tensor, also where writing failed
-            pass
-    return {name: checksum_file(folder / name) for name in FULL_FILES} if dist.get_rank() == 0 else {}
+
+    tensors: Mapping[str, torch.Tensor]
+    manifest: Manifest
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(size_of(*kind) for kind in self._kinds().values())
+
+    def write(self, folder: Path) -> dict[str, FileEntry]:
+        """Write the four files; a collective call. Returns what they have to be, on rank 0.
+
+        Raises:
+            OSError: on rank 0, a file cannot be written.
+        """
+        kinds = self._kinds()
+        values = (self.tensors[name].detach() for name in in_order(kinds))
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in values)
+        try:
+            return write_full(folder, kinds, whole, self.manifest) if dist.get_rank() == 0 else {}
+        finally:
+            for _ in whole:  # every rank takes part in gathering every tensor, also where writing failed
+                pass
+
+    def _kinds(self) -> Kinds:
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
 
 
-def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manifest: Manifest) -> None:
-    """Write the four files from one process.
+def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manifest: Manifest) -> dict[str, FileEntry]:
+    """Write the four files from one process; returns what they have to be, by name.
 
     Args:
         folder: that they go into.
@@ -90,10 +112,13 @@ def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manif
     shape, config = shape_of(manifest), settings_in(manifest.config, "config of the checkpoint")
     stream = iter(values)
     of_model, of_optimizer = _split(kinds)
-    write_file(folder / MODEL_FILE, of_model, lambda blanks: _model_state(blanks, shape), stream)
-    write_file(folder / OPTIMIZER_FILE, of_optimizer, lambda blanks: _optimizer_state(blanks, shape, config), stream)
-    write_file(folder / SCHEDULE_FILE, {}, lambda _: _schedule_state(manifest, config), stream)
-    write_file(folder / ITERATION_FILE, {}, lambda _: _iteration_state(manifest, config), stream)
+    arranged: dict[str, tuple[Kinds, Callable[[Mapping[str, Any]], Any]]] = {
+        MODEL_FILE: (of_model, lambda tensors: _model_state(tensors, shape)),
+        OPTIMIZER_FILE: (of_optimizer, lambda tensors: _optimizer_state(tensors, shape, config)),
+        SCHEDULE_FILE: ({}, lambda _: _schedule_state(manifest, config)),
+        ITERATION_FILE: ({}, lambda _: _iteration_state(manifest, config)),
+    }
+    return {name: write_file(folder / name, held, arrange, stream) for name, (held, arrange) in arranged.items()}
 
 
 def in_order(kinds: Kinds) -> list[str]:
@@ -102,68 +127,83 @@ def in_order(kinds: Kinds) -> list[str]:
     return [*of_model, *of_optimizer]
 
 
-def is_full(files: Iterable[str]) -> bool:
-    """Whether a checkpoint with these files has this form."""
-    return MODEL_FILE in files
-
-
-class FullFiles:
-    """The tensors of the four files, mapped into memory: a `TensorSource`.
+def write_file(
+    path: Path, kinds: Kinds, arrange: Callable[[Mapping[str, Any]], Any], values: Iterator[torch.Tensor]
+) -> FileEntry:
+    """Write a file as torch.save does, flushed to disk, with one tensor in memory at a time.
 
     Args:
-        folder: of the files.
-        files: where they are known, sizes and checksums, which are compared first.
+        path: of the file.
+        kinds: of the tensors in it; each has memory of its own.
+        arrange: makes the file's content of the tensors by name, which stand in it in the order of `kinds`.
+        values: the tensors, in that order.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or holds anything but tensors and plain values.
+        OSError: it cannot be written.
     """
+    needed = sum(size_of(*kind) for kind in kinds.values())
+    if shutil.disk_usage(path.parent).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    names = iter(kinds)
 
-    def __init__(self, folder: Path, files: Mapping[str, FileEntry | None]) -> None:
-        model, optimizer = (load_file(folder / name, files.get(name)) for name in (MODEL_FILE, OPTIMIZER_FILE))
-        state = optimizer.get("state")
-        if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
-            raise CheckpointError(f"{folder / OPTIMIZER_FILE} has no state of an optimizer by parameter names")
-        self._tensors: dict[str, torch.Tensor] = {
-            **model,
-            **{f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state.items() for key, value in kept.items()},
-        }
-        strange = [name for name, value in self._tensors.items() if type(value) is not torch.Tensor]
-        if strange:
-            raise CheckpointError(f"{folder}: {strange[0]} is no tensor")
-        # A tied head is the embedding under a second name.
-        head, embedding = (self._tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-        if head is not None and embedding is not None and head.data_ptr() == embedding.data_ptr():
-            del self._tensors["lm_head.weight"]
+    def fetch(name: str) -> torch.UntypedStorage:
+        assert name == next(names), "tensors stand in the file in the order of their names"
+        value = next(values).cpu().contiguous()
+        assert (value.dtype, tuple(value.shape)) == kinds[name]
+        storage = value.untyped_storage()
+        return storage if storage.nbytes() == value.nbytes else value.clone().untyped_storage()
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor's elements."""
-        return self._tensors[name].dtype
-
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A part of a tensor, by default all of it; the file's own memory, not to be changed."""
-        tensor = self._tensors[name]
-        return tensor if box is None else inside(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)), box)
+    with FakeTensorMode():
+        blanks = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
+    for name, blank in blanks.items():
+        blank.untyped_storage().cpu = partial(fetch, name)  # type: ignore[method-assign]
+    with path.open("wb", buffering=0) as file:
+        output = _Output(file)
+        try:
+            torch.save(arrange({name: _Pending(blank) for name, blank in blanks.items()}), cast(BinaryIO, output))
+        except RuntimeError:
+            if output.failure is not None:  # torch's writer only says at which byte it stopped
+                raise output.failure from None
+            raise
+        os.fsync(file.fileno())
+    return FileEntry(output.size, crc32_text(output.crc32))
 
 
-def manifest_of_files(folder: Path) -> Manifest:
-    """The manifest that the four files carry, for a folder in which they stand alone; without sizes and checksums.
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    """A tensor in what torch.save writes whose values are fetched when its bytes are written."""
 
-    Raises:
-        CheckpointError: the files carry none.
-    """
-    content = load_file(folder / ITERATION_FILE)
-    names = Manifest.__dataclass_fields__.keys() - {"files"}
-    missing = sorted(names - content.keys())
-    if missing:
-        raise CheckpointError(f"{folder / ITERATION_FILE} lacks {', '.join(missing)}: it is of another program")
-    return Manifest(**{name: content[name] for name in names}, files={})
+    blank: torch.Tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with skip_data(materialize_fake_tensors=True):  # as a plain tensor on the CPU
+            return self.blank.__reduce_ex__(protocol)
+
+
+class _Output(io.RawIOBase):
+    """A file that torch.save writes to, from its beginning to its end; keeps what that is."""
+
+    def __init__(self, file: BinaryIO | io.FileIO) -> None:
+        self._file = file
+        self.size = self.crc32 = 0
+        self.failure: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        """Write all of `content`."""
+        left = memoryview(content)
+        self.crc32 = zlib.crc32(left, self.crc32)
+        self.size += len(left)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(content)
 
 
 def _split(kinds: Kinds) -> tuple[Kinds, Kinds]:
+    """The tensors of the model, and those of the optimizer."""
     of_model = {name: kind for name, kind in kinds.items() if not name.startswith(OPTIMIZER_PREFIX)}
     return of_model, {name: kind for name, kind in kinds.items() if name not in of_model}
 
@@ -227,70 +267,50 @@ def _passes(data: Mapping[str, Any], seq_length: int) -> int:
     return min(passes, default=0)
 
 
-# TODO(merge): was pretraining.checkpoint.pt_files
-# Files of torch.save, written one tensor at a time and read without executing anything.
-#
-# torch.save wants all tensors of a file in memory at once. Here it writes the file with room for their bytes, and one
-# tensor after the other then goes to its place, with its checksum, as a zip file has one of each member. What is
-# written
-# is what torch.save would have written. Reading maps a file into memory.
-
-Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Type and shape of tensors by name."""
+# Reading
 
 
-def write_file(
-    path: Path, kinds: Kinds, arrange: Callable[[Mapping[str, torch.Tensor]], Any], values: Iterator[torch.Tensor]
-) -> None:
-    """Write a file, flushed to disk.
-
-    Args:
-        path: of the file.
-        kinds: of the tensors in it; each has memory of its own.
-        arrange: makes the file's content from the tensors by name, which it meets in the order of `kinds`.
-        values: the tensors, in that order; one is held at a time.
+def manifest_of_files(folder: Path) -> Manifest:
+    """The manifest that the four files carry, for a folder in which they stand alone; without sizes and checksums.
 
     Raises:
-        OSError: it cannot be written.
+        CheckpointError: the files carry none.
     """
-    needed = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in kinds.values())
-    if shutil.disk_usage(path.parent).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    content = load_file(folder / ITERATION_FILE)
+    names = Manifest.__dataclass_fields__.keys() - {"files"}
+    missing = sorted(names - content.keys())
+    if missing:
+        raise CheckpointError(f"{folder / ITERATION_FILE} lacks {', '.join(missing)}: it is of another program")
+    return Manifest(**{name: content[name] for name in names}, files={})
+
+
+def read_header(path: Path) -> Header:
+    """Read which tensors one of the four files holds, and where.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged, or holds anything but tensors and plain values.
+    """
     with FakeTensorMode():
-        blanks = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
-    try:
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(arrange(blanks), path)
-    except RuntimeError as error:  # its writer's name for any error of the file system
-        raise OSError(errno.EIO, str(error).splitlines()[0], str(path)) from None
-    places = _places(path)
-    assert len(places) == len(kinds), "a tensor has a storage of its own, in the order of their names"
-    with path.open("r+b") as file:
-        for (dtype, shape), place in zip(kinds.values(), places, strict=True):
-            value = next(values).cpu().contiguous()
-            assert value.dtype == dtype and tuple(value.shape) == shape
-            _fill_place(file, place, value.view(-1).view(torch.uint8).numpy().data)
-            del value
-        file.flush()
-        os.fsync(file.fileno())
+        content = load_file(path)
+    if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
+        return Header([])
+    tensors = content if path.name == MODEL_FILE else _flat_optimizer_state(content, path)
+    chunks = {name: _stored_chunk(path, name, value) for name, value in tensors.items()}
+    # A tied head is the embedding under a second name.
+    head, embedding = chunks.get("lm_head.weight"), chunks.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and head.begin == embedding.begin:
+        del chunks["lm_head.weight"]
+    return Header(list(chunks.values()))
 
 
-def load_file(path: Path, entry: FileEntry | None = None) -> dict[str, Any]:
-    """Read a file of torch.save, tensors mapped into memory, without executing anything.
-
-    Args:
-        path: of the file.
-        entry: size and checksum, compared first.
+def load_file(path: Path) -> dict[str, Any]:
+    """Read a file of torch.save without executing anything.
 
     Raises:
         CheckpointError: it cannot be read, is damaged, or holds anything but tensors and plain values.
     """
     try:
-        if entry is not None:
-            check_content(path, entry)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except CheckpointError:
-        raise
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # torch.load raises many kinds, and long texts about how to load it unsafely
@@ -301,46 +321,18 @@ def load_file(path: Path, entry: FileEntry | None = None) -> dict[str, Any]:
     return content
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a storage lies in a file of torch.save.
-
-    Attributes:
-        begin, size: of its bytes.
-        entry: of the zip's directory, which holds a checksum of them.
-    """
-
-    begin: int
-    size: int
-    entry: int
+def _flat_optimizer_state(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    state = content.get("state")
+    if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
+        raise CheckpointError(f"{path} has no state of an optimizer by parameter names")
+    return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state.items() for key, value in kept.items()}
 
 
-def _fill_place(file: BinaryIO, place: _Place, content: memoryview) -> None:
-    """Write the bytes of a storage, and their checksum to both places where a zip file has it."""
-    assert len(content) == place.size
-    checksum = struct.pack("<I", zlib.crc32(content))
-    file.seek(place.begin)
-    file.write(content)
-    file.seek(place.begin + place.size)
-    if file.read(4) == b"PK\x07\x08":
-        file.seek(place.begin + place.size + 4)
-        file.write(checksum)
-    file.seek(place.entry + 16)
-    file.write(checksum)
-
-
-def _places(path: Path) -> list[_Place]:
-    """Where the storages of a file are, in the order in which torch.save met them."""
-    places: dict[int, _Place] = {}
-    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-        entry = archive.start_dir
-        for info in archive.infolist():  # in the order of the directory
-            folder, _, number = info.filename.rpartition("/")
-            if folder.endswith("/data"):
-                file.seek(info.header_offset + 26)
-                name_length, extra_length = struct.unpack("<HH", file.read(4))
-                begin = info.header_offset + 30 + name_length + extra_length
-                places[int(number)] = _Place(begin, info.file_size, entry)
-            file.seek(entry + 28)
-            entry += 46 + sum(struct.unpack("<HHH", file.read(6)))
-    return [place for _, place in sorted(places.items())]
+def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(f"{path}: {name} is no tensor")
+    begin = value.untyped_storage()._checkpoint_offset if value.layout == torch.strided else None
+    if begin is None or not value.is_contiguous():
+        raise CheckpointError(f"{path}: {name} is no tensor whose elements lie in a row, as torch.save keeps them")
+    begin += int(value.storage_offset()) * value.itemsize
+    return StoredChunk(name, value.dtype, Chunk.whole(value.shape), path.name, begin)

@@ -16,28 +16,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pretraining.checkpoint.listing import (
+from pretraining.checkpoint.manifest import (
     BEST,
     CHECKPOINTS,
     MANIFEST,
-    UNFINISHED_SUFFIX,
     committed_checkpoints,
     read_document,
 )
-from pretraining.checkpoint.store import remove_checkpoint
+from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError
+from pretraining.files import link_atomic
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What retention needs to know of a checkpoint; fields as in its manifest.
-
-    Attributes:
-        path: its folder.
-        step, kind, evaluation_loss: as in its manifest.
-    """
+    """What retention needs to know of a checkpoint; fields as in its manifest."""
 
     path: Path
     step: int
@@ -48,7 +43,7 @@ class Record:
 def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
     """After a commit, and at a start in case a kill came then: point `best` to the best, remove what is superseded.
 
-    What cannot be replaced or removed is a warning: that is no reason to end a run.
+    What cannot be replaced or removed is a warning and does not end the run.
 
     Args:
         run: folder of the run.
@@ -120,10 +115,5 @@ def point_to_best(run: Path, best: Record | None) -> None:
     if best is None:
         link.unlink(missing_ok=True)
         return
-    target = best.path
-    if link.is_symlink() and link.readlink() == Path(target.name):
-        return
-    temporary = link.with_name(link.name + UNFINISHED_SUFFIX)
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    temporary.replace(link)
+    if not (link.is_symlink() and link.readlink() == Path(best.path.name)):
+        link_atomic(link, best.path.name)

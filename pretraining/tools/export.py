@@ -3,29 +3,26 @@
     checkpoint, sharded or full -> a tensor at a time, put together -> hf    config.json, safetensors, tokenizer
                                                                     -> full  four .pt files and a manifest
 
-One process, no GPU, the memory of one tensor. The folder is written aside and renamed.
+It takes one process, no GPU, and the memory of one tensor. The folder appears complete or not at all. Weights in
+Hugging Face's form fill files of a bounded size, in the model's order, and an index says what is where.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import math
-import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretraining.checkpoint.listing import MANIFEST
-from pretraining.checkpoint.pt_files import FULL_FILES, Kinds, in_order, write_full
-from pretraining.checkpoint.sources import TensorSource
+from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, shape_of
+from pretraining.checkpoint.pt_files import in_order, write_full
+from pretraining.checkpoint.reader import TensorFiles
 from pretraining.checkpoint.start_point import CheckpointRef, named_checkpoint, open_tensors
-from pretraining.checkpoint.state import FileEntry, crc32_text, shape_of
-from pretraining.checkpoint.tensor_files import checksum_file
+from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
@@ -43,6 +40,8 @@ from pretraining.model.hf import (
     parameter_shapes,
 )
 
+log = logging.getLogger(__name__)
+
 # Beside tokenizer.json and tokenizer_config.json, what a tokenizer's folder may hold and AutoTokenizer reads.
 _MORE_TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
@@ -50,31 +49,25 @@ _MORE_TOKENIZER_FILES = (
 )
 
 
-def export(config: ExportConfig, note: Callable[[str], None] = print) -> None:
+def export(config: ExportConfig) -> None:
     """Write a checkpoint as `config` says.
-
-    Args:
-        config: the settings.
-        note: told what was written.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or nothing can be written.
         ConfigError, DataError: the settings or the tokenizer cannot be used.
     """
-    max_bytes = config.max_shard_bytes
+    max_bytes = config.max_shard_bytes  # first: a size that is none should not wait for the checkpoint
     checkpoint = named_checkpoint(config.ckpt_load_path)
     for damaged in checkpoint.passed_over:
-        note(f"{damaged}: passed over")
+        log.info("%s: passed over", damaged)
     tensors = open_tensors(checkpoint)
     if config.format == "full":
-        _export_full(config, checkpoint, tensors, note)
+        _export_full(config, checkpoint, tensors)
     else:
-        _export_hf(config, checkpoint, tensors, max_bytes, note)
+        _export_hf(config, checkpoint, tensors, max_bytes)
 
 
-def _export_hf(
-    config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorSource, max_bytes: int, note: Callable[[str], None]
-) -> None:
+def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles, max_bytes: int) -> None:
     shape = shape_of(checkpoint.manifest)
     settings = settings_in(checkpoint.manifest.config, f"config of {checkpoint.path}")
     tokenizer, tokenizer_path, told = _find_tokenizer(config, settings, shape)
@@ -85,40 +78,37 @@ def _export_hf(
     bos = settings.data.bos_token
     eos = settings.data.sep_token if settings.data.sep_token is not None or tokenizer is None else tokenizer.end_of_text
     output = Path(config.output_path)
-    total = sum(bytes_of(*kind) for kind in kinds.values())
+    total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
         for name, content in files.items():
-            write_weights(folder / name, content, (tensors.read(each).to(dtype) for each in content))
+            write_tensors(folder / name, content, (tensors.read(each).to(dtype) for each in content))
         if len(files) > 1:
             write_json(folder / INDEX_FILE, index_document(files))
         write_json(folder / CONFIG_FILE, config_document(shape, config.dtype, settings.data.seq_length, bos, eos))
         write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, eos))
         if tokenizer is not None and tokenizer_path is not None:
             _write_tokenizer(tokenizer, tokenizer_path, folder)
-    note(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
-    note(f"  weights    {len(files)} safetensors file{'s' if len(files) > 1 else ''}")
-    note(f"  tokenizer  {told}")
-    note(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    print(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
+    print(f"  weights    {len(files)} safetensors file{'s' if len(files) > 1 else ''}")
+    print(f"  tokenizer  {told}")
+    print(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
-def _export_full(
-    config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorSource, note: Callable[[str], None]
-) -> None:
+def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
     expected = parameter_shapes(shape_of(checkpoint.manifest))
     check_complete(checkpoint, tensors, {name: (torch.float32, tuple(size)) for name, size in expected.items()})
     kinds = _in_model_order(tensors, list(expected))
     output = Path(config.output_path)
-    total = sum(bytes_of(*kind) for kind in kinds.values())
+    total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
-        write_full(folder, kinds, _read_all(tensors, in_order(kinds)), checkpoint.manifest)
-        files = {name: checksum_file(folder / name) for name in FULL_FILES}
+        files = write_full(folder, kinds, (tensors.read(name) for name in in_order(kinds)), checkpoint.manifest)
         write_json(folder / MANIFEST, replace(checkpoint.manifest, files=files).document())
-    note(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {total / 1e9:.2f} GB")
-    note("  files      " + ", ".join(FULL_FILES))
-    note(f"  go on      pretrain train --ckpt_load_path={output} …")
+    print(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {total / 1e9:.2f} GB")
+    print("  files      " + ", ".join(FULL_FILES))
+    print(f"  go on      pretrain train --ckpt_load_path={output} …")
 
 
-def check_complete(checkpoint: CheckpointRef, tensors: TensorSource, kinds: Kinds) -> None:
+def check_complete(checkpoint: CheckpointRef, tensors: TensorFiles, kinds: Kinds) -> None:
     """Refuse a checkpoint without all parameters of its model.
 
     Raises:
@@ -131,7 +121,7 @@ def check_complete(checkpoint: CheckpointRef, tensors: TensorSource, kinds: Kind
             raise CheckpointError(f"{checkpoint.path} is damaged: {name} {held} {shape}")
 
 
-def _in_model_order(tensors: TensorSource, names: list[str]) -> Kinds:
+def _in_model_order(tensors: TensorFiles, names: list[str]) -> Kinds:
     """All tensors of a checkpoint, those of a parameter in the order of the parameters."""
     place = {name: number for number, name in enumerate(names)}
 
@@ -140,11 +130,6 @@ def _in_model_order(tensors: TensorSource, names: list[str]) -> Kinds:
 
     shapes = tensors.shapes()
     return {name: (tensors.dtype(name), shapes[name]) for name in sorted(shapes, key=key)}
-
-
-def _read_all(tensors: TensorSource, names: list[str]) -> Iterator[torch.Tensor]:
-    for name in names:
-        yield tensors.read(name)
 
 
 def _find_tokenizer(
@@ -180,20 +165,12 @@ def _write_tokenizer(tokenizer: Tokenizer, path: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-# TODO(merge): was pretraining.tools.export
-# Weights as Hugging Face keeps them: safetensors files of a bounded size, and an index that says what is where.
-#
-# names in the model's order -> `plan_files`: filled one after the other -> `write_weights`: a tensor at a time
-
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-
-
 def plan_files(kinds: Kinds, max_bytes: int) -> dict[str, Kinds]:
     """What goes into which file, by name; a tensor larger than a file may be has one of its own."""
     files: list[dict[str, Any]] = [{}]
     used = 0
     for name, kind in kinds.items():
-        size = bytes_of(*kind)
+        size = size_of(*kind)
         if files[-1] and used + size > max_bytes:
             files.append({})
             used = 0
@@ -212,42 +189,7 @@ def index_document(files: dict[str, Kinds]) -> dict[str, Any]:
     return {
         "metadata": {
             "total_parameters": sum(math.prod(shape) for _, shape in kinds),
-            "total_size": sum(bytes_of(*kind) for kind in kinds),
+            "total_size": sum(size_of(*kind) for kind in kinds),
         },
         "weight_map": {name: file for file, content in files.items() for name in content},
     }
-
-
-def write_weights(path: Path, kinds: Kinds, values: Iterable[torch.Tensor]) -> FileEntry:
-    """Write a file, flushed to disk.
-
-    Args:
-        path: of the file.
-        kinds: type and shape of its tensors.
-        values: the tensors in the same order, on the CPU; one is held at a time.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in kinds.items():
-        begin, end = end, end + bytes_of(dtype, shape)
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    start = len(text).to_bytes(8, "little") + text
-    with path.open("wb") as file:
-        size, checksum = file.write(start), zlib.crc32(start)
-        for (dtype, shape), value in zip(kinds.values(), values, strict=True):
-            assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
-            content = value.contiguous().view(-1).view(torch.uint8).numpy().data
-            size, checksum = size + file.write(content), zlib.crc32(content, checksum)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(size, crc32_text(checksum))
-
-
-def bytes_of(dtype: torch.dtype, shape: Iterable[int]) -> int:
-    """Size of a tensor."""
-    return math.prod(shape) * dtype.itemsize

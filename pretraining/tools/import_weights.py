@@ -8,14 +8,14 @@ The checkpoint holds weights alone. Training that finds it begins with them at s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from pretraining.checkpoint.hf_import import HuggingFaceFolder, open_folder, weights_manifest
-from pretraining.checkpoint.listing import MANIFEST, checkpoint_path, committed_checkpoints
+from pretraining.checkpoint.manifest import MANIFEST, checkpoint_path, committed_checkpoints
+from pretraining.checkpoint.writer import size_of, write_tensors
 from pretraining.config.commands import ImportConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
@@ -24,17 +24,13 @@ from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
 from pretraining.files import atomic_folder, write_json
 from pretraining.model.hf import parameter_shapes
-from pretraining.tools.export import bytes_of, plan_files, write_weights
+from pretraining.tools.export import plan_files
 
 FILE_BYTES = 2**30
 
 
-def import_weights(config: ImportConfig, note: Callable[[str], None] = print) -> None:
+def import_weights(config: ImportConfig) -> None:
     """Make a run's first checkpoint of the weights in a folder.
-
-    Args:
-        config: where from and where to.
-        note: told what was made.
 
     Raises:
         CheckpointError: the folder holds no Llama that can be trained here, the run has checkpoints already, or it
@@ -49,14 +45,14 @@ def import_weights(config: ImportConfig, note: Callable[[str], None] = print) ->
     folder = checkpoint_path(run, 0)
     kinds = {name: (torch.float32, tuple(size)) for name, size in parameter_shapes(source.shape).items()}
     planned = plan_files(kinds, FILE_BYTES)
-    with atomic_folder(folder, "--ckpt_save_path", sum(bytes_of(*kind) for kind in kinds.values())) as temporary:
+    with atomic_folder(folder, "--ckpt_save_path", sum(size_of(*kind) for kind in kinds.values())) as temporary:
         files = {
-            name: write_weights(temporary / name, content, (source.weights.read(each).float() for each in content))
+            name: write_tensors(temporary / name, content, (source.weights.read(each).float() for each in content))
             for name, content in planned.items()
         }
         write_json(temporary / MANIFEST, weights_manifest(source.shape, files, _settings(source, run)).document())
-    note(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
-    note(f"  train      pretrain train --ckpt_save_path={run} --data_path=…")
+    print(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
+    print(f"  train      pretrain train --ckpt_save_path={run} --data_path=…")
 
 
 def _settings(source: HuggingFaceFolder, run: Path) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pretraining.checkpoint.listing import (
+from pretraining.checkpoint.manifest import (
     BEST,
     CHECKPOINTS,
     committed_checkpoints,
@@ -48,12 +47,8 @@ class Row:
     fault: str | None
 
 
-def list_checkpoints(config: ListConfig, show: Callable[[str], None] = print) -> None:
-    """Show the checkpoints of a run.
-
-    Args:
-        config: which run, and how.
-        show: prints a line.
+def list_checkpoints(config: ListConfig) -> None:
+    """Print the checkpoints of a run.
 
     Raises:
         CheckpointError: there is no run.
@@ -65,12 +60,12 @@ def list_checkpoints(config: ListConfig, show: Callable[[str], None] = print) ->
     rows = rows_of(run)
     if config.json:
         for row in rows:
-            show(json.dumps(asdict(row)))
+            print(json.dumps(asdict(row)))
         return
     for line in _table(rows):
-        show(line)
+        print(line)
     total = sum(row.bytes for row in rows)
-    show(f"{len(rows)} checkpoints, {_size(total)} in {run / CHECKPOINTS}")
+    print(f"{len(rows)} checkpoints, {_size(total)} in {run / CHECKPOINTS}")
 
 
 def rows_of(run: Path) -> list[Row]:

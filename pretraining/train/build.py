@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.listing import incomplete_checkpoints
+from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
+from pretraining.checkpoint.manifest import Stateful, incomplete_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef, StartPoint
-from pretraining.checkpoint.state import Stateful
 from pretraining.config.batch import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -49,13 +49,12 @@ from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Trackers, open_trackers
 from pretraining.optim.schedules import Horizon, LearningRate
 from pretraining.progress import Interval, Progress, TokenSchedule, TrainState, resolve_warmup_steps
-from pretraining.train.build_checkpoints import build_checkpoints
-from pretraining.train.build_origin import choose_start_point, restore
 from pretraining.train.data import open_data, open_loader, token_schedule_of
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.preemption import StopRequests
+from pretraining.train.restore import choose_start_point, restore
 from pretraining.train.run_folder import write_config
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
@@ -141,7 +140,7 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, processes.device))
     shape = resolve_shape(config.model)
-    start = choose_start_point(config, shape, job.status)
+    start = choose_start_point(config, job.status)
     abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
     processes.activity.step = start.step if start is not None else 0
     data = open_data(config, processes)
@@ -150,7 +149,7 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
     model = build_model(shape, config, mesh, processes.device, initialize=False)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
-    start, optimizer = restore(start, model, parameters, config, shape, job.status)
+    start, optimizer = restore(start, model, parameters, config, job.status)
     manifest = start.checkpoint.manifest if start is not None and not start.weights_only else None
 
     batch = plan_batch(config.batch, processes.world_size, manifest.global_batch_size if manifest else None)
@@ -261,7 +260,10 @@ def _assemble(
         states["loss_scale"] = context.scaler
     if trackers.state_dict():
         states[TRACKERS_STATE] = trackers
-    checkpoints = build_checkpoints(plan, parameters, optimizer, loader, observer, stopwatch, states, job.lease)
+    contents = CheckpointContents(config, parameters, optimizer, loader, observer, states)
+    checkpoints = CheckpointManager(
+        config.checkpoint, contents, stopwatch, training_tokens=tokens, restored=plan.restored, lease=job.lease
+    )
     profiler = Profiler(
         config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
     )

@@ -77,6 +77,7 @@ def train_loop(run: Run) -> None:
             run.checkpoints.maybe_save(state, evaluation_loss)
             run.garbage.after_step(state)
             run.profiler.after_step(state)
+        run.checkpoints.finish(state)
 
 
 def _finish_pending_evaluation(run: Run) -> None:

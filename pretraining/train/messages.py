@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.checkpoint.state import Manifest
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import PER_OPERATION, ParallelConfig, TrainConfig, checkpointed_blocks

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.listing import UNFINISHED_SUFFIX, committed_checkpoints, step_of
+from pretraining.checkpoint.manifest import UNFINISHED_SUFFIX, committed_checkpoints, step_of
 from pretraining.checkpoint.retention import best_of, list_records, point_to_best
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import on_rank_zero

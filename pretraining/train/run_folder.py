@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pretraining.checkpoint.listing import CHECKPOINTS
+from pretraining.checkpoint.manifest import CHECKPOINTS
 from pretraining.checkpoint.start_point import CONFIG_FILE
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig

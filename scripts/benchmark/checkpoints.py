@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import async_saves
 import resume
@@ -35,12 +34,10 @@ import torch
 import torch.distributed as dist
 from common import announce, markdown_table, parse, read_settings, spread, synchronize
 
-from pretraining.checkpoint import store
-from pretraining.checkpoint.layout import own_share
-from pretraining.checkpoint.listing import checkpoint_path
-from pretraining.checkpoint.loading import load_tensors
+from pretraining.checkpoint.manifest import Manifest, checkpoint_path, tensor_state
+from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.start_point import find_checkpoint
-from pretraining.checkpoint.state import Manifest, tensor_state
+from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.mesh import build_mesh
@@ -150,7 +147,7 @@ def _take_turns(
                     seconds.setdefault(name, []).append(time.perf_counter() - began)
         if rank == 0:
             size = sum(path.stat().st_size for path in checkpoint_path(run, 1).iterdir())
-            payload = own_share(tensors).total_bytes
+            payload = plan_save(tensors).total_bytes
             results.send((size, payload, {name: turns[1:] for name, turns in seconds.items()}))
         dist.barrier()
 
@@ -160,12 +157,14 @@ def _turns(run: Path, raw: Path, config: TrainConfig, tensors: Mapping[str, torc
     own_file = raw / str(dist.get_rank())
     contents = [
         piece.values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        for pieces in own_share(tensors).files.values()
+        for pieces in plan_save(tensors).files.values()
         for piece in pieces
     ]
 
+    manifest = Manifest(2, 1, 1, 0.0, "interval", None, None, None, {}, {}, 1, {}, {}, torch.__version__, {}, "")
+
     def save() -> None:
-        store.save_checkpoint(checkpoint_path(run, 1), tensors, _describe)
+        save_checkpoint(checkpoint_path(run, 1), plan_save(tensors), manifest)
 
     def load() -> None:
         found = find_checkpoint(replace(config.checkpoint, ckpt_save_path=str(run)))
@@ -204,10 +203,6 @@ def _tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, to
     materialise_state(optimizer)
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
     return tensor_state(parameters, optimizer)
-
-
-def _describe(files: Mapping[str, Any]) -> Manifest:
-    return Manifest(2, 1, 1, 0.0, "interval", None, None, None, {}, {}, 1, {}, {}, torch.__version__, files, "")
 
 
 def _drop_from_memory(paths: Sequence[Path]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from common import markdown_table
 from startup import PHASES, start
 
-from pretraining.checkpoint.listing import committed_checkpoints
+from pretraining.checkpoint.manifest import committed_checkpoints
 
 LOOK_SECONDS = 0.02
 

@@ -57,7 +57,7 @@ def measured_run(settings: list[str]) -> None:
     import torch
 
     mark("imports")
-    from pretraining.train import build, build_origin, loop, rollback, run
+    from pretraining.train import build, loop, restore, rollback, run
 
     def during(module: Any, name: str, phase: str, then: str | None) -> None:
         """Let a function begin a phase, and end it if `then` names the next one."""
@@ -90,7 +90,7 @@ def measured_run(settings: list[str]) -> None:
     during(build, "open_data", "data", "rest")
     during(build, "build_model", "model", "rest")
     during(build, "initialize_weights", "model", "rest")
-    during(build_origin, "load", "load", "rest")
+    during(restore, "load", "load", "rest")
     during(rollback, "train_loop", "step", None)
     loop.train_step = only_step  # type: ignore[assignment]
     mark("join")

@@ -13,9 +13,11 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from pretraining.checkpoint import manager, retries, store, tensor_files
+from pretraining import files
+from pretraining.checkpoint import manager, writer
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.train import loop
 
@@ -39,17 +41,17 @@ def kill_in_save(rank: int, place: str, number: int) -> None:
 
     def prepare(more: dict[str, Any]) -> None:
         if place == "shard":
-            write_all = tensor_files._write_all
+            write_all = writer._write_all
 
             def half(descriptor: int, content: memoryview) -> None:
                 write_all(descriptor, content[: len(content) // 2])
                 _die()
 
-            tensor_files._write_all = half
+            writer._write_all = half
         elif place == "manifest":
-            store._write_flushed = _die
+            writer.write_flushed = _die
         elif place == "commit":
-            more["before_commit"] = _die
+            more["lease"] = SimpleNamespace(check=_die)
         else:
             assert place == "retention"
             manager.tidy_up = _die
@@ -63,7 +65,7 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
         return
 
     def hang(_: dict[str, Any]) -> None:
-        tensor_files._write_all = lambda *_: threading.Event().wait()  # type: ignore[assignment]
+        writer._write_all = lambda *_: threading.Event().wait()  # type: ignore[assignment]
 
     _before_save(write, hang)
     _at_step(step, _die)
@@ -71,8 +73,8 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
 
 def fail_first_writes(count: int) -> None:
     """Let the first writes of this process fail as a network file system does that has lost its server for a moment."""
-    retries.PAUSES_SECONDS = (0.01, 0.02, 0.04, 0.08)
-    write_all, failures = tensor_files._write_all, 0
+    files.PAUSES_SECONDS = (0.01, 0.02, 0.04, 0.08)
+    write_all, failures = writer._write_all, 0
 
     def flaky(descriptor: int, content: memoryview) -> None:
         nonlocal failures
@@ -81,7 +83,7 @@ def fail_first_writes(count: int) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         write_all(descriptor, content)
 
-    tensor_files._write_all = flaky
+    writer._write_all = flaky
 
 
 def limit_file_size(limit_bytes: int) -> None:
@@ -130,16 +132,16 @@ def keep_rows(path: str) -> None:
 
 def _before_save(number: int, prepare: Callable[[dict[str, Any]], None]) -> None:
     """Call `prepare` ahead of the save with this number, with its keyword arguments."""
-    saves, save_share = 0, manager.save_share
+    saves, save_checkpoint = 0, manager.save_checkpoint
 
     def counted(*args: Any, **more: Any) -> None:
         nonlocal saves
         saves += 1
         if saves == number:
             prepare(more)
-        save_share(*args, **more)
+        save_checkpoint(*args, **more)
 
-    manager.save_share = counted
+    manager.save_checkpoint = counted
 
 
 def _at_step(step: int, action: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from training_runs import TINY, VOCABULARY, write_two_datasets
 from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_sharded
 from unit.data.token_files import loader, plan, rows
 
-from pretraining.checkpoint.state import FORMAT_VERSION, Manifest
+from pretraining.checkpoint.manifest import FORMAT_VERSION, Manifest
 from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretraining import files
-from pretraining.files import PAUSES_SECONDS, with_retries, write_atomic
+from pretraining.files import PAUSES_SECONDS, link_atomic, with_retries, write_atomic
 
 
 class Flaky:
@@ -70,3 +70,11 @@ def test_a_file_is_flushed_ahead_of_its_rename_and_the_folder_after_it(
     monkeypatch.setattr(Path, "replace", lambda self, target: events.append("rename") or replace(self, target))
     write_atomic(tmp_path / "a", "content")
     assert events == ["fsync", "rename", "fsync"]
+
+
+def test_a_link_is_replaced_at_once_also_after_a_kill_in_between(tmp_path: Path) -> None:
+    (tmp_path / "best.tmp").symlink_to("left behind")
+    for target in ("first", "second"):
+        link_atomic(tmp_path / "best", target)
+        assert str((tmp_path / "best").readlink()) == target
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]

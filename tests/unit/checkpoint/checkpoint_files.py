@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from tiny_shape import TINY_SHAPE
 
-from pretraining.checkpoint.layout import Box, Piece
-from pretraining.checkpoint.listing import MANIFEST
-from pretraining.checkpoint.pt_files import FULL_FILES, in_order, write_full
-from pretraining.checkpoint.state import FORMAT_VERSION, FileEntry, Manifest
-from pretraining.checkpoint.tensor_files import checksum_file, write_tensors
+from pretraining.checkpoint.manifest import FORMAT_VERSION, MANIFEST, FileEntry, Manifest
+from pretraining.checkpoint.pt_files import in_order, write_full
+from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings
@@ -86,15 +84,15 @@ def write_sharded(
         pieces = []
         for name, tensor in tensors.items():
             if tensor.dim() == 0:
-                pieces += [Piece(name, Box((), ()), tensor)] if rank == 0 else []
+                pieces += [WriteItem(name, Chunk((), ()), tensor)] if rank == 0 else []
                 continue
             rows = -(-len(tensor) // processes)
             part = tensor[rank * rows : (rank + 1) * rows]
             offsets = (rank * rows, *(0 for _ in tensor.shape[1:]))
-            pieces += [Piece(name, Box(offsets, tuple(part.shape)), part)] if len(part) else []
+            pieces += [WriteItem(name, Chunk(offsets, tuple(part.shape)), part)] if len(part) else []
         for number, blocks in ((1, False), (2, True)):
             name = f"shard-{rank + 1:05d}-model-{number:05d}-of-00002.safetensors"
-            files[name] = write_tensors(
+            files[name] = write_chunks(
                 folder / name, [piece for piece in pieces if ("layers." in piece.name) == blocks]
             )
     write_manifest(folder, manifest, files)
@@ -104,8 +102,8 @@ def write_sharded(
 def write_full_form(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
     folder.mkdir(parents=True)
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_full(folder, kinds, (tensors[name] for name in in_order(kinds)), manifest)
-    write_manifest(folder, manifest, {name: checksum_file(folder / name) for name in FULL_FILES})
+    files = write_full(folder, kinds, (tensors[name] for name in in_order(kinds)), manifest)
+    write_manifest(folder, manifest, files)
     return dict(tensors)
 
 
@@ -113,8 +111,8 @@ def write_manifest(folder: Path, manifest: Manifest, files: Mapping[str, FileEnt
     write_json(folder / MANIFEST, replace(manifest, files=files).document())
 
 
-def flip_byte(path: Path, at: int = -1) -> None:
-    """Change one byte of a file."""
+def flip_byte(path: Path, at: int = -1, bits: int = 0xFF) -> None:
+    """Change some bits of one byte of a file."""
     content = bytearray(path.read_bytes())
-    content[at] ^= 0xFF
+    content[at] ^= bits
     path.write_bytes(content)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint import store
-from pretraining.checkpoint.listing import checkpoint_path, read_document
-from pretraining.checkpoint.loading import load_tensors
-from pretraining.checkpoint.state import FORMAT_VERSION, FileEntry, Manifest
+from pretraining.checkpoint.manifest import FORMAT_VERSION, FileEntry, Manifest, checkpoint_path, read_document
+from pretraining.checkpoint.reader import load_tensors
+from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import resolve_shape
 
@@ -56,7 +55,8 @@ def save(run: Path, step: int, kind: str = "interval", evaluation_loss: float | 
     """Save a checkpoint whose tensors hold its step."""
     folder = checkpoint_path(run, step)
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
-    store.save_checkpoint(folder, tensors(float(step)), lambda files: manifest_of(step, files, kind, evaluation_loss))
+    manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss)
+    save_checkpoint(folder, plan_save(tensors(float(step))), manifest)
     return folder
 
 

@@ -23,9 +23,9 @@ def never(seconds: float) -> None:
 
 
 @contextmanager
-def held(run: Path, pause: Callable[[float], None] = never, said: list[str] | None = None) -> Iterator[Lease]:
+def held(run: Path, pause: Callable[[float], None] = never) -> Iterator[Lease]:
     lease = Lease(run, pause)
-    lease.acquire(lambda line: said.append(line) if said is not None else None)
+    lease.acquire()
     try:
         yield lease
     finally:
@@ -79,7 +79,7 @@ def test_a_heartbeat_renews_it_also_on_a_full_disk(tmp_path: Path, monkeypatch: 
 
 def test_a_second_start_is_refused_at_once_while_the_first_lives(tmp_path: Path) -> None:
     with held(tmp_path), pytest.raises(CheckpointError) as raised:
-        Lease(tmp_path, never).acquire(print)
+        Lease(tmp_path, never).acquire()
     for part in (f"another run is writing into {tmp_path}", f"process {os.getpid()} on", "--ckpt_save_path", LEASE):
         assert part in str(raised.value)
 
@@ -95,13 +95,12 @@ def ended_process(collected: bool) -> int:
 
 @pytest.mark.parametrize("collected", [True, False], ids=["gone", "zombie"])
 def test_the_lease_of_a_process_that_ended_on_this_machine_is_taken_over_at_once(
-    tmp_path: Path, collected: bool
+    tmp_path: Path, collected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, replace(Holder.this_process(), pid=ended_process(collected), process_start="1"))
-    said: list[str] = []
-    with held(tmp_path, never, said) as lease:
+    with held(tmp_path, never) as lease:
         lease.check()
-    assert said == []
+    assert caplog.messages == []
 
 
 def test_a_later_process_with_the_same_number_is_not_taken_for_it(tmp_path: Path) -> None:
@@ -110,17 +109,19 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_it(tmp_path: Path
         lease.check()
 
 
-def test_a_lease_from_elsewhere_is_waited_for_until_it_is_stale(tmp_path: Path) -> None:
+def test_a_lease_from_elsewhere_is_waited_for_until_it_is_stale(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(tmp_path, elsewhere())
-    said: list[str] = []
 
     def a_minute_passes(seconds: float) -> None:
         assert path.exists()
         os.utime(path, (time.time() - STALE_SECONDS - 1,) * 2)
 
     with pytest.raises(CheckpointError):  # its time has changed: so it looks as if it were renewed
-        Lease(tmp_path, a_minute_passes).acquire(said.append)
-    assert len(said) == 1 and "process" in said[0] and "on node7" in said[0] and "waiting" in said[0]
+        Lease(tmp_path, a_minute_passes).acquire()
+    (said,) = caplog.messages
+    assert "process" in said and "on node7" in said and "waiting" in said
     with held(tmp_path) as lease:  # long stale: nothing to wait for
         lease.check()
 
@@ -138,7 +139,7 @@ def test_the_wait_ends_when_the_minute_is_over(tmp_path: Path, monkeypatch: pyte
 def test_a_lease_from_elsewhere_that_is_renewed_refuses_the_start(tmp_path: Path) -> None:
     path = write(tmp_path, elsewhere(), seconds_ago=5)
     with pytest.raises(CheckpointError, match=r"another run is writing .* on node7"):
-        Lease(tmp_path, lambda seconds: os.utime(path)).acquire(print)
+        Lease(tmp_path, lambda seconds: os.utime(path)).acquire()
 
 
 def test_a_lease_that_is_given_back_meanwhile_is_free(tmp_path: Path) -> None:
@@ -147,13 +148,12 @@ def test_a_lease_that_is_given_back_meanwhile_is_free(tmp_path: Path) -> None:
         lease.check()
 
 
-def test_a_lease_that_nobody_can_read_is_waited_for_too(tmp_path: Path) -> None:
+def test_a_lease_that_nobody_can_read_is_waited_for_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / LEASE
     path.touch()
-    said: list[str] = []
-    with held(tmp_path, lambda seconds: path.unlink(), said):
+    with held(tmp_path, lambda seconds: path.unlink()):
         pass
-    assert "an unknown process" in said[0]
+    assert "an unknown process" in caplog.messages[0]
 
 
 def test_of_two_starts_that_find_it_stale_one_gets_it(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_lease_that_was_lost_is_noticed_before_a_commit_and_left_alone(tmp_pat
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"--ckpt_save_path=.*file/run cannot be written"):
-        Lease(tmp_path / "file" / "run").acquire(print)
+        Lease(tmp_path / "file" / "run").acquire()
 
 
 def test_a_job_holds_one_lease(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +15,85 @@ import torch
 from unit.checkpoint.examples import load, manifest_of, tensors
 
 from pretraining.checkpoint import manager as manager_module
-from pretraining.checkpoint.async_save import Staging
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints, read_document
-from pretraining.checkpoint.manager import CheckpointManager, SavePolicy
-from pretraining.checkpoint.state import Manifest
+from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
+from pretraining.checkpoint.manifest import (
+    BEST,
+    CHECKPOINTS,
+    Manifest,
+    Stateful,
+    committed_checkpoints,
+    read_document,
+)
+from pretraining.checkpoint.start_point import CheckpointRef
+from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError
+from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-NEVER = Interval(Duration(0, "steps"), None)
+NEVER = Duration(0, "steps")
 
 
-def every(steps: int) -> Interval:
-    return Interval(Duration(steps, "steps"), None)
+def every(steps: int) -> Duration:
+    return Duration(steps, "steps")
+
+
+def saving(interval: Duration, preempt_interval: Duration = NEVER, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_interval=interval, preempt_interval=preempt_interval, **more)
+
+
+class Contents(CheckpointContents):
+    """Contents of nothing but a few tensors, which hold the number of the step."""
+
+    def __init__(self, states: Mapping[str, Stateful]) -> None:
+        parameters = {"unused": torch.nn.Parameter(torch.zeros(1))}
+        optimizer = torch.optim.SGD(parameters.values())
+        super().__init__(TrainConfig(), parameters, optimizer, None, None, states)  # type: ignore[arg-type]
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return tensors(0.0)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+    def describe(self, progress: Progress) -> Manifest:
+        state = {name: stateful.state_dict() for name, stateful in self.states.items()}
+        return replace(manifest_of(progress.steps), state=state)
 
 
 class Run:
-    """A run of nothing but saves: its tensors hold the number of the step."""
+    """A run of nothing but saves."""
 
-    def __init__(self, folder: Path, policy: SavePolicy | None = None, asynchronous: bool = False, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig | None = None,
+        asynchronous: bool = False,
+        states: Mapping[str, Stateful] | None = None,
+        restored: Manifest | None = None,
+    ) -> None:
         self.folder = folder
-        self.notes: list[str] = []
-        self.tensors = tensors(0.0)
         self.state = TrainState(total_steps=100, stop_step=100, tokens_per_step=10, progress=Progress(0, 0))
+        self.contents = Contents(states or {})
         self.manager = CheckpointManager(
-            run=folder,
-            policy=policy or SavePolicy(every(2), NEVER),
-            tensors=lambda: self.tensors,
-            describe=lambda progress: manifest_of(progress.steps),
-            states=more.pop("states", {}),
-            activity=lambda name: nullcontext(),
-            note=self.notes.append,
-            staging=Staging(torch.device("cpu")) if asynchronous else None,
-            **more,
+            replace(config or saving(every(2)), ckpt_save_path=str(folder), async_save=asynchronous),
+            self.contents,
+            Stopwatch(),
+            restored=CheckpointRef(folder, restored, is_own=False) if restored else None,
         )
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """What the loop does around the steps."""
+        with self.manager:
+            yield
+            self.manager.finish(self.state)
 
     def step(self, loss: float | None = None) -> None:
         self.state.advance(0.0)
-        for tensor in self.tensors.values():
+        for tensor in self.contents.tensors().values():
             tensor.fill_(self.state.step)
         self.manager.maybe_save(self.state, loss)
 
@@ -72,26 +114,34 @@ class Run:
         return read_document(self.folder / CHECKPOINTS / name)
 
 
+@pytest.fixture(autouse=True)
+def all_messages(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+
+
 @pytest.fixture(params=[False, True], ids=["in place", "in the background"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Run]:
     """Makes runs that save in one way or the other, into one folder."""
     return lambda *args, **more: Run(tmp_path, *args, asynchronous=request.param, **more)
 
 
-def test_saves_come_on_the_interval_and_at_the_end_once(make: Callable[..., Run]) -> None:
+def test_saves_come_on_the_interval_and_at_the_end_once(
+    make: Callable[..., Run],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     run = make()
-    with run.manager:
+    with run.training():
         run.steps(5)
     assert run.names == ["2", "4", "5"] and run.manager.newest == run.folder / CHECKPOINTS / "step_5_ckp"
-    assert len(run.notes) == 3 and "step 5  checkpoint" in run.notes[-1]
-    with make().manager:
+    assert len(caplog.messages) == 3 and "step 5  checkpoint" in caplog.messages[-1]
+    with make().training():
         pass  # nothing was trained
     assert len(run.names) == 3
 
 
 def test_what_is_saved_is_what_was_there_at_the_save(make: Callable[..., Run]) -> None:
-    run = make(SavePolicy(every(3), NEVER))
-    with run.manager:
+    run = make(saving(every(3)))
+    with run.training():
         run.steps(8)
     for step in (3, 6, 8):
         restored = tensors(0.0)
@@ -101,12 +151,12 @@ def test_what_is_saved_is_what_was_there_at_the_save(make: Callable[..., Run]) -
 
 def test_after_an_error_nothing_is_saved(make: Callable[..., Run]) -> None:
     run = make()
-    with pytest.raises(ZeroDivisionError), run.manager:
+    with pytest.raises(ZeroDivisionError), run.training():
         run.steps(3)
         raise ZeroDivisionError
     assert run.names == ["2", "3"]  # step 3 was where the invocation ended
     run.state.stop_step = 100
-    with pytest.raises(ZeroDivisionError), run.manager:
+    with pytest.raises(ZeroDivisionError), run.training():
         run.step()
         run.step()
         raise ZeroDivisionError
@@ -115,9 +165,9 @@ def test_after_an_error_nothing_is_saved(make: Callable[..., Run]) -> None:
 
 
 def test_what_a_signal_asks_for_goes_with_the_next_one_unless_it_was_due_anyway(make: Callable[..., Run]) -> None:
-    run = make(SavePolicy(every(4), NEVER))
+    run = make(saving(every(4)))
     run.state.total_steps = 5
-    with run.manager:
+    with run.training():
         run.step()
         run.step()
         run.state.request_stop(15)
@@ -129,10 +179,13 @@ def test_what_a_signal_asks_for_goes_with_the_next_one_unless_it_was_due_anyway(
     assert run.names == ["4", "5"] and run.manifest("step_5_ckp").kind == "final"
 
 
-def test_kinds_say_why(make: Callable[..., Run]) -> None:
-    run = make(SavePolicy(every(4), every(3)))
+def test_kinds_say_why(
+    make: Callable[..., Run],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = make(saving(every(4), every(3)))
     run.state.total_steps = 10
-    with run.manager:
+    with run.training():
         for loss in (None, 3.0, None, None, 2.0, None, None, None, None, 2.5):
             run.step(loss)
     assert run.names == ["4", "5", "8", "10"] and run.best == "step_5_ckp"
@@ -140,35 +193,38 @@ def test_kinds_say_why(make: Callable[..., Run]) -> None:
     assert kinds == {"4": "interval", "5": "best", "8": "interval", "10": "final"}
     assert run.manifest("step_10_ckp").best_evaluation_loss == 2.0
     assert run.manifest("step_10_ckp").evaluation_loss == 2.5
-    assert [line.split()[1] for line in run.notes] == ["2", "3", "4", "5", "6", "8", "9", "10"]
+    assert [line.split()[1] for line in caplog.messages] == ["2", "3", "4", "5", "6", "8", "9", "10"]
 
 
 def test_a_preemption_checkpoint_takes_the_place_of_the_one_before(make: Callable[..., Run]) -> None:
-    run = make(SavePolicy(NEVER, every(2)))
-    with pytest.raises(ZeroDivisionError), run.manager:
+    run = make(saving(NEVER, every(2)))
+    with pytest.raises(ZeroDivisionError), run.training():
         for _ in range(5):
             run.step()
         raise ZeroDivisionError
     assert run.names == ["4.preempt"] and run.manifest("step_4_ckp.preempt").kind == "preempt"
 
 
-def test_a_save_on_demand_is_committed_when_it_comes_back(make: Callable[..., Run]) -> None:
-    run = make(SavePolicy(NEVER, NEVER))
-    with run.manager:
+def test_a_save_on_demand_is_committed_when_it_comes_back(
+    make: Callable[..., Run],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = make(saving(NEVER))
+    with run.training():
         run.step()
         run.manager.save_now(run.state, "preempt")
         assert run.names == ["1.preempt"]
         run.manager.save_now(run.state, "preempt")
-    assert run.names == ["1.preempt"] and len(run.notes) == 1  # saved already, also where the invocation ends
+    assert run.names == ["1.preempt"] and len(caplog.messages) == 1  # saved already, also where the invocation ends
 
 
 def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
-    first = Run(tmp_path, SavePolicy(NEVER, NEVER))
-    with first.manager:
+    first = Run(tmp_path, saving(NEVER))
+    with first.training():
         first.step(2.0)
-    second = Run(tmp_path, SavePolicy(NEVER, NEVER), restored=first.manifest("step_1_ckp"))
+    second = Run(tmp_path, saving(NEVER), restored=first.manifest("step_1_ckp"))
     second.state.progress = first.state.progress
-    with second.manager:
+    with second.training():
         for loss in (2.5, math.nan, 1.5, 1.7):
             second.step(loss)
     assert second.best == "step_4_ckp" and second.names == ["4", "5"]  # step 1 was saved because it was the best
@@ -176,29 +232,29 @@ def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_saving_the_best_may_be_left_out(tmp_path: Path) -> None:
-    run = Run(tmp_path, SavePolicy(every(2), NEVER, save_best=False))
-    with run.manager:
+    run = Run(tmp_path, saving(every(2), save_best=False))
+    with run.training():
         for loss in (1.0, None, 3.0, None):
             run.step(loss)
     assert run.names == ["2", "4"] and run.best == "step_2_ckp"
 
 
 def test_names_that_tell_the_story_do_not_collide(tmp_path: Path) -> None:
-    run = Run(tmp_path, SavePolicy(every(1), NEVER, name_style="tokens"))
+    run = Run(tmp_path, saving(every(1), ckpt_name="tokens"))
     for step in (100_000, 100_001):
         run.state.progress = Progress(step - 1, 0)
         run.step()
     names = [path.name for path in committed_checkpoints(tmp_path)]
     assert names == ["tokens(1.00e6)_ckpt", "tokens(1.00e6)_ckpt.step_100001"]
-    again = Run(tmp_path, SavePolicy(every(1), NEVER, name_style="tokens"))
+    again = Run(tmp_path, saving(every(1), ckpt_name="tokens"))
     again.state.progress = Progress(99_999, 0)
     again.step()
     assert [path.name for path in committed_checkpoints(tmp_path)] == names
 
 
 def test_only_so_many_are_kept(make: Callable[..., Run]) -> None:
-    run = make(SavePolicy(every(1), NEVER, keep_last=2))
-    with run.manager:
+    run = make(saving(every(1), keep_last=2))
+    with run.training():
         run.step(1.0)
         run.steps(5)
     assert run.names == ["1", "5", "6"]
@@ -221,19 +277,22 @@ class Counter:
         self.count = state["count"]
 
 
-def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_no_error(tmp_path: Path) -> None:
+def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_no_error(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     counter = Counter()
     run = Run(tmp_path, states={"counter": counter})
-    with run.manager:
+    with run.training():
         counter.count = 7
         run.step()
     manifest = run.manifest("step_1_ckp")
     assert manifest.state == {"counter": {"count": 7}}
     restored, new = Counter(), Counter()
     more = replace(manifest, state={**manifest.state, "gone": {"a": 1}})
-    again = Run(tmp_path, states={"counter": restored, "new": new}, restored=more)
+    Run(tmp_path, states={"counter": restored, "new": new}, restored=more)
     assert restored.count == 7 and new.count == 0
-    assert again.notes == ["the checkpoint holds a state of gone, which this run has not: ignored"]
+    assert caplog.messages[-1:] == ["the checkpoint holds a state of gone, which this run has not: ignored"]
 
 
 class Gate:
@@ -241,8 +300,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
         self._open, self.saves, self.failure = threading.Event(), 0, failure
-        self._save_share = manager_module.save_share
-        monkeypatch.setattr(manager_module, "save_share", self._wait)
+        self._save = manager_module.save_checkpoint
+        monkeypatch.setattr(manager_module, "save_checkpoint", self._wait)
 
     def open(self) -> None:
         self._open.set()
@@ -252,7 +311,7 @@ class Gate:
         assert self._open.wait(30)
         if self.failure is not None:
             raise self.failure
-        self._save_share(*args, **more)
+        self._save(*args, **more)
 
 
 def step_until(run: Run, condition: Callable[[], bool]) -> None:
@@ -265,71 +324,77 @@ def step_until(run: Run, condition: Callable[[], bool]) -> None:
 
 
 def test_training_goes_on_while_a_save_is_under_way_and_the_next_save_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run, gate = Run(tmp_path, SavePolicy(every(10), NEVER), asynchronous=True), Gate(monkeypatch)
-    with run.manager:
+    run, gate = Run(tmp_path, saving(every(10)), asynchronous=True), Gate(monkeypatch)
+    with run.training():
         for _ in range(19):
             run.step()
-        assert run.names == [] and run.notes == [] and run.manager.newest is None and gate.saves == 1
+        assert run.names == [] and caplog.messages == [] and run.manager.newest is None and gate.saves == 1
         gate.open()
         run.step()
-        assert "10" in run.names and run.notes[0].startswith("step 10  checkpoint")
+        assert "10" in run.names and caplog.messages[0].startswith("step 10  checkpoint")
     assert run.names == ["10", "20"] and gate.saves == 2
 
 
-def test_the_end_of_a_save_is_noted_at_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, gate = Run(tmp_path, SavePolicy(every(1), NEVER), asynchronous=True), Gate(monkeypatch)
+def test_the_end_of_a_save_is_noted_at_a_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, gate = Run(tmp_path, saving(every(1)), asynchronous=True), Gate(monkeypatch)
     run.step()
-    run.manager._policy = SavePolicy(NEVER, NEVER)
+    run.manager._interval = Interval(NEVER, None)
     run.state.total_steps = run.state.stop_step = 10**9
     gate.open()
-    step_until(run, lambda: bool(run.notes))
+    step_until(run, lambda: bool(caplog.messages))
     assert run.names == ["1"] and "checkpoint" not in thread_names()
-    with run.manager:
+    with run.training():
         pass
 
 
 def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path, SavePolicy(every(1), NEVER, keep_last=1), asynchronous=True)
+    run = Run(tmp_path, saving(every(1), keep_last=1), asynchronous=True)
     run.step()
     run.manager._await_background()
     gate = Gate(monkeypatch, CheckpointError("the disk is full"))
     run.step()
-    run.manager._policy = SavePolicy(NEVER, NEVER)
+    run.manager._interval = Interval(NEVER, None)
     run.state.total_steps = run.state.stop_step = 10**9
     gate.open()
-    with pytest.raises(CheckpointError, match="the disk is full"), run.manager:
+    with pytest.raises(CheckpointError, match="the disk is full"), run.training():
         step_until(run, lambda: False)
     assert run.names == ["1"] and "checkpoint" not in thread_names()
 
 
 @pytest.mark.parametrize("failure", [None, CheckpointError("the disk is full")])
 def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception | None
 ) -> None:
     run, gate = Run(tmp_path, asynchronous=True), Gate(monkeypatch, failure)
-    with pytest.raises(ZeroDivisionError), run.manager:
+    with pytest.raises(ZeroDivisionError), run.training():
         run.step()
         run.step()
         gate.open()
         raise ZeroDivisionError
     assert run.names == ([] if failure else ["2"]) and "checkpoint" not in thread_names()
-    assert ("the save that was under way has failed, too: the disk is full" in capsys.readouterr().err) == bool(failure)
+    assert ("the save that was under way has failed, too: the disk is full" in caplog.text) == bool(failure)
 
 
 def test_a_bug_in_the_background_keeps_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, gate = Run(tmp_path, asynchronous=True), Gate(monkeypatch, ZeroDivisionError())
     gate.open()
-    with pytest.raises(ZeroDivisionError), run.manager:
+    with pytest.raises(ZeroDivisionError), run.training():
         run.steps(4)
 
 
 def test_one_copy_serves_all_saves(tmp_path: Path) -> None:
-    run = Run(tmp_path, SavePolicy(every(1), NEVER), asynchronous=True)
-    with run.manager:
+    run = Run(tmp_path, saving(every(1)), asynchronous=True)
+    with run.training():
         run.step()
         staging = run.manager._staging
         assert staging is not None

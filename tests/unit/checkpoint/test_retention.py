@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unit.checkpoint.examples import save
 
 from pretraining.checkpoint import retention
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints
+from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints
 from pretraining.checkpoint.retention import Record, best_of, superseded, tidy_up
 
 
@@ -63,14 +63,13 @@ def names_in(run: Path) -> list[str]:
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
-def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     link = tmp_path / CHECKPOINTS / BEST
     for step, kind, loss in [
         *((1, "interval", None), (2, "final", None), (3, "best", 2.0), (4, "preempt", 2.0)),
         *((5, "interval", 2.5), (6, "interval", 2.5), (7, "interval", 1.0)),
     ]:
-        tidy_up(tmp_path, save(tmp_path, step, kind, loss), 1, said.append)
+        tidy_up(tmp_path, save(tmp_path, step, kind, loss), 1)
         if step == 2:
             assert not link.exists() and names_in(tmp_path) == ["step_2_ckp"]
         if step == 4:
@@ -82,12 +81,16 @@ def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path) -> N
                 "step_6_ckp",
             ]
     assert names_in(tmp_path) == ["step_2_ckp", "step_7_ckp"] and led_to(link) == "step_7_ckp"
-    assert {path.name for path in link.parent.iterdir()} == {"step_2_ckp", "step_7_ckp", "best"} and said == []
+    assert {path.name for path in link.parent.iterdir()} == {
+        "step_2_ckp",
+        "step_7_ckp",
+        "best",
+    } and caplog.messages == []
 
 
 def test_a_preemption_checkpoint_goes_with_the_checkpoint_of_its_own_step(tmp_path: Path) -> None:
     save(tmp_path, 4, "preempt")
-    tidy_up(tmp_path, save(tmp_path, 4), None, print)
+    tidy_up(tmp_path, save(tmp_path, 4), None)
     assert names_in(tmp_path) == ["step_4_ckp"]
 
 
@@ -95,7 +98,7 @@ def test_newer_ones_that_a_start_passed_over_neither_count_nor_go(tmp_path: Path
     save(tmp_path, 3)
     save(tmp_path, 9, "interval", 0.5)
     (save(tmp_path, 2) / MANIFEST).write_text("{")
-    tidy_up(tmp_path, save(tmp_path, 4, "interval", 1.0), 1, print)
+    tidy_up(tmp_path, save(tmp_path, 4, "interval", 1.0), 1)
     assert names_in(tmp_path) == ["step_2_ckp", "step_4_ckp", "step_9_ckp"]
     assert led_to(tmp_path / CHECKPOINTS / BEST) == "step_4_ckp"
 
@@ -107,11 +110,12 @@ def failing(number: int) -> Callable[..., None]:
     return fail
 
 
-def test_what_cannot_be_removed_or_linked_is_said_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_what_cannot_be_removed_or_linked_is_said_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / CHECKPOINTS / BEST).mkdir(parents=True)
     save(tmp_path, 1)
     monkeypatch.setattr(retention, "remove_checkpoint", failing(13))
-    tidy_up(tmp_path, save(tmp_path, 2, "interval", 1.0), 1, said.append)
+    tidy_up(tmp_path, save(tmp_path, 2, "interval", 1.0), 1)
     assert names_in(tmp_path) == ["step_1_ckp", "step_2_ckp"]
-    assert "best cannot be replaced" in said[0] and "step_1_ckp cannot be removed" in said[1]
+    assert "best cannot be replaced" in caplog.messages[0] and "step_1_ckp cannot be removed" in caplog.messages[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from unit.checkpoint.examples import save
 
-from pretraining.checkpoint.listing import MANIFEST
+from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.start_point import folders_of, newest_run_path, settle_run_path
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config

@@ -15,8 +15,8 @@ import torch
 from helpers import ROOT
 from unit.checkpoint.examples import manifest_of, save, tensors
 
-from pretraining.checkpoint import store
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, checkpoint_path
+from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_path
+from pretraining.checkpoint.writer import plan_save, remove_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -41,7 +41,7 @@ def write_run(
     save(run, 1)
     saved = tensors(2.0)
     change(saved)
-    store.save_checkpoint(checkpoint_path(run, 2), saved, lambda files: manifest_of(2, files, **more))
+    save_checkpoint(checkpoint_path(run, 2), plan_save(saved), manifest_of(2, **more))
     (run / CHECKPOINTS / BEST).symlink_to("step_2_ckp")
     lines: list[dict[str, Any]] = [
         {"step": 1, "loss": 4.0},
@@ -127,7 +127,7 @@ def test_other_manifests_another_best_and_checkpoints_that_are_missing_or_too_ma
     ]
     less = tmp_path / "d"
     write_run(less)
-    store.remove_checkpoint(checkpoint_path(less, 2))
+    remove_checkpoint(checkpoint_path(less, 2))
     assert differences(reference, less) == ["there is no checkpoint of the last step, 2"]
 
 
@@ -139,7 +139,7 @@ def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_ne
     scripts.soak.check_checkpoints(run, before=2)
     with pytest.raises(scripts.soak.Broken, match="was of step 3, and is now of 2"):
         scripts.soak.check_checkpoints(run, before=3)
-    store.remove_checkpoint(checkpoint_path(run, 2))
+    remove_checkpoint(checkpoint_path(run, 2))
     with pytest.raises(scripts.soak.Broken, match="best leads to step_2_ckp, which is no checkpoint"):
         scripts.soak.check_checkpoints(run, before=1)
     monkeypatch.setattr(scripts.soak, "faults_of", lambda path, threads: [f"{path.name} is damaged"])

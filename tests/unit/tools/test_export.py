@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from unit.checkpoint.checkpoint_files import (
     write_sharded,
 )
 
-from pretraining.checkpoint.listing import MANIFEST, read_manifest
-from pretraining.checkpoint.pt_files import FULL_FILES, FullFiles
-from pretraining.checkpoint.tensor_files import checksum_file
+from pretraining.checkpoint import pt_files
+from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, read_manifest
+from pretraining.checkpoint.reader import TensorFiles, checksum_file
 from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.variants import LlamaShape
@@ -45,13 +46,8 @@ def make_run(root: Path, shape: LlamaShape = PLAIN, *, full: bool = False, **dat
     return write(root / "checkpoints" / "step_3_ckp", tensors_of(shape), manifest_of(shape, 3, config=config))
 
 
-def run_export(root: Path, **settings: Any) -> list[str]:
-    lines: list[str] = []
-    export(
-        ExportConfig(**{"ckpt_load_path": str(root / "run"), "output_path": str(root / "out"), **settings}),
-        lines.append,
-    )
-    return lines
+def run_export(root: Path, **settings: Any) -> None:
+    export(ExportConfig(**{"ckpt_load_path": str(root / "run"), "output_path": str(root / "out"), **settings}))
 
 
 def logits_of(tensors: dict[str, torch.Tensor], shape: LlamaShape, tokens: torch.Tensor) -> torch.Tensor:
@@ -65,10 +61,12 @@ def logits_of(tensors: dict[str, torch.Tensor], shape: LlamaShape, tokens: torch
 
 @every_shape
 @pytest.mark.parametrize("full", [False, True])
-def test_transformers_compute_the_same_logits(tmp_path: Path, shape: LlamaShape, full: bool) -> None:
+def test_transformers_compute_the_same_logits(
+    tmp_path: Path, shape: LlamaShape, full: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers")
     tensors = make_run(tmp_path / "run", shape, full=full)
-    said = run_export(tmp_path, dtype="float32", max_shard_size="6KB")
+    run_export(tmp_path, dtype="float32", max_shard_size="6KB")
     model, information = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype="auto", output_loading_info=True
     )
@@ -78,7 +76,7 @@ def test_transformers_compute_the_same_logits(tmp_path: Path, shape: LlamaShape,
     with torch.no_grad():
         theirs = model(tokens).logits
     torch.testing.assert_close(theirs, logits_of(tensors, shape, tokens), atol=1e-5, rtol=0)
-    assert any("from_pretrained" in line for line in said)
+    assert "from_pretrained" in capsys.readouterr().out
 
 
 @every_shape
@@ -126,7 +124,7 @@ def test_no_more_than_a_tensor_is_in_memory(tmp_path: Path, monkeypatch: pytest.
             held.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr("pretraining.checkpoint.sources.torch.empty", watched)
+    monkeypatch.setattr("pretraining.checkpoint.reader.torch.empty", watched)
     run_export(tmp_path, dtype="float32")
     assert max(held) == 2048 and len(held) == len(parameter_shapes(PLAIN))
 
@@ -145,20 +143,22 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def test_the_tokenizer_goes_along_from_the_run_or_from_a_flag(tmp_path: Path) -> None:
+def test_the_tokenizer_goes_along_from_the_run_or_from_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers")
     make_tokenizer(tmp_path / "tokenizer")
     shape = replace(PLAIN, vocab_size=300)
     make_run(tmp_path / "run", shape, tokenizer_path=str(tmp_path / "tokenizer"))
     make_run(tmp_path / "other", shape)
-    said = run_export(tmp_path)
+    run_export(tmp_path)
     run_export(
         tmp_path,
         ckpt_load_path=str(tmp_path / "other"),
         output_path=str(tmp_path / "second"),
         tokenizer_path=str(tmp_path / "tokenizer" / "tokenizer.json"),
     )
-    assert any(f"tokenizer  {tmp_path / 'tokenizer'}" in line for line in said)
+    assert f"tokenizer  {tmp_path / 'tokenizer'}" in capsys.readouterr().out
     for name in ("out", "second"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
         assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
@@ -166,41 +166,54 @@ def test_the_tokenizer_goes_along_from_the_run_or_from_a_flag(tmp_path: Path) ->
         assert (tmp_path / name / "chat_template.jinja").is_file()
 
 
-def test_a_tokenizer_that_is_gone_is_said_and_one_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_gone_is_said_and_one_that_does_not_fit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_tokenizer(tmp_path / "tokenizer")
     make_run(tmp_path / "run", tokenizer_path=str(tmp_path / "gone"))
-    said = run_export(tmp_path)
-    assert any("tokenizer  none: there is no tokenizer to read" in line and "--tokenizer_path" in line for line in said)
+    run_export(tmp_path)
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "tokenizer  none: there is no tokenizer to read" in line
+    ]
+    assert "--tokenizer_path" in line
     with pytest.raises(DataError, match="there is no tokenizer to read"):
         run_export(tmp_path, output_path=str(tmp_path / "b"), tokenizer_path=str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match="entries, more than the model's 32"):
         run_export(tmp_path, output_path=str(tmp_path / "b"), tokenizer_path=str(tmp_path / "tokenizer"))
     make_run(tmp_path / "plain")
-    said = run_export(tmp_path, ckpt_load_path=str(tmp_path / "plain"), output_path=str(tmp_path / "c"))
-    assert any("none: the run had no tokenizer_path" in line for line in said)
+    run_export(tmp_path, ckpt_load_path=str(tmp_path / "plain"), output_path=str(tmp_path / "c"))
+    assert "none: the run had no tokenizer_path" in capsys.readouterr().out
     assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_the_full_form_is_a_checkpoint_with_the_same_tensors(tmp_path: Path, full: bool) -> None:
+def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
+    tmp_path: Path, full: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     tensors = make_run(tmp_path / "run", full=full)
-    said = run_export(tmp_path, format="full")
+    run_export(tmp_path, format="full")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*FULL_FILES, MANIFEST}
     manifest = read_manifest(tmp_path / "out")
-    source = FullFiles(tmp_path / "out", manifest.files)
+    source = TensorFiles(tmp_path / "out", manifest.files, pt_files.read_header)
     assert source.shapes().keys() == tensors.keys()
     assert all(torch.equal(source.read(name), value) for name, value in tensors.items())
     original = read_manifest(tmp_path / "run" / "checkpoints" / "step_3_ckp")
     assert replace(manifest, files={}) == replace(original, files={})
     assert list(torch.load(tmp_path / "out" / FULL_FILES[0], weights_only=True)) == list(parameter_shapes(PLAIN))
-    assert any("--ckpt_load_path=" in line for line in said)
+    assert "--ckpt_load_path=" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_is_passed_over_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_passed_over_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
     make_run(tmp_path / "run")
     next((tmp_path / "run/checkpoints/step_3_ckp").glob("*.safetensors")).unlink()
-    said = run_export(tmp_path)
-    assert "is missing: passed over" in said[0] and "step 2 of" in said[1]
+    run_export(tmp_path)
+    assert "is missing: passed over" in caplog.messages[0]
+    assert "step 2 of" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_an_older_step_is_exported_by_its_path(tmp_path: Path) -> None:

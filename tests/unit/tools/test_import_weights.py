@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from unit.checkpoint.checkpoint_files import SHAPES
-from unit.checkpoint.test_hf_folder import sharded, single, weights
+from unit.checkpoint.test_hf_import import sharded, single, weights
 
 from pretraining.checkpoint.hf_import import open_folder
-from pretraining.checkpoint.listing import read_manifest
-from pretraining.checkpoint.sources import TensorFiles
-from pretraining.checkpoint.state import shape_of
+from pretraining.checkpoint.manifest import read_manifest, shape_of
+from pretraining.checkpoint.reader import TensorFiles
 from pretraining.config.commands import ImportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -23,10 +22,8 @@ from pretraining.tools.import_weights import import_weights
 from pretraining.tools.verify_checkpoints import faults_of
 
 
-def run_import(root: Path) -> list[str]:
-    lines: list[str] = []
-    import_weights(ImportConfig(str(root / "m"), str(root / "run")), lines.append)
-    return lines
+def run_import(root: Path) -> None:
+    import_weights(ImportConfig(str(root / "m"), str(root / "run")))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -36,11 +33,12 @@ def test_the_checkpoint_holds_the_weights_in_float32_and_has_no_faults(
     shape: LlamaShape,
     layout,
     monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(module, "FILE_BYTES", 5000)
     given = weights(shape, torch.bfloat16)
     layout(tmp_path / "m", given, shape)
-    said = run_import(tmp_path)
+    run_import(tmp_path)
     folder = tmp_path / "run/checkpoints/step_0_ckp"
     manifest = read_manifest(folder)
     assert faults_of(folder) == [] and shape_of(manifest) == shape and len(manifest.files) > 2
@@ -48,7 +46,7 @@ def test_the_checkpoint_holds_the_weights_in_float32_and_has_no_faults(
     read = TensorFiles(folder, manifest.files)
     assert read.shapes().keys() == given.keys()
     assert all(torch.equal(read.read(name), value.float()) for name, value in given.items())
-    assert f"--ckpt_save_path={tmp_path / 'run'}" in said[1]
+    assert f"--ckpt_save_path={tmp_path / 'run'}" in capsys.readouterr().out.splitlines()[1]
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_0_ckp"]
 
 

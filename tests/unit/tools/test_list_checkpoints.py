@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,13 +34,21 @@ def make_run(run: Path) -> Path:
     return run
 
 
-def shown(run: Path, **settings: bool) -> list[str]:
-    lines: list[str] = []
-    list_checkpoints(ListConfig(str(run), **settings), lines.append)
-    return lines
+Shown = Callable[..., list[str]]
 
 
-def test_the_table_has_a_line_a_checkpoint_in_the_order_of_steps(tmp_path: Path) -> None:
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
+    """Lists a run; returns the lines that were printed."""
+
+    def show(run: Path, **settings: bool) -> list[str]:
+        list_checkpoints(ListConfig(str(run), **settings))
+        return capsys.readouterr().out.splitlines()
+
+    return show
+
+
+def test_the_table_has_a_line_a_checkpoint_in_the_order_of_steps(tmp_path: Path, shown: Shown) -> None:
     lines = shown(make_run(tmp_path))
     assert lines[0].split() == ["step", "tokens", "loss", "evaluation", "size", "state", "age", "name"]
     cells = [line.split() for line in lines[1:7]]
@@ -54,7 +63,7 @@ def test_the_table_has_a_line_a_checkpoint_in_the_order_of_steps(tmp_path: Path)
     assert shown(tmp_path / "checkpoints")[:7] == lines[:7]
 
 
-def test_json_has_an_object_a_checkpoint(tmp_path: Path) -> None:
+def test_json_has_an_object_a_checkpoint(tmp_path: Path, shown: Shown) -> None:
     rows = [json.loads(line) for line in shown(make_run(tmp_path), json=True)]
     assert [row["state"] for row in rows] == ["complete"] * 4 + ["damaged", "incomplete"]
     assert rows[1] | {"age_seconds": 0, "bytes": 0} == {
@@ -84,7 +93,7 @@ def test_the_age_is_that_of_the_newest_file(tmp_path: Path) -> None:
     assert rows_of(tmp_path)[0].age_seconds < 3600
 
 
-def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path, shown: Shown) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert len(shown(tmp_path)) == 2 and shown(tmp_path)[1].startswith("0 checkpoints")
     with pytest.raises(CheckpointError, match=r"--run_path=.*nowhere is no run"):

@@ -21,10 +21,9 @@ from unit.checkpoint.checkpoint_files import (
     write_sharded,
 )
 
-from pretraining.checkpoint.layout import Box, Piece
-from pretraining.checkpoint.listing import MANIFEST
-from pretraining.checkpoint.pt_files import MODEL_FILE, SCHEDULE_FILE
-from pretraining.checkpoint.tensor_files import checksum_file, write_tensors
+from pretraining.checkpoint.manifest import MANIFEST, MODEL_FILE, SCHEDULE_FILE
+from pretraining.checkpoint.reader import checksum_file
+from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.config.commands import VerifyConfig, check_verify_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.tools.verify_checkpoints import coverage_fault, faults_of, verify_checkpoints
@@ -83,45 +82,46 @@ def test_a_manifest_that_names_files_elsewhere_or_no_model_is_a_fault(tmp_path: 
     outside.write_bytes(b"1")
     write_manifest(tmp_path / "c", manifest, {"../outside.safetensors": checksum_file(outside)})
     assert any(
-        "names '../outside.safetensors', which is no file of this folder" in fault
+        "names '../outside.safetensors', which is no tensor file of this folder" in fault
         for fault in faults_of(tmp_path / "c")
     )
     write_manifest(tmp_path / "c", replace(manifest, model={"rope_scaling": None, "width": 3}), {})
     assert "does not describe a model" in faults_of(tmp_path / "c")[0]
 
 
-def rewritten(folder: Path, change: Callable[[list[Piece]], list[Piece]]) -> list[str]:
+def rewritten(folder: Path, change: Callable[[list[WriteItem]], list[WriteItem]]) -> list[str]:
     """The faults of a checkpoint of one file whose checksum fits, but not its content."""
     folder.mkdir()
     pieces = [
-        Piece(name, Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in tensors_of(SHAPE).items()
+        WriteItem(name, Chunk((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+        for name, tensor in tensors_of(SHAPE).items()
     ]
     changed = change(pieces)
-    by_name: dict[str, list[Piece]] = {}
+    by_name: dict[str, list[WriteItem]] = {}
     for piece in changed:
         by_name.setdefault(piece.name, []).append(piece)
     files = {}
     for number in range(max(map(len, by_name.values()))):  # a file holds a name once
         name = f"part-{number}.safetensors"
         own = [found[number] for found in by_name.values() if len(found) > number]
-        files[name] = write_tensors(folder / name, own)
+        files[name] = write_chunks(folder / name, own)
     write_manifest(folder, manifest_of(SHAPE), files)
     return faults_of(folder)
 
 
-def cut(pieces: list[Piece], name: str, ranges: list[tuple[int, int]]) -> list[Piece]:
+def cut(pieces: list[WriteItem], name: str, ranges: list[tuple[int, int]]) -> list[WriteItem]:
     """One tensor in pieces of rows."""
     (whole,) = [piece for piece in pieces if piece.name == name]
     parts = [
-        Piece(name, Box((begin, 0), (end - begin, whole.box.sizes[1])), whole.values[begin:end].contiguous())
+        WriteItem(name, Chunk((begin, 0), (end - begin, whole.chunk.sizes[1])), whole.values[begin:end].contiguous())
         for begin, end in ranges
     ]
     return [piece for piece in pieces if piece.name != name] + parts
 
 
-def put(pieces: list[Piece], name: str, tensor: torch.Tensor) -> list[Piece]:
+def put(pieces: list[WriteItem], name: str, tensor: torch.Tensor) -> list[WriteItem]:
     kept = [piece for piece in pieces if piece.name != name]
-    return [*kept, Piece(name, Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)]
+    return [*kept, WriteItem(name, Chunk.whole(tensor.shape), tensor)]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def put(pieces: list[Piece], name: str, tensor: torch.Tensor) -> list[Piece]:
         ),
         (
             lambda pieces: [
-                replace(piece, values=piece.values.half()) if piece.box.offsets[:1] == (20,) else piece
+                replace(piece, values=piece.values.half()) if piece.chunk.offsets[:1] == (20,) else piece
                 for piece in cut(pieces, UP, [(0, 20), (20, 32)])
             ],
             "are of different types, torch.float16, torch.float32 (in part-0.safetensors, part-1.safetensors)",
@@ -151,7 +151,7 @@ def put(pieces: list[Piece], name: str, tensor: torch.Tensor) -> list[Piece]:
     ],
 )  # fmt: skip
 def test_pieces_that_do_not_make_each_tensor_once_are_named(
-    tmp_path: Path, change: Callable[[list[Piece]], list[Piece]], message: str | None
+    tmp_path: Path, change: Callable[[list[WriteItem]], list[WriteItem]], message: str | None
 ) -> None:
     faults = rewritten(tmp_path / "c", change)
     assert len(faults) == (0 if message is None else 1), faults
@@ -189,33 +189,34 @@ def test_full_files_with_other_content_are_named(tmp_path: Path) -> None:
     assert "lr_state_dict.pt holds no dictionary" in faults()[0]
 
 
-def test_a_run_is_checked_wholly_and_what_is_incomplete_is_said(tmp_path: Path) -> None:
+def test_a_run_is_checked_wholly_and_what_is_incomplete_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoints = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         write_sharded(checkpoints / f"step_{step}_ckp", tensors_of(SHAPE), manifest_of(SHAPE, step))
     (checkpoints / "step_4_ckp.tmp").mkdir()
-    said: list[str] = []
-    progress: list[str] = []
     for source in (tmp_path, checkpoints):
-        said.clear()
-        verify_checkpoints(VerifyConfig(ckpt_path=str(source)), said.append, progress.append)
+        verify_checkpoints(VerifyConfig(ckpt_path=str(source)))
+        out, progress = capsys.readouterr()
+        said = out.splitlines()
         assert [line.split(":")[0].rpartition("/")[2] for line in said[:3]] == [
             f"step_{step}_ckp" for step in (1, 2, 3)
         ]
         assert all("no faults" in line for line in said[:3]) and "step_4_ckp.tmp is incomplete" in said[3]
-    assert len(progress) == 6
-    said.clear()
+        assert len(progress.splitlines()) == 3
     flip_byte(checkpoints / "step_2_ckp" / FIRST)
     with pytest.raises(CheckpointError, match="1 of 3 checkpoints is damaged; the faults are listed above"):
-        verify_checkpoints(VerifyConfig(ckpt_path=str(tmp_path)), said.append, progress.append)
+        verify_checkpoints(VerifyConfig(ckpt_path=str(tmp_path)))
+    said = capsys.readouterr().out.splitlines()
     assert [("no faults" in line, "is damaged" in line) for line in said[:3]] == [
         (True, False),
         (False, True),
         (True, False),
     ]
-    verify_checkpoints(VerifyConfig(ckpt_path=str(checkpoints / "step_3_ckp")), said.append, progress.append)
+    verify_checkpoints(VerifyConfig(ckpt_path=str(checkpoints / "step_3_ckp")))
     with pytest.raises(CheckpointError, match=r"is neither a checkpoint .* nor a run"):
-        verify_checkpoints(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")), said.append)
+        verify_checkpoints(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")))
 
 
 @pytest.mark.parametrize(
@@ -233,13 +234,13 @@ def test_there_is_one_thing_to_check(given: dict, message: str) -> None:
 
 
 @st.composite
-def grids(draw: st.DrawFn) -> tuple[list[Box], tuple[int, ...]]:
+def grids(draw: st.DrawFn) -> tuple[list[Chunk], tuple[int, ...]]:
     """A tensor cut along each dim in turn."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
 
-    def cut_from(dim: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
+    def cut_from(dim: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Chunk]:
         if dim == len(shape):
-            return [Box(offsets, sizes)]
+            return [Chunk(offsets, sizes)]
         places = sorted(draw(st.sets(st.integers(1, shape[dim] - 1)))) if shape[dim] > 1 else []
         ends = zip([0, *places], [*places, shape[dim]], strict=True)
         return [box for begin, end in ends for box in cut_from(dim + 1, (*offsets, begin), (*sizes, end - begin))]
@@ -249,7 +250,7 @@ def grids(draw: st.DrawFn) -> tuple[list[Box], tuple[int, ...]]:
 
 @given(grids(), st.data())
 def test_any_grid_covers_its_tensor_and_one_box_less_or_more_does_not(
-    grid: tuple[list[Box], tuple[int, ...]], data: st.DataObject
+    grid: tuple[list[Chunk], tuple[int, ...]], data: st.DataObject
 ) -> None:
     boxes, shape = grid
     assert coverage_fault(boxes, shape) is None

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from training_runs import TINY, losses_of, write_dataset
 
-from pretraining.checkpoint.listing import MANIFEST
+from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.model.llama import FeedForward

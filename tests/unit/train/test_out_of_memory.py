@@ -16,7 +16,7 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.observability.out_of_memory import MemoryUse, advise, format_bytes, is_out_of_memory, memory_table
-from pretraining.train import build_origin, loop
+from pretraining.train import loop, restore
 from pretraining.train.step import StepContext, train_step
 
 GIB = 2**30
@@ -76,12 +76,12 @@ def test_a_run_without_memory_says_where_it_went_and_what_would_help(
 def test_while_the_run_is_put_together_it_says_what_the_model_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build_origin, "build_optimizer", lambda *arguments: too_large())
+    monkeypatch.setattr(restore, "build_optimizer", lambda *arguments: too_large())
     with pytest.raises(SystemExit):
         main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={tmp_path}"])
     dist.destroy_process_group()
     said = capsys.readouterr().err
-    assert "out of memory while the run was put together, at pretraining/train/build_origin.py:" in said
+    assert "out of memory while the run was put together, at pretraining/train/restore.py:" in said
     assert "Parameters, gradients and AdamW's moments of this model take" in said
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from unit.checkpoint.examples import save
 
-from pretraining.checkpoint.listing import BEST, CHECKPOINTS, committed_checkpoints
+from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.checkpoint.retention import tidy_up
 from pretraining.train.rollback import _drop_checkpoints
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from training_runs import TINY, losses_of, write_two_datasets
 
-from pretraining.checkpoint.listing import read_manifest
-from pretraining.checkpoint.pt_files import FULL_FILES
+from pretraining.checkpoint.manifest import FULL_FILES, read_manifest
 from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
 from pretraining.cli import main
 from pretraining.config.command_line import load_train_config

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pretraining.checkpoint import layout
-from pretraining.checkpoint.layout import Box, file_of_tensor, own_share
+from pretraining.checkpoint import writer
+from pretraining.checkpoint.writer import Chunk, file_of_tensor, plan_save
 
 SHAPES = {
     "lm_head.weight": (7, 3),
@@ -26,27 +26,27 @@ SHAPES = {
     },
 }
 
-boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=3, max_size=3).map(
-    lambda pairs: Box(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+chunks = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=3, max_size=3).map(
+    lambda pairs: Chunk(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
 )
 
 
-def marked(box: Box) -> np.ndarray:
-    """A grid with ones inside the box."""
+def marked(chunk: Chunk) -> np.ndarray:
+    """A grid with ones inside the chunk."""
     grid = np.zeros((13, 13, 13), bool)
-    grid[tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))] = True
+    grid[tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))] = True
     return grid
 
 
-@given(boxes, boxes)
-def test_an_overlap_is_what_both_boxes_hold(left: Box, right: Box) -> None:
+@given(chunks, chunks)
+def test_an_overlap_is_what_both_chunks_hold(left: Chunk, right: Chunk) -> None:
     both = marked(left) & marked(right)
     overlap = left.overlap(right)
     assert (marked(overlap) == both).all() if overlap else not both.any()
 
 
 def test_scalars_overlap() -> None:
-    assert Box((), ()).overlap(Box((), ())) == Box((), ())
+    assert Chunk((), ()).overlap(Chunk((), ())) == Chunk((), ())
 
 
 @contextmanager
@@ -78,19 +78,19 @@ def test_every_element_is_written_by_one_process_and_replicas_share_the_work(mes
             tensors: dict[str, torch.Tensor] = {
                 name: sharded(shape, mesh_shape, rank) for name, shape in SHAPES.items()
             }
-            share = own_share({**tensors, "optimizer.step": torch.tensor(3.0)})
-        pieces = [piece for file in share.files.values() for piece in file]
+            plan = plan_save({**tensors, "optimizer.step": torch.tensor(3.0)})
+        pieces = [piece for file in plan.files.values() for piece in file]
         for piece in pieces:
             if piece.name == "optimizer.step":
                 scalars.append(rank)
                 continue
-            box = piece.box
-            place = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
+            chunk = piece.chunk
+            place = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
             written[piece.name][place] += 1
             whole = np.arange(np.prod(SHAPES[piece.name])).reshape(SHAPES[piece.name])
             assert (piece.values.numpy() == whole[place]).all()
         bytes_of_rank.append(sum(piece.values.nbytes for piece in pieces))
-        assert share.total_bytes == 4 * (sum(int(np.prod(shape)) for shape in SHAPES.values()) + 1)
+        assert plan.total_bytes == 4 * (sum(int(np.prod(shape)) for shape in SHAPES.values()) + 1)
     assert all((counts == 1).all() for counts in written.values()) and len(scalars) == 1
     largest = 4 * max(int(np.prod(shape)) for shape in SHAPES.values())
     for shard in range(mesh_shape[1]):  # its replicas differ by less than a tensor
@@ -101,7 +101,7 @@ def test_every_element_is_written_by_one_process_and_replicas_share_the_work(mes
 def test_files_hold_neighbouring_blocks_and_about_as_many_bytes_each(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     assert set(file_of_tensor(tensors, 1).values()) == {1}
-    monkeypatch.setattr(layout, "FILE_BYTES", 260)
+    monkeypatch.setattr(writer, "FILE_BYTES", 260)
     files = file_of_tensor(tensors, 1)
     assert [files[f"model.layers.{block}.up.weight"] for block in range(3)] == [1, 2, 3]
     assert files["model.embed_tokens.weight"] == files["lm_head.weight"] == 1
@@ -110,8 +110,8 @@ def test_files_hold_neighbouring_blocks_and_about_as_many_bytes_each(monkeypatch
 
 def test_a_process_has_files_for_all_its_threads_unless_they_would_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"model.layers.{block}.up.weight": torch.empty(10) for block in range(16)}
-    monkeypatch.setattr(layout, "SMALL_FILE_BYTES", 80)
-    assert max(file_of_tensor(tensors, 1).values()) == layout.FILES_OF_PROCESS
+    monkeypatch.setattr(writer, "SMALL_FILE_BYTES", 80)
+    assert max(file_of_tensor(tensors, 1).values()) == writer.FILES_OF_PROCESS
     assert max(file_of_tensor(tensors, 4).values()) == 2  # 160 bytes a process
-    monkeypatch.setattr(layout, "FILE_BYTES", 80)
+    monkeypatch.setattr(writer, "FILE_BYTES", 80)
     assert max(file_of_tensor(tensors, 1).values()) == 8

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from pretraining.checkpoint import tensor_files
-from pretraining.checkpoint.layout import Box, Piece
-from pretraining.checkpoint.tensor_files import checksum_file, read_header, read_piece, write_tensors
+from pretraining.checkpoint import reader, writer
+from pretraining.checkpoint.reader import ReadItem, checksum_file, read_chunk, read_header
+from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
 
-def piece(name: str, values: torch.Tensor, offsets: tuple[int, ...] | None = None) -> Piece:
-    return Piece(name, Box(offsets or (0,) * values.dim(), tuple(values.shape)), values)
+def piece(name: str, values: torch.Tensor, offsets: tuple[int, ...] | None = None) -> WriteItem:
+    return WriteItem(name, Chunk(offsets or (0,) * values.dim(), tuple(values.shape)), values)
 
 
-def example() -> list[Piece]:
+def example() -> list[WriteItem]:
     return [
         piece("step", torch.tensor(3.0)),
         piece("odd", torch.arange(5, dtype=torch.uint8)),
@@ -37,9 +37,9 @@ def example() -> list[Piece]:
 def test_a_file_is_safetensors_and_its_checksum_is_the_one_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 20)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 20)
     path = tmp_path / "a.safetensors"
-    entry = write_tensors(path, example())
+    entry = write_chunks(path, example())
     content = path.read_bytes()
     assert entry.bytes == len(content) and entry.crc32 == f"{zlib.crc32(content):08x}"
     assert checksum_file(path) == entry
@@ -47,34 +47,34 @@ def test_a_file_is_safetensors_and_its_checksum_is_the_one_on_disk(
     assert all(
         torch.equal(loaded[each.name], each.values) for each in example() if each.name in ("step", "odd", "wide")
     )
-    for stored in read_header(path).pieces:
+    for stored in read_header(path).chunks:
         assert stored.begin % stored.dtype.itemsize == 0
 
 
 def test_a_checksum_that_goes_on_from_the_header_over_every_piece_is_that_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 20)
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 20)
     path = tmp_path / "a.safetensors"
-    entry = write_tensors(path, example())
+    entry = write_chunks(path, example())
     header = read_header(path)
     checksum: int | None = header.crc32
     with path.open("rb") as file:
-        for stored in header.pieces:
-            target = torch.empty(stored.box.sizes[::-1], dtype=stored.dtype)
+        for stored in header.chunks:
+            target = torch.empty(stored.chunk.sizes[::-1], dtype=stored.dtype)
             target = target.permute(tuple(range(target.dim()))[::-1])
-            checksum = read_piece(file.fileno(), stored, stored.box, target, checksum)
+            checksum = read_chunk(file.fileno(), ReadItem(stored, stored.chunk, target), checksum)
             assert torch.equal(target, next(each.values for each in example() if each.name == stored.name)) or (
                 stored.name in ("rows", "turned")  # drawn anew
             )
-    assert f"{checksum:08x}" == entry.crc32 and header.bytes == header.pieces[0].begin
+    assert f"{checksum:08x}" == entry.crc32 and header.bytes == header.chunks[0].begin
 
 
 @pytest.mark.usefixtures("single_process")
 def test_torchs_own_reader_reads_the_pieces_of_several_files(tmp_path: Path) -> None:
     whole = torch.randn(10, 3)
-    write_tensors(tmp_path / "a.safetensors", [piece("w", whole[:6])])
-    write_tensors(tmp_path / "b.safetensors", [piece("w", whole[6:], offsets=(6, 0)), piece("s", torch.tensor(7.0))])
+    write_chunks(tmp_path / "a.safetensors", [piece("w", whole[:6])])
+    write_chunks(tmp_path / "b.safetensors", [piece("w", whole[6:], offsets=(6, 0)), piece("s", torch.tensor(7.0))])
     target = {"w": torch.zeros(10, 3), "s": torch.tensor(0.0)}
     dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
     assert torch.equal(target["w"], whole) and target["s"] == 7
@@ -88,19 +88,19 @@ def test_any_part_of_a_piece_reads_back(tmp_path_factory: pytest.TempPathFactory
     offsets = tuple(data.draw(st.integers(0, 9)) for _ in shape)
     values = torch.randint(0, 2, shape).to(dtype)
     path = tmp_path_factory.getbasetemp() / "part.safetensors"
-    write_tensors(path, [piece("before", torch.ones(2)), piece("x", values, offsets)])
-    stored = next(each for each in read_header(path).pieces if each.name == "x")
-    assert (stored.box.offsets, stored.box.sizes, stored.dtype) == (offsets, shape, dtype)
+    write_chunks(path, [piece("before", torch.ones(2)), piece("x", values, offsets)])
+    stored = next(each for each in read_header(path).chunks if each.name == "x")
+    assert (stored.chunk.offsets, stored.chunk.sizes, stored.dtype) == (offsets, shape, dtype)
     begins = [data.draw(st.integers(0, size - 1)) for size in shape]
     sizes = tuple(data.draw(st.integers(1, size - begin)) for size, begin in zip(shape, begins, strict=True))
-    part = Box(tuple(offset + begin for offset, begin in zip(offsets, begins, strict=True)), sizes)
+    part = Chunk(tuple(offset + begin for offset, begin in zip(offsets, begins, strict=True)), sizes)
     expected = values[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))]
     for target in (
         torch.zeros(sizes, dtype=dtype),
         torch.zeros(sizes[::-1], dtype=dtype).permute(tuple(range(len(sizes)))[::-1]),
     ):
         with path.open("rb") as file:
-            read_piece(file.fileno(), stored, part, target)
+            read_chunk(file.fileno(), ReadItem(stored, part, target))
         assert torch.equal(target, expected)
 
 
@@ -151,8 +151,8 @@ def test_a_header_that_makes_no_sense_is_refused_with_the_files_name(tmp_path: P
 
 def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    write_tensors(path, [piece("x", torch.ones(100))])
-    stored = read_header(path).pieces[0]
+    write_chunks(path, [piece("x", torch.ones(100))])
+    stored = read_header(path).chunks[0]
     os.truncate(path, path.stat().st_size - 4)
     with path.open("rb") as file, pytest.raises(CheckpointError, match=r"a\.safetensors ends in the middle of x"):
-        read_piece(file.fileno(), stored, stored.box, torch.empty(100))
+        read_chunk(file.fileno(), ReadItem(stored, stored.chunk, torch.empty(100)))

@@ -1,4 +1,4 @@
-"""Chooses what a run starts from, and reads it into the run's tensors.
+"""Restores a run: chooses what it starts from, and reads that into the run's tensors.
 
     the newest by its manifest -> counted as a start from there -> tensors, compared while they are read -> it is good
               ^                                                                   |
@@ -16,10 +16,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.start_point import StartPoint, find_start_point, load
-from pretraining.checkpoint.state import check_same_model, tensor_state
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape
+from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError
 from pretraining.optim.optimizer import materialise_state
@@ -29,18 +29,14 @@ from pretraining.train.run_status import StatusKeeper
 
 
 def choose_start_point(
-    config: TrainConfig,
-    shape: LlamaShape,
-    status: StatusKeeper | None,
-    damaged: Mapping[Path, str] = MappingProxyType({}),
+    config: TrainConfig, status: StatusKeeper | None, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> StartPoint | None:
-    """What a run starts from unless its files are damaged, None for initial weights; a collective call.
+    """Choose what a run starts from unless its files are damaged; None for initial weights. A collective call.
 
     The run's folder is there afterwards, and its status says where it starts.
 
     Args:
         config: the settings.
-        shape: dimensions of the model.
         status: told of the start.
         damaged: checkpoints that were tried, and what is wrong with them.
 
@@ -48,32 +44,30 @@ def choose_start_point(
         CheckpointError: nothing is good at a place that was named, or it is of another model; or the run has crashed
             there too often.
     """
-    origin = find_start_point(config.checkpoint, damaged)
-    if origin is not None:
-        check_same_model(origin.checkpoint.manifest, shape, str(origin.checkpoint.path))
-    run, step = Path(config.checkpoint.ckpt_save_path), origin.step if origin is not None else 0
+    start = find_start_point(config.checkpoint, damaged)
+    if start is not None:
+        check_same_model(start.checkpoint.manifest, resolve_shape(config.model), start.checkpoint.path)
+    run, step = Path(config.checkpoint.ckpt_save_path), start.step if start is not None else 0
     on_rank_zero(lambda: make_run_folder(run))
     if status is not None:
         on_rank_zero(lambda: status.begin(run, step))
-    return origin
+    return start
 
 
 def restore(
-    origin: StartPoint | None,
+    start: StartPoint | None,
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     config: TrainConfig,
-    shape: LlamaShape,
     status: StatusKeeper | None,
 ) -> tuple[StartPoint | None, torch.optim.Optimizer]:
     """Read what was chosen, or what comes before it where that is damaged; a collective call.
 
     Args:
-        origin: what was chosen.
-        model: filled; left alone where there is nothing to read.
+        start: what was chosen; the model is left alone where that is None.
+        model: filled.
         parameters: of the model, by name.
         config: the settings.
-        shape: dimensions of the model.
         status: told where the start begins.
 
     Returns:
@@ -84,26 +78,23 @@ def restore(
     """
     damaged: dict[Path, str] = {}
     while True:
-        optimizer = build_optimizer(
-            model, config.optimizer
-        )  # a new one each time: of what was damaged nothing may stay
-        if origin is None:
+        optimizer = build_optimizer(model, config.optimizer)  # a new one each time: nothing damaged may stay
+        if start is None:
             return None, optimizer
         try:
-            _load(origin, config, parameters, optimizer)
+            _load(start, config, parameters, optimizer)
         except DamagedError as error:
-            damaged[origin.checkpoint.path] = str(error)
+            damaged[start.checkpoint.path] = str(error)
         else:
-            return origin, optimizer
-        origin = choose_start_point(config, shape, status, damaged)
+            return start, optimizer
+        start = choose_start_point(config, status, damaged)
 
 
 def _load(
-    origin: StartPoint, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    start: StartPoint, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    if origin.weights_only:
-        load(origin.checkpoint, tensor_state(parameters, None))
-        return
-    materialise_state(optimizer)
-    wanted = optimizer if config.checkpoint.load_optimizer or origin.checkpoint.is_own else None
-    load(origin.checkpoint, tensor_state(parameters, wanted))
+    wanted = None
+    if not start.weights_only:
+        materialise_state(optimizer)
+        wanted = optimizer if config.checkpoint.load_optimizer or start.checkpoint.is_own else None
+    load(start.checkpoint, tensor_state(parameters, wanted))

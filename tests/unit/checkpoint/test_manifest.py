@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from unit.checkpoint.examples import SHAPE, manifest_of
 
-from pretraining.checkpoint.state import FileEntry, Manifest, _checksum, check_same_model
+from pretraining.checkpoint.manifest import FileEntry, Manifest, _checksum, check_same_model
 from pretraining.errors import CheckpointError
 
 
@@ -57,10 +58,10 @@ def test_a_forged_manifest_of_another_form_is_refused(changes: dict[str, Any], m
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_each_difference() -> None:
-    check_same_model(manifest_of(3), SHAPE, "here")
+    check_same_model(manifest_of(3), SHAPE, Path("here"))
     other = replace(SHAPE, hidden_size=512, vocab_size=7)
     with pytest.raises(CheckpointError) as raised:
-        check_same_model(manifest_of(3), other, "runs/a")
+        check_same_model(manifest_of(3), other, Path("runs/a"))
     assert "hidden_size: 256 in the checkpoint, 512 in this run" in str(raised.value)
     assert "vocab_size: 32000 in the checkpoint, 7 in this run" in str(raised.value)
     assert "runs/a" in str(raised.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_full_form
 
-from pretraining.checkpoint import pt_files as full
-from pretraining.checkpoint.layout import Box
-from pretraining.checkpoint.pt_files import load_file, write_file
+from pretraining.checkpoint import pt_files
+from pretraining.checkpoint.manifest import (
+    FULL_FILES,
+    ITERATION_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    FileEntry,
+)
+from pretraining.checkpoint.pt_files import FullSave, load_file, manifest_of_files, write_file
+from pretraining.checkpoint.reader import TensorFiles, checksum_file
+from pretraining.checkpoint.writer import Chunk
+from pretraining.config.recipes import settings_in
 from pretraining.errors import CheckpointError
 from pretraining.model.llama import Llama
 
@@ -26,7 +36,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys(
 def test_the_files_load_safely_and_into_a_model(shape, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     tensors = write_full_form(tmp_path / "c", tensors_of(shape), manifest_of(shape))
     model, optimizer, schedule, iteration = (
-        torch.load(tmp_path / "c" / name, weights_only=True) for name in full.FULL_FILES
+        torch.load(tmp_path / "c" / name, weights_only=True) for name in FULL_FILES
     )
     llama = Llama(shape)
     llama.load_state_dict(model)  # strict: every name is there, a tied head as well
@@ -52,13 +62,14 @@ def test_the_files_load_safely_and_into_a_model(shape, tmp_path: Path) -> None: 
 
 def test_epochs_are_passes_over_the_dataset_that_was_passed_over_least() -> None:
     manifest = manifest_of(SHAPES["plain"])
+    config = settings_in(manifest.config, "c")
     manifest.data["counts"] |= {"a": 7, "b": 40}
     try:
-        assert full._iteration_state(manifest, full.settings_in(manifest.config, "c"))["epoch"] == 2  # of 64 tokens
+        assert pt_files._iteration_state(manifest, config)["epoch"] == 2  # of 64 tokens
     finally:
         manifest.data["counts"] |= {"a": 1, "b": 2}
     made_up = replace(manifest, data={})
-    assert full._iteration_state(made_up, full.settings_in(manifest.config, "c"))["epoch"] == 0
+    assert pt_files._iteration_state(made_up, config)["epoch"] == 0
 
 
 @settings(max_examples=20, deadline=None)
@@ -87,11 +98,11 @@ def test_a_file_written_tensor_by_tensor_is_a_sound_archive(
 
 def test_parts_are_read_from_the_mapped_files(tmp_path: Path) -> None:
     tensors = write_full_form(tmp_path / "c", tensors_of(SHAPES["tied"]), manifest_of(SHAPES["tied"]))
-    source = full.FullFiles(tmp_path / "c", {})
+    source = opened(tmp_path / "c")
     assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     name = "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight"
     assert source.dtype(name) == torch.float32
-    assert torch.equal(source.read(name, Box((3, 1), (4, 2))), tensors[name][3:7, 1:3])
+    assert torch.equal(source.read(name, Chunk((3, 1), (4, 2))), tensors[name][3:7, 1:3])
     assert torch.equal(source.read(name), tensors[name])
 
 
@@ -118,44 +129,43 @@ def test_a_hostile_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     write_full_form(folder, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
-    entries = _entries(folder)
-    flip_byte(folder / full.MODEL_FILE, 5000)
+    entries = {name: checksum_file(folder / name) for name in FULL_FILES}
+    flip_byte(folder / MODEL_FILE, 5000)
     with pytest.raises(CheckpointError, match=r"model_state_dict\.pt is damaged: its checksum is"):
-        full.FullFiles(folder, entries)
-    (folder / full.MODEL_FILE).unlink()
+        opened(folder, entries).read("model.norm.weight")
+    (folder / MODEL_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"model_state_dict\.pt cannot be read: No such file"):
-        full.FullFiles(folder, {})
-    (folder / full.MODEL_FILE).write_bytes(b"PK\3\4 and no more")
+        opened(folder)
+    (folder / MODEL_FILE).write_bytes(b"PK\3\4 and no more")
     with pytest.raises(CheckpointError, match=r"model_state_dict\.pt is damaged"):
-        full.FullFiles(folder, {})
+        opened(folder)
     for content, message in (
         ([1], "holds no dictionary"),
         ({"model.norm.weight": 1}, "model.norm.weight is no tensor"),
     ):
-        torch.save(content, folder / full.MODEL_FILE)
+        torch.save(content, folder / MODEL_FILE)
         with pytest.raises(CheckpointError, match=message):
-            full.FullFiles(folder, {})
-    torch.save({}, folder / full.MODEL_FILE)
-    torch.save({"state": [1]}, folder / full.OPTIMIZER_FILE)
+            opened(folder)
+    torch.save({}, folder / MODEL_FILE)
+    torch.save({"state": [1]}, folder / OPTIMIZER_FILE)
     with pytest.raises(CheckpointError, match="has no state of an optimizer"):
-        full.FullFiles(folder, {})
+        opened(folder)
 
 
-def _entries(folder: Path):  # type: ignore[no-untyped-def]
-    from pretraining.checkpoint.tensor_files import checksum_file
-
-    return {name: checksum_file(folder / name) for name in full.FULL_FILES}
+def opened(folder: Path, entries: Mapping[str, FileEntry] | None = None) -> TensorFiles:
+    """The tensors of the four files, which are compared if their entries are known."""
+    return TensorFiles(folder, entries or dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE)), pt_files.read_header)
 
 
 def test_the_files_alone_say_where_the_run_was(tmp_path: Path) -> None:
     manifest = manifest_of(SHAPES["scaled"])
     write_full_form(tmp_path / "c", tensors_of(SHAPES["scaled"]), manifest)
-    assert full.manifest_of_files(tmp_path / "c") == manifest
-    torch.save({"step": 3}, tmp_path / "c" / full.ITERATION_FILE)
+    assert manifest_of_files(tmp_path / "c") == manifest
+    torch.save({"step": 3}, tmp_path / "c" / ITERATION_FILE)
     with pytest.raises(
         CheckpointError, match=r"iter_state_dict\.pt lacks best_evaluation_loss, config.*another program"
     ):
-        full.manifest_of_files(tmp_path / "c")
+        manifest_of_files(tmp_path / "c")
 
 
 def test_where_there_is_no_room_or_no_folder_it_is_an_error_of_the_file_system(
@@ -185,8 +195,8 @@ def test_where_writing_fails_every_tensor_is_gathered_all_the_same(tmp_path: Pat
 
     tensors = Watched(tensors_of(shape))
     with pytest.raises(FileNotFoundError):
-        full.save_full(tmp_path / "nowhere", tensors, manifest_of(shape))
+        FullSave(tensors, manifest_of(shape)).write(tmp_path / "nowhere")
     assert len(gathered) == len(tensors)
     gathered.clear()
-    full.save_full(tmp_path, tensors, manifest_of(shape))
-    assert full.FullFiles(tmp_path, {}).shapes().keys() == tensors.keys() and len(gathered) == len(tensors)
+    FullSave(tensors, manifest_of(shape)).write(tmp_path)
+    assert opened(tmp_path).shapes().keys() == tensors.keys() and len(gathered) == len(tensors)

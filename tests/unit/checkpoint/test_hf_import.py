@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from unit.checkpoint.checkpoint_files import SHAPES
 
 from pretraining.checkpoint.hf_import import is_hugging_face_folder, manifest_of_folder, open_folder
-from pretraining.checkpoint.state import shape_of
+from pretraining.checkpoint.manifest import shape_of
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import config_document, parameter_shapes

@@ -10,8 +10,12 @@ import torch
 from unit.checkpoint.examples import load, manifest_of, save, tensors
 
 import pretraining.files as retries
-from pretraining.checkpoint import layout, listing, store
-from pretraining.checkpoint.listing import (
+from pretraining.checkpoint import writer
+from pretraining.checkpoint.lease import Lease
+from pretraining.checkpoint.manifest import (
+    BEST,
+    CHECKPOINTS,
+    MANIFEST,
     checkpoint_name,
     checkpoint_path,
     committed_checkpoints,
@@ -29,14 +33,14 @@ def steps_in(run: Path) -> list[int]:
 
 
 def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "FILE_BYTES", 16)
+    monkeypatch.setattr(writer, "FILE_BYTES", 16)
     folder = save(tmp_path, 7)
     restored = tensors(0.0)
     load(folder, restored)
     assert all(torch.equal(restored[name], value) for name, value in tensors(7.0).items())
     manifest = read_manifest(folder)
     assert manifest.step == 7 and len(manifest.files) == 2
-    assert set(manifest.files) == {path.name for path in folder.iterdir()} - {listing.MANIFEST}
+    assert set(manifest.files) == {path.name for path in folder.iterdir()} - {MANIFEST}
     assert all(name.endswith(".safetensors") for name in manifest.files)
 
 
@@ -52,11 +56,11 @@ def test_checkpoints_are_in_order_of_their_steps_not_of_their_times(tmp_path: Pa
 
 def test_a_checkpoint_is_found_by_its_manifest_under_any_name(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    save(tmp_path, 9).rename(tmp_path / listing.CHECKPOINTS / "the one before")
-    (tmp_path / listing.CHECKPOINTS / listing.BEST).symlink_to("the one before")
-    (tmp_path / listing.CHECKPOINTS / "notes").mkdir()
+    save(tmp_path, 9).rename(tmp_path / CHECKPOINTS / "the one before")
+    (tmp_path / CHECKPOINTS / BEST).symlink_to("the one before")
+    (tmp_path / CHECKPOINTS / "notes").mkdir()
     assert steps_in(tmp_path) == [9, 10] and incomplete_checkpoints(tmp_path) == []
-    (tmp_path / listing.CHECKPOINTS / "the one before" / listing.MANIFEST).write_text("{")
+    (tmp_path / CHECKPOINTS / "the one before" / MANIFEST).write_text("{")
     assert steps_in(tmp_path) == [-1, 10]
 
 
@@ -75,7 +79,7 @@ def test_a_save_that_was_interrupted_does_not_count_and_is_removed_by_the_next(t
     (half / "shard-00001-model-00001-of-00002.safetensors").write_bytes(b"half")
     almost = tmp_path / "checkpoints" / "step_4_ckp.tmp"
     almost.mkdir()
-    (almost / listing.MANIFEST).write_text("{}")
+    (almost / MANIFEST).write_text("{}")
     without_manifest = checkpoint_path(tmp_path, 8)
     without_manifest.mkdir()
     assert steps_in(tmp_path) == [5]
@@ -96,7 +100,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def test_where_nothing_can_be_written_the_error_says_so(tmp_path: Path) -> None:
-    (tmp_path / listing.CHECKPOINTS).write_text("a file in the way")
+    (tmp_path / CHECKPOINTS).write_text("a file in the way")
     with pytest.raises(CheckpointError, match=r"cannot be written.*--ckpt_save_path.*Older checkpoints are untouched"):
         save(tmp_path, 5)
 
@@ -127,15 +131,14 @@ def test_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_sta
 
 
 def test_an_error_that_passes_is_tried_again_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(retries.time, "sleep", pauses.append)
     monkeypatch.setattr(os, "fsync", failing(2, errno.EIO))
     folder = save(tmp_path, 5)
     assert read_manifest(folder).step == 5 and pauses == [0.5, 1.0]
-    error = capsys.readouterr().err
-    assert "rank 0: writing" in error and "failed (Input/output error): try 3 of 5 in 1 s" in error
+    assert "writing" in caplog.text and "failed (Input/output error): try 3 of 5 in 1 s" in caplog.text
     pauses.clear()
     monkeypatch.setattr(os, "fsync", failing(99, errno.EIO))
     with pytest.raises(CheckpointError, match=r"cannot be written: .*Input/output error"):
@@ -146,12 +149,14 @@ def test_an_error_that_passes_is_tried_again_and_said(
 def test_a_lease_that_was_lost_commits_nothing(tmp_path: Path) -> None:
     save(tmp_path, 5)
 
-    def lost() -> None:
-        raise CheckpointError("not ours any more")
+    class Lost(Lease):
+        def check(self) -> None:
+            raise CheckpointError("not ours any more")
 
-    share = layout.own_share(tensors(6.0))
     with pytest.raises(CheckpointError, match="not ours"):
-        store.save_share(checkpoint_path(tmp_path, 6), share, lambda files: manifest_of(6, files), before_commit=lost)
+        writer.save_checkpoint(
+            checkpoint_path(tmp_path, 6), writer.plan_save(tensors(6.0)), manifest_of(6), lease=Lost(tmp_path)
+        )
     assert steps_in(tmp_path) == [5] and incomplete_checkpoints(tmp_path) == []
 
 
@@ -161,9 +166,9 @@ def test_a_checkpoint_is_removed_also_where_it_is_a_link(tmp_path: Path) -> None
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
     assert steps_in(tmp_path) == [5]
-    store.remove_checkpoint(folder)
+    writer.remove_checkpoint(folder)
     assert steps_in(tmp_path) == [] and elsewhere.is_dir()
-    store.remove_checkpoint(save(tmp_path, 6))
+    writer.remove_checkpoint(save(tmp_path, 6))
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

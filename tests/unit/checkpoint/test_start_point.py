@@ -10,11 +10,9 @@ import pytest
 import torch.distributed as dist
 from unit.checkpoint.examples import save, tensors
 
-from pretraining.checkpoint.listing import CHECKPOINTS, MANIFEST
-from pretraining.checkpoint.loading import load_tensors
+from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST, Manifest, _checksum
+from pretraining.checkpoint.reader import load_tensors, read_header
 from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint
-from pretraining.checkpoint.state import Manifest, _checksum
-from pretraining.checkpoint.tensor_files import read_header
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, DamagedError
 

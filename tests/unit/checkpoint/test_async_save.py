@@ -5,15 +5,15 @@ import torch
 
 from pretraining.checkpoint import async_save as staging_module
 from pretraining.checkpoint.async_save import Staging
-from pretraining.checkpoint.layout import Box, Piece, Share
+from pretraining.checkpoint.writer import Chunk, SavePlan, WriteItem
 
 
-def share_of(*tensors: torch.Tensor) -> Share:
+def share_of(*tensors: torch.Tensor) -> SavePlan:
     pieces = [
-        Piece(str(number), Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+        WriteItem(str(number), Chunk((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
         for number, tensor in enumerate(tensors)
     ]
-    return Share({1: pieces[::2], 2: pieces[1::2]}, 2, 0)
+    return SavePlan({1: pieces[::2], 2: pieces[1::2]}, 2, 0)
 
 
 def test_a_copy_stays_what_it_was_and_the_next_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,451 @@
+"""How a checkpoint is written: who writes which chunk of each tensor, into which file, and how all appears at once.
+
+    tensors, global and sharded -> `plan_save`: the chunks that this process writes, by file; no talk between processes
+    plan                        -> `write_chunks`: safetensors files, checksums computed beside the write
+    all files of all ranks      -> `save_checkpoint`: manifest.json last, then one rename
+
+    <run>/checkpoints/step_1000_ckp.1f9c.tmp/     being written: never read, removed by the next save
+    <run>/checkpoints/step_1000_ckp/              committed: appears when every file is there and flushed
+
+So a process that dies at any moment leaves the older checkpoints as they were. Files carry the offsets of sharded
+tensors as torch's own HuggingFaceStorageWriter notes them, so torch's reader reads these files, too. Tensors go from
+their memory to the file without being put together in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from pretraining.checkpoint.lease import Lease
+from pretraining.checkpoint.manifest import (
+    MANIFEST,
+    SHARD_SUFFIX,
+    UNFINISHED_SUFFIX,
+    FileEntry,
+    Manifest,
+    crc32_text,
+    unfinished_saves,
+)
+from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
+from pretraining.errors import CheckpointError
+from pretraining.files import flush_folder, with_retries, write_flushed
+
+# A process writes as many files as its threads have work for: checksums of one are computed while another is copied or
+# flushed. But none is so small that making it takes longer than filling it, and none enormous.
+FILES_OF_PROCESS = 4
+SMALL_FILE_BYTES = 2**25
+FILE_BYTES = 2**30
+WRITING_THREADS = 4
+CHUNK_BYTES = 2**20  # fits a core's cache: what was just read or checked is copied from there, not from memory
+
+NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "a size limit"}
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape of tensors by name."""
+
+
+# The commit protocol
+
+
+class Plan(Protocol):
+    """What a process writes of a checkpoint."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors of the checkpoint, over all processes."""
+
+    def write(self, folder: Path) -> dict[str, FileEntry]:
+        """Write this process's files; returns what they have to be, by name."""
+
+
+def save_checkpoint(
+    folder: Path,
+    plan: Plan,
+    manifest: Manifest,
+    *,
+    group: dist.ProcessGroup | None = None,
+    lease: Lease | None = None,
+) -> None:
+    """Write a checkpoint so that it is either complete or not there; a collective call.
+
+    It may run in a thread beside the training.
+
+    Args:
+        folder: the committed name; its parent holds the run's checkpoints.
+        plan: what this process writes.
+        manifest: of the checkpoint; its `files` are filled in.
+        group: of all ranks, to talk over.
+        lease: on the run's folder; once it is lost, nothing is committed.
+
+    Raises:
+        CheckpointError: a file cannot be written; older checkpoints are untouched.
+    """
+    temporary = on_rank_zero(lambda: _start_fresh(folder, plan), group)
+    try:
+        written = gather_from_every_rank(lambda: _write(temporary, plan), group)
+        files = {name: entry for entries in written for name, entry in sorted(entries.items())}
+        on_rank_zero(lambda: _commit(temporary, folder, plan, replace(manifest, files=files), lease), group)
+    except CheckpointError:  # every rank has it
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        raise
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint so that one half removed never looks like one.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    unfinished = _temporary_name(folder)
+    folder.rename(unfinished)
+    shutil.rmtree(unfinished)
+
+
+def _temporary_name(folder: Path) -> Path:
+    """A name of its own: a process that was stopped in a save and wakes up later must not write into another's."""
+    return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
+
+
+def _start_fresh(folder: Path, plan: Plan) -> Path:
+    """Make an empty folder for a save, and room: what interrupted saves have left is of no use to anyone."""
+    temporary = _temporary_name(folder)
+    with _writing(folder, plan.total_bytes):
+        for abandoned in unfinished_saves(folder.parent.parent):
+            shutil.rmtree(abandoned)
+        temporary.mkdir(parents=True)
+    return temporary
+
+
+def _write(temporary: Path, plan: Plan) -> dict[str, FileEntry]:
+    with _writing(temporary, plan.total_bytes):
+        return plan.write(temporary)
+
+
+def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease: Lease | None) -> None:
+    content = json.dumps(manifest.document(), indent=1, allow_nan=False).encode()
+    with _writing(temporary / MANIFEST, plan.total_bytes):
+        with_retries(lambda: write_flushed(temporary / MANIFEST, content), f"writing {temporary / MANIFEST}")
+        flush_folder(temporary)
+    if lease is not None:
+        lease.check()
+    with _writing(folder, plan.total_bytes):
+        replaced = None
+        if folder.exists():  # a checkpoint that a restore passed over: make room, but only now
+            replaced = _temporary_name(folder)
+            folder.rename(replaced)
+        temporary.rename(folder)
+        flush_folder(folder.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
+
+@contextmanager
+def _writing(path: Path, total_bytes: int) -> Iterator[None]:
+    """Turn an error of the file system into one for users."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error}. Check the permissions there"
+        if error.errno in NO_SPACE:
+            free = next(shutil.disk_usage(each).free for each in path.parents if each.exists())
+            reason = (
+                f"{NO_SPACE[error.errno]}. The checkpoint takes {total_bytes:,} bytes, and {free:,} are free there. "
+                "Make room"
+            )
+        raise CheckpointError(
+            f"{path} cannot be written: {reason}, or give another --ckpt_save_path. Older checkpoints are untouched."
+        ) from None
+
+
+# Who writes what: worked out from shapes and the mesh, the same on every process
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where it begins and how long it is, in each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Elements inside."""
+        return prod(self.sizes)
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Chunk:
+        """All of a tensor."""
+        return Chunk((0,) * len(shape), tuple(shape))
+
+    def overlap(self, other: Chunk) -> Chunk | None:
+        """The part that this chunk and another of the same tensor both have, or None."""
+        begins = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
+        ends = [
+            min(begin + size, other_begin + other_size)
+            for begin, size, other_begin, other_size in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
+        ]
+        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return Chunk(tuple(begins), sizes) if all(size > 0 for size in sizes) else None
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """A chunk of a tensor, and the values to be written for it."""
+
+    name: str
+    chunk: Chunk
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one process writes of a sharded checkpoint.
+
+    Attributes:
+        files: items by the number of the file that they go into.
+        number_of_files: that any process writes, at most.
+        total_bytes: of all tensors of the checkpoint, over all processes.
+    """
+
+    files: dict[int, list[WriteItem]]
+    number_of_files: int
+    total_bytes: int
+
+    def write(self, folder: Path) -> dict[str, FileEntry]:
+        """Write this process's files, several at a time; returns what they have to be, by name."""
+        names = {
+            number: f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{self.number_of_files:05d}{SHARD_SUFFIX}"
+            for number in self.files
+        }
+
+        def write(number: int) -> FileEntry:
+            path = folder / names[number]
+            with _writing(path, self.total_bytes):
+                return with_retries(lambda: write_chunks(path, self.files[number]), f"writing {path}")
+
+        with ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="checkpoint") as pool:
+            return dict(zip(names.values(), pool.map(write, names), strict=True))
+
+
+def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
+    """What this process writes of a checkpoint of `tensors`; the very memory, not copies."""
+    numbers = file_of_tensor(tensors, dist.get_world_size())
+    files: dict[int, list[WriteItem]] = {}
+    for name in _written_here(tensors):
+        item = WriteItem(name, local_chunk(tensors[name]), local_tensor(tensors[name]))
+        files.setdefault(numbers[name], []).append(item)
+    return SavePlan(files, max(numbers.values(), default=0), sum(map(_bytes_of, tensors.values())))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process holds; the same memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def local_chunk(tensor: torch.Tensor) -> Chunk:
+    """Where the part that this process holds lies in the whole tensor."""
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        coordinates = tensor.device_mesh.get_coordinate()
+        assert coordinates is not None, "this process is not part of the tensor's mesh"
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Replicate):
+                continue
+            assert type(placement) is Shard, f"{placement} is no layout of a parameter"
+            # As torch.chunk cuts: equal pieces, rounded up, until nothing is left.
+            dim, whole = placement.dim, sizes[placement.dim]
+            piece = -(-whole // tensor.device_mesh.size(axis))
+            begin = min(coordinates[axis] * piece, whole)
+            offsets[dim] += begin
+            sizes[dim] = min(piece, whole - begin)
+    chunk = Chunk(tuple(offsets), tuple(sizes))
+    assert chunk.sizes == tuple(local_tensor(tensor).shape), "the tensor is sharded in another way"
+    return chunk
+
+
+def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors whose local part this process writes.
+
+    Replicas share the work: each part is written by one of the processes that hold it, about as many bytes by each.
+    """
+    written: dict[int, list[int]] = {}  # by number of replicas: bytes that each of them writes
+    mine = []
+    for name in sorted(tensors, key=lambda name: (-_bytes_of(tensors[name]), name)):
+        tensor = tensors[name]
+        index, replicas = _replica_of(tensor)
+        loads = written.setdefault(replicas, [0] * replicas)
+        writer = loads.index(min(loads))
+        loads[writer] += _bytes_of(tensor)
+        if writer == index and local_tensor(tensor).numel() > 0:
+            mine.append(name)
+    return sorted(mine)
+
+
+def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which of how many holders of the same part this process is."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank(), dist.get_world_size()
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None, "this process is not part of the tensor's mesh"
+    index, replicas = 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            size = tensor.device_mesh.size(axis)
+            index, replicas = index * size + coordinates[axis], replicas * size
+    return index, replicas
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """Size of the whole tensor, wherever its parts are."""
+    return tensor.numel() * tensor.element_size()
+
+
+def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
+    """Number of the file, from 1, that each tensor goes into; each process has files of its own with these numbers.
+
+    Tensors of a block stand together, blocks in order. A process has `FILES_OF_PROCESS` of them, fewer where they would
+    hold less than `SMALL_FILE_BYTES`, more where they would hold more than `FILE_BYTES`.
+    """
+    block = re.compile(r"\blayers\.(\d+)\.")
+
+    def place(name: str) -> tuple[int, str]:
+        match = block.search(name)
+        return (int(match.group(1)) if match else -1), name
+
+    of_process = sum(map(_bytes_of, tensors.values())) // world_size
+    file_bytes = min(max(-(-of_process // FILES_OF_PROCESS), SMALL_FILE_BYTES), FILE_BYTES)
+    files, before = {}, 0
+    for name in sorted(tensors, key=place):
+        files[name] = 1 + before // (file_bytes * world_size)
+        before += _bytes_of(tensors[name])
+    return files
+
+
+# Safetensors: 8 bytes with the length of the header | header, JSON | the tensors' bytes, one after the other
+
+
+def write_chunks(path: Path, items: Sequence[WriteItem]) -> FileEntry:
+    """Write chunks of tensors into a file, flushed to disk; what was there before is replaced.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Wide elements first, so that each tensor begins at a multiple of its element's size.
+    ordered = sorted(items, key=lambda item: (-item.values.element_size(), item.name))
+    offsets = {item.name: {"saved_offsets": item.chunk.offsets} for item in ordered}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    kinds = {item.name: (item.values.dtype, item.chunk.sizes) for item in ordered}
+    return write_tensors(path, kinds, (item.values for item in ordered), metadata)
+
+
+def write_tensors(
+    path: Path, kinds: Kinds, values: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Write tensors into a safetensors file, flushed to disk; what was there before is replaced.
+
+    Args:
+        path: of the file.
+        kinds: of the tensors, in order.
+        values: the tensors in the same order; one is held at a time.
+        metadata: beside the tensors.
+
+    Returns:
+        Size and checksum of what was written, computed from memory, not read back.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    size = checksum = 0
+    with path.open("wb", buffering=0) as file:
+        for content in _contents(_header(kinds, metadata or {"format": "pt"}), kinds, values):
+            checksum = zlib.crc32(content, checksum)
+            _write_all(file.fileno(), content)
+            size += len(content)
+        os.fsync(file.fileno())
+    return FileEntry(size, crc32_text(checksum))
+
+
+def _contents(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of a file, in order; small ones are joined, since each write is a turn that threads wait for."""
+    small = [memoryview(header)]
+    for (dtype, shape), value in zip(kinds.values(), values, strict=True):
+        assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
+        content = memory_of(value.cpu().contiguous())
+        if len(content) < CHUNK_BYTES:
+            small.append(content)
+            if sum(map(len, small)) >= CHUNK_BYTES:
+                yield memoryview(b"".join(small))
+                small.clear()
+            continue
+        if small:
+            yield memoryview(b"".join(small))
+            small.clear()
+        for begin in range(0, len(content), CHUNK_BYTES):
+            yield content[begin : begin + CHUNK_BYTES]
+    yield memoryview(b"".join(small))
+
+
+def _header(kinds: Kinds, metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name, (dtype, shape) in kinds.items():
+        end = begin + size_of(dtype, shape)
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Bytes of a tensor."""
+    return prod(shape) * dtype.itemsize
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]

@@ -1,0 +1,299 @@
+"""Any part of any tensor is read back exactly, whatever the files; what is not what was written is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.checkpoint.checkpoint_files import flip_byte
+from unit.checkpoint.examples import load, save, tensors
+
+import pretraining.files as retries
+from pretraining.checkpoint import reader, writer
+from pretraining.checkpoint.manifest import FileEntry, read_document
+from pretraining.checkpoint.reader import Header, TensorFiles, check_files, checksum_file, load_tensors, share_of_files
+from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
+from pretraining.errors import CheckpointError, DamagedError
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def write_pieces(folder: Path, tensors: dict[str, torch.Tensor], rows: int) -> list[str]:
+    """A file for every so many rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = []
+    for first in range(0, max(map(len, tensors.values())), rows):
+        parts = {name: tensor[first : first + rows] for name, tensor in tensors.items()}
+        pieces = [
+            WriteItem(name, Chunk((first, *(0 for _ in part.shape[1:])), tuple(part.shape)), part)
+            for name, part in parts.items()
+            if len(part)
+        ]
+        names.append(f"part-{first}.safetensors")
+        write_chunks(folder / names[-1], pieces)
+    return names
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Chunk:
+    begins = [draw(st.integers(0, size - 1)) for size in shape]
+    return Chunk(
+        tuple(begins), tuple(draw(st.integers(1, size - begin)) for size, begin in zip(shape, begins, strict=True))
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 9))
+def test_any_part_is_read_from_any_pieces(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, rows: int
+) -> None:
+    folder = tmp_path_factory.mktemp("pieces")
+    tensors = {"a": torch.randn(7, 5, 3), "b": torch.randn(9).bfloat16()}
+    source = TensorFiles(folder, dict.fromkeys(write_pieces(folder, tensors, rows)))
+    assert source.shapes() == {"a": (7, 5, 3), "b": (9,)} and source.dtype("b") == torch.bfloat16
+    for name, tensor in tensors.items():
+        assert torch.equal(source.read(name), tensor)
+        box = data.draw(boxes(tuple(tensor.shape)))
+        expected = tensor
+        for dim, (begin, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            expected = expected.narrow(dim, begin, size)
+        assert torch.equal(source.read(name, box), expected)
+
+
+def test_a_scalar_is_read(tmp_path: Path) -> None:
+    write_chunks(tmp_path / "a.safetensors", [WriteItem("s", Chunk((), ()), torch.tensor(3.5))])
+    assert TensorFiles(tmp_path, {"a.safetensors": None}).read("s") == 3.5
+
+
+def test_a_piece_that_is_missing_or_there_twice_is_an_error(tmp_path: Path) -> None:
+    names = write_pieces(tmp_path, {"a": torch.randn(8, 2)}, 4)
+    write_chunks(tmp_path / "again.safetensors", [WriteItem("a", Chunk((4, 0), (4, 2)), torch.randn(4, 2))])
+    with pytest.raises(CheckpointError, match="holds 8 elements of a where it has 16: a piece is missing"):
+        TensorFiles(tmp_path, dict.fromkeys(names[1:])).read("a")
+    with pytest.raises(CheckpointError, match="holds 24 elements of a where it has 16"):
+        TensorFiles(tmp_path, dict.fromkeys([*names, "again.safetensors"])).read("a")
+
+
+def test_pieces_of_different_types_are_refused(tmp_path: Path) -> None:
+    write_chunks(tmp_path / "1.safetensors", [WriteItem("a", Chunk((0,), (2,)), torch.randn(2))])
+    write_chunks(tmp_path / "2.safetensors", [WriteItem("a", Chunk((2,), (2,)), torch.randn(2).half())])
+    with pytest.raises(CheckpointError, match="pieces of a are of different types"):
+        TensorFiles(tmp_path, {"1.safetensors": None, "2.safetensors": None})
+
+
+def test_a_file_is_compared_with_its_checksum_before_it_is_used(tmp_path: Path) -> None:
+    names = write_pieces(tmp_path, {"a": torch.randn(8, 2)}, 4)
+    entries = {name: checksum_file(tmp_path / name) for name in names}
+    flip_byte(tmp_path / names[1])
+    source = TensorFiles(tmp_path, entries)
+    assert source.read("a", Chunk((0, 0), (4, 2))).shape == (4, 2)
+    with pytest.raises(CheckpointError, match=rf"{names[1]} is damaged: its checksum is \w{{8}} in place of"):
+        source.read("a")
+    (tmp_path / names[1]).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        TensorFiles(tmp_path, dict.fromkeys(names))
+    with pytest.raises(CheckpointError, match=rf"{names[1]} has 0 bytes in place of"):
+        TensorFiles(tmp_path, entries)
+    longer = dict(entries)
+    (tmp_path / names[0]).write_bytes((tmp_path / names[0]).read_bytes() + b"\0")
+    with pytest.raises(CheckpointError, match=r"bytes in place of"):
+        TensorFiles(tmp_path, {names[0]: longer[names[0]]}).read("a")
+
+
+def test_a_file_that_is_gone_is_an_error_when_it_is_opened_and_when_it_is_read(tmp_path: Path) -> None:
+    names = write_pieces(tmp_path, {"a": torch.randn(8, 2)}, 8)
+    source = TensorFiles(tmp_path, dict.fromkeys(names))
+    (tmp_path / names[0]).unlink()
+    for use in (lambda: TensorFiles(tmp_path, dict.fromkeys(names)), lambda: source.read("a")):
+        with pytest.raises(CheckpointError, match=re.escape(f"{names[0]} cannot be read: No such file")):
+            use()
+
+
+def test_tensors_are_converted_where_that_is_asked_for_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    values = torch.randn(8, 2)
+    files = dict.fromkeys(write_pieces(tmp_path, {"a": values.bfloat16()}, 3))
+    target = torch.zeros(8, 2)
+    load_tensors(tmp_path, files, {"a": target}, converts=True)
+    assert torch.equal(target, values.bfloat16().float())
+    with pytest.raises(CheckpointError, match=r"of b it holds nothing, and 1 x torch\.float32 in 1 dims are needed"):
+        load_tensors(tmp_path, files, {"b": torch.zeros(1)}, converts=True)
+    with pytest.raises(CheckpointError, match=r"a cannot be loaded: it has the shape \(8, 2\), not \(2, 8\)"):
+        load_tensors(tmp_path, files, {"a": torch.zeros(2, 8)}, converts=True)
+
+
+def shards_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+@pytest.fixture
+def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of two files: the head, and all the rest."""
+    monkeypatch.setattr(writer, "FILE_BYTES", 16)
+    folder = save(tmp_path, 7)
+    assert len(shards_of(folder)) == 2
+    return folder
+
+
+def head() -> dict[str, torch.Tensor]:
+    """All of the first file."""
+    return {"lm_head.weight": torch.zeros(4)}
+
+
+def layer() -> dict[str, torch.Tensor]:
+    """A part of the second."""
+    return {"model.layers.0.a.weight": torch.zeros(3, 2)}
+
+
+def test_a_part_of_the_tensors_may_be_read(two_files: Path) -> None:
+    for part in (head(), layer()):
+        load(two_files, part)
+        assert all(torch.equal(value, torch.full_like(value, 7.0)) for value in part.values())
+
+
+def test_no_flipped_bit_anywhere_is_taken_for_what_was_written(two_files: Path) -> None:
+    for shard in shards_of(two_files):
+        for place in range(shard.stat().st_size):
+            flip_byte(shard, place, 1 << place % 8)
+            with pytest.raises(DamagedError, match=f"^{shard} is damaged: its checksum is [0-9a-f]* in place of"):
+                load(two_files, tensors(0.0))
+            flip_byte(shard, place, 1 << place % 8)
+    load(two_files, tensors(0.0))
+
+
+def test_files_that_are_needed_wholly_are_read_once_and_the_others_once_more_for_their_checksums(
+    two_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[str] = []
+    checksum_file = reader.checksum_file
+
+    def watched(path: Path) -> FileEntry:
+        again.append(path.name)
+        return checksum_file(path)
+
+    monkeypatch.setattr(reader, "checksum_file", watched)
+    load(two_files, tensors(0.0))
+    assert again == []
+    first, second = (shard.name for shard in shards_of(two_files))
+    load(two_files, head())
+    assert again == [second]
+    again.clear()
+    load(two_files, layer())
+    assert sorted(again) == [first, second]
+
+
+@pytest.mark.parametrize("wanted", [head(), layer(), {}])
+def test_what_is_not_asked_for_is_compared_too(two_files: Path, wanted: Mapping[str, torch.Tensor]) -> None:
+    for shard in shards_of(two_files):
+        flip_byte(shard, -1)
+        with pytest.raises(DamagedError, match=shard.name):
+            load(two_files, wanted)
+        flip_byte(shard, -1)
+
+
+def test_every_damaged_file_is_named_once(two_files: Path) -> None:
+    first, second = shards_of(two_files)
+    for places in [(-1, -1), (0, -1), (0, 0)]:  # in the tensors, in the header
+        for shard, place in zip((first, second), places, strict=True):
+            flip_byte(shard, place)
+        for wanted in (tensors(0.0), head(), layer()):
+            with pytest.raises(DamagedError) as raised:
+                load(two_files, wanted)
+            assert str(raised.value).count(" is damaged: ") == 2
+            assert str(raised.value).count(str(first)) == str(raised.value).count(str(second)) == 1
+        for shard, place in zip((first, second), places, strict=True):
+            flip_byte(shard, place)
+
+
+def test_a_file_that_is_shorter_than_it_was_is_damaged(two_files: Path) -> None:
+    shard = shards_of(two_files)[0]
+    size = shard.stat().st_size
+    for shorter in (size - 1, 3):
+        os.truncate(shard, shorter)
+        with pytest.raises(DamagedError, match=f"{shard} has {shorter} bytes in place of {size}"):
+            load(two_files, tensors(0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("extra.weight", torch.zeros(1), "of extra.weight it holds nothing, and 1 x torch.float32 in 1 dims"),
+        ("lm_head.weight", torch.zeros(5), "4 x torch.float32 in 1 dims, and 5 x torch.float32 in 1 dims are needed"),
+        ("lm_head.weight", torch.zeros(4).bfloat16(), "and 4 x torch.bfloat16 in 1 dims are needed"),
+        ("lm_head.weight", torch.zeros(2, 2), "and 4 x torch.float32 in 2 dims are needed"),
+    ],
+)
+def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_file_is_damaged(
+    tmp_path: Path, name: str, value: torch.Tensor, message: str
+) -> None:
+    folder = save(tmp_path, 5)
+    with pytest.raises(CheckpointError) as raised:
+        load(folder, {**tensors(0.0), name: value})
+    assert message in str(raised.value) and str(folder) in str(raised.value)
+    assert not isinstance(raised.value, DamagedError)  # another checkpoint would not hold it either
+    flip_byte(shards_of(folder)[0], -1)
+    with pytest.raises(DamagedError):
+        load(folder, {**tensors(0.0), name: value})
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    folder = save(tmp_path, 5)
+
+    def unreadable(path: Path) -> Header:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with pytest.raises(CheckpointError, match=r"safetensors cannot be read: Permission denied"):
+        load_tensors(folder, read_document(folder).files, tensors(0.0), read_header=unreadable)
+
+
+def failing(times: int) -> object:
+    """An os.preadv that fails a few times."""
+    real, calls = os.preadv, []
+
+    def preadv(descriptor: int, targets: Sequence[memoryview], begin: int) -> int:
+        calls.append(begin)
+        if len(calls) in range(2, 2 + times):  # in the middle of a file
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, targets, begin)
+
+    return preadv
+
+
+def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, restored = save(tmp_path, 6), tensors(0.0)
+    monkeypatch.setattr(retries.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "preadv", failing(2))
+    load(folder, restored)
+    assert all(torch.equal(restored[name], value) for name, value in tensors(6.0).items())
+    assert "failed (Input/output error): try 3 of 5" in caplog.text
+    monkeypatch.setattr(os, "preadv", failing(99))
+    with pytest.raises(DamagedError, match=f"^{shards_of(folder)[0]} cannot be read: Input/output error$"):
+        load(folder, restored)
+
+
+def test_files_are_checked_by_themselves(two_files: Path) -> None:
+    files = {shard.name: FileEntry(shard.stat().st_size, "00000000") for shard in shards_of(two_files)}
+    with pytest.raises(DamagedError) as raised:
+        check_files(two_files, files)
+    assert all(str(shard) in str(raised.value) for shard in shards_of(two_files))
+    check_files(two_files, {})
+
+
+sizes = st.dictionaries(st.text("abcdef", min_size=1), st.integers(0, 1000), max_size=30)
+
+
+@given(sizes, st.integers(1, 9))
+def test_every_file_is_checked_by_one_rank_and_none_checks_much_more(sizes: Mapping[str, int], world_size: int) -> None:
+    files = {name: FileEntry(size, "") for name, size in sizes.items()}
+    shares = [share_of_files(files, rank, world_size) for rank in range(world_size)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    largest = max(sizes.values(), default=0)
+    assert all(sum(sizes[name] for name in share) <= sum(sizes.values()) / world_size + largest for share in shares)
