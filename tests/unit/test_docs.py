@@ -1,21 +1,114 @@
-"""Flags that documentation recommends exist."""
+"""Documentation is checked like code: files, links, flags and commands that it names exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
 
 from pretraining.cli import COMMANDS
+from pretraining.config.assignments import ALIASES
 from pretraining.config.fields import settings_of
 
-FLAG = re.compile(r"--(\w+)")
-OTHER_PROGRAMS = {"no", "standalone", "nproc", "nodes", "ntasks", "json"}  # the first word of theirs: --nproc-per-node
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
+FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|slurm|md|yaml|toml))`")
+FLAG = re.compile(r"--([a-z][\w-]*)")
+BLOCK = re.compile(r"```(?:bash|sh)?\n(.*?)```", re.DOTALL)
+
+# Flags of pip, torchrun, mpirun, srun and other programs, and two that stand for any.
+OTHER_PROGRAMS = {
+    *(
+        "no-deps",
+        "standalone",
+        "nproc-per-node",
+        "nnodes",
+        "rdzv-endpoint",
+        "rdzv-backend",
+        "max-restarts",
+        "no-python",
+    ),
+    *("nodes", "ntasks", "ntasks-per-node", "gpus-per-task", "gpus-per-node", "gpu-bind", "distribution", "signal"),
+    *(
+        "time",
+        "requeue",
+        "array",
+        "allow-run-as-root",
+        "hostfile",
+        "bind-to",
+        "kill-on-bad-exit",
+        "local-rank",
+        "logdir",
+    ),
+    *("name", "noname", "flags"),
+}
+# Flags of this project's scripts, as their parsers are given them.
+SCRIPTS = {
+    flag
+    for script in (ROOT / "scripts").rglob("*.py")
+    for flag in re.findall(r'"--([a-z][\w-]*)"', script.read_text(encoding="utf-8"))
+}
 
 
-@pytest.mark.parametrize("page", ["troubleshooting.md", "profiling.md"])
-def test_every_flag_of_a_page_exists(page: str) -> None:
-    known = {name for _, settings, _ in COMMANDS.values() for name in settings_of(settings)}
-    named = set(FLAG.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
-    assert named - known - OTHER_PROGRAMS == set() and len(named) > 5
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = [target for target in LINK.findall(text_of(page)) if not (page.parent / target).exists()]
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """As a path from the root, or from the package."""
+    homes = (ROOT, ROOT / "pretraining", ROOT / "scripts", ROOT / "docs", ROOT / "tests")
+    named = set(FILE.findall(text_of(page)))
+    assert [name for name in sorted(named) if not any((home / name).exists() for home in homes)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_that_a_page_names_exist(page: Path) -> None:
+    known = {name for _, settings, _ in COMMANDS.values() for name in settings_of(settings)} | ALIASES.keys()
+    known |= {"recipe", "config", "help"}
+    assert (
+        sorted(
+            {flag for flag in FLAG.findall(text_of(page)) if flag.replace("-", "_") not in known}
+            - SCRIPTS
+            - OTHER_PROGRAMS
+        )
+        == []
+    )
+
+
+def commands_of(page: Path) -> list[str]:
+    """The lines of shell blocks that start a command of this project; a backslash joins lines."""
+    blocks = "\n".join(BLOCK.findall(text_of(page))).replace("\\\n", " ")
+    lines = (line.split("  #")[0].strip() for line in blocks.splitlines())
+    return [line for line in lines if line.startswith("pretrain ") or line.startswith("bash scripts/train.sh ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_a_page_shows_have_these_flags(page: Path) -> None:
+    wrong = []
+    for line in commands_of(page):
+        words = shlex.split(line.replace("…", ""))
+        name = words[1] if words[0] == "pretrain" else "train"
+        if name.startswith("-") or not re.fullmatch(r"\w+", name):
+            continue
+        assert name in COMMANDS, line
+        known = settings_of(COMMANDS[name][1]).keys() | ALIASES.keys() | {"recipe", "config", "help"}
+        flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+        wrong += [f"{line}: --{flag}" for flag in flags if flag.rpartition(".")[2].replace("-", "_") not in known]
+    assert wrong == []
+
+
+def test_pages_show_commands_at_all() -> None:
+    assert sum(len(commands_of(page)) for page in PAGES) > 10
