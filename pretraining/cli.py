@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import fire
 from fire.decorators import SetParseFn
 
-from pretraining.config.command_line import load_run_config, load_train_config, parse_config, value_on_command_line
+from pretraining.config.command_line import load_train_config, parse_config, value_on_command_line
 from pretraining.config.commands import (
     DoctorConfig,
     ExportConfig,
@@ -27,8 +27,6 @@ from pretraining.config.commands import (
     ListConfig,
     PrepareConfig,
     VerifyConfig,
-    check_inspect_config,
-    check_verify_config,
 )
 from pretraining.config.help import help_text
 from pretraining.config.recipes import parse_recipe
@@ -66,8 +64,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Show what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
     named = value_on_command_line("ckpt_load_path", overrides, flags)
     if named is None:
-        config = load_run_config(InspectConfig, overrides, flags)
-        check_inspect_config(config)
+        config = parse_config(InspectConfig, overrides, flags)
     from pretraining.checkpoint.start_point import adopt_model, find_checkpoint, newest_run_path
 
     path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
@@ -79,7 +76,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     else:
         assert restorable is not None  # a load path without a checkpoint is an error
         settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
-        config = load_run_config(InspectConfig, overrides, flags, beneath=settings)
+        config = parse_config(InspectConfig, overrides, flags, beneath=settings)
     from pretraining.tools.inspect import inspect
 
     manifest = restorable.manifest if restorable else None
@@ -115,7 +112,6 @@ def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Check checkpoints or token files."""
     config = parse_config(VerifyConfig, _first_word_names("ckpt_path", overrides), flags)
-    check_verify_config(config)
     if config.ckpt_path is not None:
         from pretraining.tools.verify_checkpoints import verify_checkpoints
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -36,8 +37,9 @@ def through_fire(*arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def value_of(name: str, *arguments: str) -> object:
-    """One setting of a training run started with these words, on dummy data unless they say otherwise."""
-    overrides, flags = through_fire(*arguments)
+    """One setting of a training run started with these words, on some data unless they name its source."""
+    source = [] if any(re.search("data.path|use.dummy", word) for word in arguments) else ["--data_path=d"]
+    overrides, flags = through_fire(*source, *arguments)
     return values_of(parse_config(TrainConfig, overrides, flags))[name]
 
 
@@ -72,11 +74,11 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["--use-dummy-dataset", "--seed=1"], "use_dummy_dataset", True),
         (["--data_path=1e5"], "data_path", "1e5"),
         (["--data_path=a=b"], "data_path", "a=b"),
-        (["--data_path=None"], "data_path", None),
+        (["--data_path=None", "--use_dummy_dataset"], "data_path", None),
         (["--datasets=a"], "datasets", ("a",)),
         (["--datasets=a,b"], "datasets", ("a", "b")),
         (["--datasets=[a,b]"], "datasets", ("a", "b")),
-        (["--weights=1,2"], "weights", (1.0, 2.0)),
+        (["--weights=1,2", "--datasets=a,b"], "weights", (1.0, 2.0)),
         (["--model_variant=llama3.2_1b"], "model_variant", "llama3.2_1b"),
         (["--sharding_strategy=FSDP"], "sharding_strategy", "fsdp"),
         (["--sharding_strategy=HSDP-zero2"], "sharding_strategy", "hsdp_zero2"),

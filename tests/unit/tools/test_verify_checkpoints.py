@@ -25,7 +25,8 @@ from pretraining.checkpoint.layout import Box, Piece
 from pretraining.checkpoint.listing import MANIFEST
 from pretraining.checkpoint.pt_files import MODEL_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.tensor_files import checksum_file, write_tensors
-from pretraining.config.commands import VerifyConfig, check_verify_config
+from pretraining.config.commands import VerifyConfig
+from pretraining.config.rules import check_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.tools.verify_checkpoints import coverage_fault, faults_of, verify_checkpoints
 
@@ -229,7 +230,7 @@ def test_a_run_is_checked_wholly_and_what_is_incomplete_is_said(tmp_path: Path) 
 )
 def test_there_is_one_thing_to_check(given: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_verify_config(VerifyConfig(**given))
+        check_config(VerifyConfig(**given))
 
 
 @st.composite
