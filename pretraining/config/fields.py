@@ -165,7 +165,7 @@ def _settings_in(holder: type, section: str, instance: Any, silent_change: bool)
     for field in dataclasses.fields(holder):
         default = _default(field) if instance is None else getattr(instance, field.name)
         silent = silent_change or field.metadata.get("silent_change", False)
-        if _is_section(hints[field.name]):
+        if not section and _is_section(hints[field.name]):
             settings += _settings_in(hints[field.name], field.name, None if default is MISSING else default, silent)
         else:
             settings.append(
@@ -195,13 +195,16 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
         many, annotation = True, get_args(annotation)[0]
     if get_origin(annotation) is Annotated:
         annotation, *extras = get_args(annotation)
-    if get_origin(annotation) is Literal:
+    if get_origin(annotation) is Literal and all(isinstance(choice, str) for choice in get_args(annotation)):
         annotation, choices = str, get_args(annotation)
     if annotation not in (str, int, float, bool, Duration) or (optional and many):
         raise TypeError(
-            f"{name}: settings are str, int, float, bool, Duration, Literal texts, one of them | None, or a "
+            f"{name}: settings are str, int, float, bool, Duration, a Literal of texts, one of them | None, or a "
             "tuple[…, ...] of one"
         )
+    unknown = [extra for extra in extras if not isinstance(extra, (Ge, Le, Lt, Units))]
+    if unknown:
+        raise TypeError(f"{name}: nothing enforces {unknown[0]}; limits are Ge, Le, Lt and Units")
     units = next((extra.names for extra in extras if isinstance(extra, Units)), UNITS)
     return {
         "base": annotation,
@@ -209,5 +212,5 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
         "many": many,
         "choices": choices,
         "units": units if annotation is Duration else (),
-        "limits": {type(extra): dataclasses.astuple(extra)[0] for extra in extras if isinstance(extra, (Ge, Le, Lt))},
+        "limits": {type(extra): dataclasses.astuple(extra)[0] for extra in extras if not isinstance(extra, Units)},
     }

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from annotated_types import Gt
 from helpers import ROOT
 
 from pretraining.config.fields import build, required, sections_of, setting, settings_of, values_of
@@ -113,15 +115,41 @@ class MaybeMany:
     several: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Numbered:
+    """Choices that are no texts."""
+
+    level: Literal[1, 2] = 1
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A section inside a section."""
+
+    twice: Twice = Twice()
+
+
+@dataclass(frozen=True)
+class Unlimited:
+    """A limit that parsing does not know."""
+
+    count: Annotated[int, Gt(0)] = 1
+
+
 def test_two_settings_cannot_share_a_name() -> None:
     with pytest.raises(TypeError, match="Twice has two settings named width"):
         settings_of(Twice)
 
 
-@pytest.mark.parametrize("root", [Unreadable, Ambiguous, MaybeMany])
+@pytest.mark.parametrize("root", [Unreadable, Ambiguous, MaybeMany, Numbered, Nested])
 def test_a_type_that_no_text_stands_for_is_refused(root: type) -> None:
     with pytest.raises(TypeError, match="settings are str, int"):
         settings_of(root)
+
+
+def test_a_limit_that_nothing_enforces_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"count: nothing enforces Gt\(gt=0\)"):
+        settings_of(Unlimited)
 
 
 def test_every_setting_of_a_training_run_is_explained() -> None:
