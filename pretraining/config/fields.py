@@ -22,7 +22,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import BaseMetadata, Ge, Le, Lt
 
 from pretraining.progress import UNITS, Duration
 
@@ -195,16 +195,16 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
         many, annotation = True, get_args(annotation)[0]
     if get_origin(annotation) is Annotated:
         annotation, *extras = get_args(annotation)
+    for extra in extras:
+        if isinstance(extra, BaseMetadata) and not isinstance(extra, (Ge, Le, Lt)):
+            raise TypeError(f"{name}: nothing enforces {extra}; limits are Ge, Le and Lt")
     if get_origin(annotation) is Literal and all(isinstance(choice, str) for choice in get_args(annotation)):
         annotation, choices = str, get_args(annotation)
     if annotation not in (str, int, float, bool, Duration) or (optional and many):
         raise TypeError(
-            f"{name}: settings are str, int, float, bool, Duration, a Literal of texts, one of them | None, or a "
+            f"{name}: settings are str, int, float, bool, Duration, Literal texts, one of them | None, or a "
             "tuple[…, ...] of one"
         )
-    unknown = [extra for extra in extras if not isinstance(extra, (Ge, Le, Lt, Units))]
-    if unknown:
-        raise TypeError(f"{name}: nothing enforces {unknown[0]}; limits are Ge, Le, Lt and Units")
     units = next((extra.names for extra in extras if isinstance(extra, Units)), UNITS)
     return {
         "base": annotation,
@@ -212,5 +212,5 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
         "many": many,
         "choices": choices,
         "units": units if annotation is Duration else (),
-        "limits": {type(extra): dataclasses.astuple(extra)[0] for extra in extras if not isinstance(extra, Units)},
+        "limits": {type(extra): dataclasses.astuple(extra)[0] for extra in extras if isinstance(extra, (Ge, Le, Lt))},
     }
