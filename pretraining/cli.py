@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import fire
@@ -87,7 +86,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Show the checkpoints of a run."""
-    config = parse_config(ListConfig, _first_word_names("run_path", overrides), flags)
+    config = parse_config(ListConfig, overrides, flags)
     from pretraining.tools.list_checkpoints import list_checkpoints
 
     list_checkpoints(config)
@@ -95,7 +94,7 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Write a checkpoint in a form that other programs read."""
-    config = parse_config(ExportConfig, _first_word_names("ckpt_load_path", overrides), flags)
+    config = parse_config(ExportConfig, overrides, flags)
     from pretraining.tools.export import export
 
     export(config)
@@ -103,7 +102,7 @@ def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Make a run of a Hugging Face Llama."""
-    config = parse_config(ImportConfig, _first_word_names("input_path", overrides), flags)
+    config = parse_config(ImportConfig, overrides, flags)
     from pretraining.tools.import_weights import import_weights
 
     import_weights(config)
@@ -111,7 +110,7 @@ def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Check checkpoints or token files."""
-    config = parse_config(VerifyConfig, _first_word_names("ckpt_path", overrides), flags)
+    config = parse_config(VerifyConfig, overrides, flags)
     if config.ckpt_path is not None:
         from pretraining.tools.verify_checkpoints import verify_checkpoints
 
@@ -129,13 +128,6 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     from pretraining.tools.doctor.doctor import doctor
 
     doctor(config, layout)
-
-
-def _first_word_names(setting: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides, the first of which may be a path alone."""
-    first, *others = overrides or [""]
-    is_path = bool(first) and ("=" not in first or Path(first).exists())
-    return [f"{setting}={first}", *others] if is_path else list(overrides)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type, str]] = {

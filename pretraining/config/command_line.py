@@ -11,9 +11,11 @@ Settings come from defaults < recipes, left to right < command line; then the ru
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
+from pretraining.config.fields import settings_of
 from pretraining.config.recipes import RECIPE_SUFFIXES, read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.training import TrainConfig
@@ -40,7 +42,8 @@ def parse_config(
 
     Args:
         root: the dataclass.
-        overrides: positional `name=value`; of the same name the last one counts.
+        overrides: positional `name=value`; of the same name the last one counts. The first may be the value alone of a
+            setting that is declared as `first_word`.
         flags: text by flag name, as fire hands it over; "True", "False" or None stand for a flag without a value. From
             Python, any value that can be written as text.
         beneath: settings that come before those of recipes, such as a checkpoint's.
@@ -48,7 +51,7 @@ def parse_config(
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
     """
-    assignments, problems = _read_arguments(overrides, flags or {})
+    assignments, problems = _read_arguments(_name_first_word(root, overrides), flags or {})
     recipe_names = RECIPE_NAMES if issubclass(root, TrainConfig) else ()
     recipes, problems_of_recipes = _read_recipes([given for given in assignments if given.name in recipe_names])
     reader = Reader(root, also_known=recipe_names)
@@ -70,6 +73,14 @@ def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[st
     reader = Reader(TrainConfig)
     reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
     return reader.values.get(name)
+
+
+def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides, each with its name: the first may be a path alone, where a setting takes one."""
+    first, *others = overrides or [""]
+    names = [setting.name for setting in settings_of(root).values() if setting.first_word]
+    is_path = bool(names and first) and ("=" not in first or Path(first).exists())
+    return [f"{names[0]}={first}", *others] if is_path else list(overrides)
 
 
 def _read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[Assignment], list[str]]:

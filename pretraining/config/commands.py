@@ -109,7 +109,9 @@ _SIZE_UNITS = {
 class ExportConfig:
     """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
 
-    ckpt_load_path: str = required("checkpoint, or run whose newest one is taken; also as the first word")
+    ckpt_load_path: str = required(
+        "checkpoint, or run whose newest one is taken; also as the first word", first_word=True
+    )
     output_path: str = required("folder to make; it appears when it is complete")
     format: Literal["hf", "full"] = setting(
         "hf",
@@ -145,7 +147,7 @@ class ExportConfig:
 class ImportConfig:
     """Make a run of a Hugging Face Llama: a checkpoint of step 0 with its weights, in float32."""
 
-    input_path: str = required("folder with config.json and safetensors files; also as the first word")
+    input_path: str = required("folder with config.json and safetensors files; also as the first word", first_word=True)
     ckpt_save_path: str = required("the run's folder; it may not hold a checkpoint yet")
 
 
@@ -153,7 +155,7 @@ class ImportConfig:
 class ListConfig:
     """Show the checkpoints of a run. Their content is not read: `pretrain verify` does that."""
 
-    run_path: str = required("the run's folder; also as the first word")
+    run_path: str = required("the run's folder; also as the first word", first_word=True)
     json: bool = setting(False, "one JSON object a checkpoint")
 
 
@@ -202,7 +204,9 @@ class VerifyConfig:
     """Read token files or checkpoints wholly and name every fault. The status is 0 only if there is none."""
 
     ckpt_path: str | None = setting(
-        None, "checkpoint to check, or run, of which all are; also as the first word: `pretrain verify runs/a`"
+        None,
+        "checkpoint to check, or run, of which all are; also as the first word: `pretrain verify runs/a`",
+        first_word=True,
     )
     data_path: str | None = setting(None, "root folder of the datasets to check, as for training")
     datasets: tuple[str, ...] = setting(

@@ -43,7 +43,14 @@ RunLength = Annotated[Duration, Units(("steps", "tokens", "epochs"))]
 Time = Annotated[Duration, Units(("seconds",))]
 
 
-def setting(default: T, help: str = "", *, silent_change: bool = False, aliases: Mapping[str, str] | None = None) -> T:
+def setting(
+    default: T,
+    help: str = "",
+    *,
+    silent_change: bool = False,
+    aliases: Mapping[str, str] | None = None,
+    first_word: bool = False,
+) -> T:
     """Declares a setting, or a section of them.
 
     Args:
@@ -52,14 +59,15 @@ def setting(default: T, help: str = "", *, silent_change: bool = False, aliases:
         silent_change: whether a resumed run may change it without a word, because it only says where things are, what
             is shown or how the work is laid out, or because another line says it. Of a section: of all its settings.
         aliases: foreign spellings of its values, and what they mean.
+        first_word: whether it may be a word alone, before the flags: `pretrain verify runs/a`.
     """
-    metadata = {"help": help, "silent_change": silent_change, "aliases": aliases or {}}
+    metadata = {"help": help, "silent_change": silent_change, "aliases": aliases or {}, "first_word": first_word}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def required(help: str) -> Any:
-    """Declares a setting without a default: the user must give it."""
-    return dataclasses.field(metadata={"help": help})
+def required(help: str, *, first_word: bool = False) -> Any:
+    """Declares a setting without a default: the user must give it. `first_word` is as in `setting`."""
+    return dataclasses.field(metadata={"help": help, "first_word": first_word})
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class Setting:
         units: of a duration, the units that are meaningful.
         limits: of a number, by `Ge`, `Le` or `Lt`.
         silent_change: whether a resumed run may change it without a word.
+        first_word: whether it may be a word alone, before the flags.
     """
 
     name: str
@@ -93,6 +102,7 @@ class Setting:
     units: tuple[str, ...]
     limits: Mapping[type, float]
     silent_change: bool
+    first_word: bool
 
     @property
     def required(self) -> bool:
@@ -176,6 +186,7 @@ def _settings_in(holder: type, section: str, instance: Any, silent_change: bool)
                     help=field.metadata.get("help", ""),
                     aliases=field.metadata.get("aliases", {}),
                     silent_change=silent,
+                    first_word=field.metadata.get("first_word", False),
                     **_read_annotation(hints[field.name], field.name),
                 )
             )

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretraining.config.command_line import load_train_config, parse_config
+from pretraining.config.commands import ListConfig
 from pretraining.config.fields import required, setting, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
@@ -217,6 +218,15 @@ class Flat:
 
 def test_a_flat_dataclass_is_parsed_by_the_same_rules() -> None:
     assert parse_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}) == Flat("x", 4)
+
+
+def test_the_first_word_may_be_a_path_alone(tmp_path: Path) -> None:
+    (tmp_path / "lr=3").mkdir()
+    for path in ("runs/a", str(tmp_path / "lr=3")):
+        assert parse_config(ListConfig, [path, "json=true"]) == ListConfig(path, json=True)
+    assert parse_config(ListConfig, ["run_path=a"]) == ListConfig("a")
+    with pytest.raises(ConfigError, match="'runs/a' sets nothing"):
+        parse_config(Flat, ["runs/a", "output_path=x"])
 
 
 def test_a_required_setting_that_is_missing_is_explained() -> None:
