@@ -12,13 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import fire
 from fire.decorators import SetParseFn
 
-from pretraining.config.command_line import load_run_config, load_train_config, parse_config, value_on_command_line
+from pretraining.config.command_line import load_train_config, parse_config, value_on_command_line
 from pretraining.config.commands import (
     DoctorConfig,
     ExportConfig,
@@ -27,8 +26,6 @@ from pretraining.config.commands import (
     ListConfig,
     PrepareConfig,
     VerifyConfig,
-    check_inspect_config,
-    check_verify_config,
 )
 from pretraining.config.help import help_text
 from pretraining.config.recipes import parse_recipe
@@ -66,8 +63,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Show what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
     named = value_on_command_line("ckpt_load_path", overrides, flags)
     if named is None:
-        config = load_run_config(InspectConfig, overrides, flags)
-        check_inspect_config(config)
+        config = parse_config(InspectConfig, overrides, flags)
     from pretraining.checkpoint.start_point import adopt_model, find_checkpoint, newest_run_path
 
     path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
@@ -79,7 +75,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     else:
         assert restorable is not None  # a load path without a checkpoint is an error
         settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
-        config = load_run_config(InspectConfig, overrides, flags, beneath=settings)
+        config = parse_config(InspectConfig, overrides, flags, beneath=settings)
     from pretraining.tools.inspect import inspect
 
     manifest = restorable.manifest if restorable else None
@@ -90,7 +86,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Show the checkpoints of a run."""
-    config = parse_config(ListConfig, _first_word_names("run_path", overrides), flags)
+    config = parse_config(ListConfig, overrides, flags)
     from pretraining.tools.list_checkpoints import list_checkpoints
 
     list_checkpoints(config)
@@ -98,7 +94,7 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Write a checkpoint in a form that other programs read."""
-    config = parse_config(ExportConfig, _first_word_names("ckpt_load_path", overrides), flags)
+    config = parse_config(ExportConfig, overrides, flags)
     from pretraining.tools.export import export
 
     export(config)
@@ -106,7 +102,7 @@ def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Make a run of a Hugging Face Llama."""
-    config = parse_config(ImportConfig, _first_word_names("input_path", overrides), flags)
+    config = parse_config(ImportConfig, overrides, flags)
     from pretraining.tools.import_weights import import_weights
 
     import_weights(config)
@@ -114,8 +110,7 @@ def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Check checkpoints or token files."""
-    config = parse_config(VerifyConfig, _first_word_names("ckpt_path", overrides), flags)
-    check_verify_config(config)
+    config = parse_config(VerifyConfig, overrides, flags)
     if config.ckpt_path is not None:
         from pretraining.tools.verify_checkpoints import verify_checkpoints
 
@@ -133,13 +128,6 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     from pretraining.tools.doctor.doctor import doctor
 
     doctor(config, layout)
-
-
-def _first_word_names(setting: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides, the first of which may be a path alone."""
-    first, *others = overrides or [""]
-    is_path = bool(first) and ("=" not in first or Path(first).exists())
-    return [f"{setting}={first}", *others] if is_path else list(overrides)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type, str]] = {

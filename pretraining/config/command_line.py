@@ -5,16 +5,17 @@
         flags                      --learning_rate=3e-4, --optimizer.learning_rate 3e-4, --use-dummy-dataset,
                                    --nomixed_precision
 
-`load_train_config` is the entry of a training run: defaults < recipes, left to right < command line, then the rules
-over several settings. `parse_config` reads any dataclass of settings, without recipes and rules.
+Settings come from defaults < recipes, left to right < command line; then the rules over several settings are checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
+from pretraining.config.fields import settings_of
 from pretraining.config.recipes import RECIPE_SUFFIXES, read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.training import TrainConfig
@@ -22,63 +23,42 @@ from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError
 
 T = TypeVar("T")
-Run = TypeVar("Run", bound=TrainConfig)
-
-
-def parse_config(root: type[T], overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> T:
-    """Parses a command line into a dataclass of settings.
-
-    Args:
-        root: the dataclass.
-        overrides: positional `name=value`; of the same name the last one counts.
-        flags: text by flag name, as fire hands it over; "True", "False" or None stand for a flag without a value. From
-            Python, any value that can be written as text.
-
-    Raises:
-        ConfigError: carries every problem found.
-    """
-    assignments, problems = _read_arguments(overrides, flags or {})
-    reader = Reader(root)
-    reader.read(assignments)
-    config = reader.build()
-    if config is None or problems or reader.problems:
-        raise ConfigError(problems + reader.problems)
-    return config
 
 
 def load_train_config(overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Reads recipes and the command line of a training run, and checks that the settings fit each other.
-
-    The flag `recipe` (or `config`) names recipes, a comma list read left to right.
-
-    Raises:
-        ConfigError: carries every problem found, of recipes, flags and rules.
-    """
-    return load_run_config(TrainConfig, overrides, flags)
+    """Reads the settings of a training run; see `parse_config`."""
+    return parse_config(TrainConfig, overrides, flags)
 
 
-def load_run_config(
-    root: type[Run],
+def parse_config(
+    root: type[T],
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     beneath: Sequence[Assignment] = (),
-) -> Run:
-    """Does what `load_train_config` does for a root that may have sections besides those of training.
+) -> T:
+    """Reads a command line into a dataclass of settings, and checks that they fit each other.
 
-    Settings `beneath`, such as a checkpoint's, come before those of recipes.
+    Where the settings are those of training, the flag `recipe` (or `config`) names recipes, a comma list.
+
+    Args:
+        root: the dataclass.
+        overrides: positional `name=value`; of the same name the last one counts. The first may be the value alone of a
+            setting that is declared as `first_word`.
+        flags: text by flag name, as fire hands it over; "True", "False" or None stand for a flag without a value. From
+            Python, any value that can be written as text.
+        beneath: settings that come before those of recipes, such as a checkpoint's.
 
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
     """
-    assignments, problems = _read_arguments(overrides, flags or {})
-    recipes, problems_of_recipes = _read_recipes([given for given in assignments if given.name in RECIPE_NAMES])
-    problems += problems_of_recipes
-    reader = Reader(root, also_known=RECIPE_NAMES)
-    for recipe in (beneath, *recipes):
-        reader.read(recipe)
-    reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
+    assignments, problems = _read_arguments(_name_first_word(root, overrides), flags or {})
+    recipe_names = RECIPE_NAMES if issubclass(root, TrainConfig) else ()
+    recipes, problems_of_recipes = _read_recipes([given for given in assignments if given.name in recipe_names])
+    reader = Reader(root, also_known=recipe_names)
+    for source in (beneath, *recipes, [given for given in assignments if given.name not in recipe_names]):
+        reader.read(source)
     config = reader.build()
-    problems += reader.problems
+    problems += problems_of_recipes + reader.problems
     # Without its recipe a run looks incomplete in ways that it is not.
     if config is not None and not problems_of_recipes:
         problems += find_problems(config, reader.unreadable)
@@ -93,6 +73,14 @@ def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[st
     reader = Reader(TrainConfig)
     reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
     return reader.values.get(name)
+
+
+def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides, each with its name: the first may be a path alone, where a setting takes one."""
+    first, *others = overrides or [""]
+    names = [setting.name for setting in settings_of(root).values() if setting.first_word]
+    is_path = bool(names and first) and ("=" not in first or Path(first).exists())
+    return [f"{names[0]}={first}", *others] if is_path else list(overrides)
 
 
 def _read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[Assignment], list[str]]:

@@ -1,13 +1,12 @@
-"""The settings of the commands besides `pretrain train`: a dataclass each, and the check of what fits together.
+"""The settings of the commands besides `pretrain train`: a dataclass each.
 
-A setting is read by the commands whose dataclass has it. `pretrain inspect` has those of training, which decide what a
-step trains on, and a section of its own.
+A command reads the settings of its dataclass. `pretrain inspect` has those of training, which decide what a step trains
+on, and a section of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -100,55 +99,6 @@ class PrepareConfig:
         return name[: -len(max(matching, key=len))] if matching else name
 
 
-def check_prepare_config(config: PrepareConfig) -> None:
-    """Refuses settings that contradict each other.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    _refuse([*_input_problems(config), *_output_problems(config)])
-
-
-def _input_problems(config: PrepareConfig) -> Iterator[str]:
-    given = {
-        "--input_path": ",".join(config.input_path),
-        "--source": config.source,
-        "--hf_dataset": config.hf_dataset,
-    }
-    named = [f"{flag}={value}" for flag, value in given.items() if value]
-    if not named:
-        yield (
-            "there is no text to prepare: give --input_path=<files, folders or globs>, --hf_dataset=<name or folder> "
-            "or --source=stdlib"
-        )
-    if len(named) > 1:
-        yield f"{' and '.join(named)} all say which text to read: give one of them"
-    if config.hf_config is not None and config.hf_dataset is None:
-        yield f"--hf_config={config.hf_config} is of which dataset? Give --hf_dataset too, or leave it out"
-    if config.input_path and not config.extensions:
-        yield (
-            "--extensions is empty, so that no file of a folder would be read: name some, such as "
-            "--extensions=txt,jsonl"
-        )
-
-
-def _output_problems(config: PrepareConfig) -> Iterator[str]:
-    if config.tokenizer_path is not None and config.vocab_size is not None:
-        yield (
-            f"--vocab_size={config.vocab_size} is for a tokenizer trained here, or for token ids without one, but "
-            "--tokenizer_path gives one: drop one of them"
-        )
-    name = config.dataset_name
-    if not name and config.dataset is None:
-        if config.input_path:
-            yield "several inputs or a glob suggest no name for the dataset: give --dataset=<name>"
-    elif not name or name.startswith(".") or "/" in name or "," in name:
-        yield (
-            f"{name!r} cannot be a dataset's name (a plain folder name, without '/' and ',', not hidden): give "
-            "another --dataset"
-        )
-
-
 _SIZE_UNITS = {
     **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
@@ -159,7 +109,9 @@ _SIZE_UNITS = {
 class ExportConfig:
     """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
 
-    ckpt_load_path: str = required("checkpoint, or run whose newest one is taken; also as the first word")
+    ckpt_load_path: str = required(
+        "checkpoint, or run whose newest one is taken; also as the first word", first_word=True
+    )
     output_path: str = required("folder to make; it appears when it is complete")
     format: Literal["hf", "full"] = setting(
         "hf",
@@ -195,7 +147,7 @@ class ExportConfig:
 class ImportConfig:
     """Make a run of a Hugging Face Llama: a checkpoint of step 0 with its weights, in float32."""
 
-    input_path: str = required("folder with config.json and safetensors files; also as the first word")
+    input_path: str = required("folder with config.json and safetensors files; also as the first word", first_word=True)
     ckpt_save_path: str = required("the run's folder; it may not hold a checkpoint yet")
 
 
@@ -203,7 +155,7 @@ class ImportConfig:
 class ListConfig:
     """Show the checkpoints of a run. Their content is not read: `pretrain verify` does that."""
 
-    run_path: str = required("the run's folder; also as the first word")
+    run_path: str = required("the run's folder; also as the first word", first_word=True)
     json: bool = setting(False, "one JSON object a checkpoint")
 
 
@@ -247,45 +199,14 @@ class InspectConfig(TrainConfig):
     inspect: InspectSettings = InspectSettings()
 
 
-def check_inspect_config(config: InspectConfig) -> None:
-    """Refuses settings that contradict each other.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    _refuse([*_shown_problems(config.inspect), *_rank_problems(config.inspect)])
-
-
-def _shown_problems(asked: InspectSettings) -> Iterator[str]:
-    if asked.steps is None:
-        if asked.step is None and asked.sample_id is None:
-            yield "nothing to show: give --step=N, --sample_id=N, or --steps=A-B for a summary"
-        return
-    single = {"step": asked.step, "sample_id": asked.sample_id, "rank": asked.rank, "tokens": asked.tokens or None}
-    given = [f"--{name}" for name, value in single.items() if value is not None]
-    if given:
-        yield f"--steps={asked.steps} is a summary of whole steps: leave out {', '.join(given)}"
-    try:
-        _ = asked.step_range
-    except ValueError:
-        yield f"--steps={asked.steps}: write the first and the last step, as in --steps=1-1000"
-
-
-def _rank_problems(asked: InspectSettings) -> Iterator[str]:
-    if asked.rank is None:
-        return
-    if asked.world_size is None:
-        yield f"--rank={asked.rank} is one of how many? Give --world_size=<number of GPUs> too"
-    elif asked.rank >= asked.world_size:
-        yield f"--rank={asked.rank} is not there: --world_size={asked.world_size} has ranks 0 to {asked.world_size - 1}"
-
-
 @dataclass(frozen=True)
 class VerifyConfig:
     """Read token files or checkpoints wholly and name every fault. The status is 0 only if there is none."""
 
     ckpt_path: str | None = setting(
-        None, "checkpoint to check, or run, of which all are; also as the first word: `pretrain verify runs/a`"
+        None,
+        "checkpoint to check, or run, of which all are; also as the first word: `pretrain verify runs/a`",
+        first_word=True,
     )
     data_path: str | None = setting(None, "root folder of the datasets to check, as for training")
     datasets: tuple[str, ...] = setting(
@@ -297,26 +218,6 @@ class VerifyConfig:
     )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one a core")
-
-
-def check_verify_config(config: VerifyConfig) -> None:
-    """Refuses settings that contradict each other.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    _refuse([*_verify_problems(config)])
-
-
-def _verify_problems(config: VerifyConfig) -> Iterator[str]:
-    if config.ckpt_path is None and config.data_path is None:
-        yield "nothing to check: give a checkpoint or run, as in `pretrain verify runs/a`, or --data_path"
-    if config.ckpt_path is not None and config.data_path is not None:
-        yield f"--ckpt_path={config.ckpt_path} and --data_path={config.data_path} are two things to check: give one"
-    elif config.ckpt_path is not None:
-        for name in ("datasets", "vocab_size"):
-            if getattr(config, name):
-                yield f"--{name} is about token files, and --ckpt_path about checkpoints: leave it out"
 
 
 @dataclass(frozen=True)
@@ -337,8 +238,3 @@ class DoctorConfig:
         1.3, "name a rank or a link that is this many times slower than the median of the others"
     )
     json: bool = setting(False, "one JSON object in place of the tables")
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError(problems)

@@ -22,7 +22,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import BaseMetadata, Ge, Le, Lt
 
 from pretraining.progress import UNITS, Duration
 
@@ -50,7 +50,14 @@ RunLength = Annotated[Duration, Units(("steps", "tokens", "epochs"))]
 Time = Annotated[Duration, Units(("seconds",))]
 
 
-def setting(default: T, help: str = "", *, silent_change: bool = False, aliases: Mapping[str, str] | None = None) -> T:
+def setting(
+    default: T,
+    help: str = "",
+    *,
+    silent_change: bool = False,
+    aliases: Mapping[str, str] | None = None,
+    first_word: bool = False,
+) -> T:
     """Declares a setting, or a section of them.
 
     Args:
@@ -59,14 +66,15 @@ def setting(default: T, help: str = "", *, silent_change: bool = False, aliases:
         silent_change: whether a resumed run may change it without a word, because it only says where things are, what
             is shown or how the work is laid out, or because another line says it. Of a section: of all its settings.
         aliases: foreign spellings of its values, and what they mean.
+        first_word: whether it may be a word alone, before the flags: `pretrain verify runs/a`.
     """
-    metadata = {"help": help, "silent_change": silent_change, "aliases": aliases or {}}
+    metadata = {"help": help, "silent_change": silent_change, "aliases": aliases or {}, "first_word": first_word}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def required(help: str) -> Any:
-    """Declares a setting without a default: the user must give it."""
-    return dataclasses.field(metadata={"help": help})
+def required(help: str, *, first_word: bool = False) -> Any:
+    """Declares a setting without a default: the user must give it. `first_word` is as in `setting`."""
+    return dataclasses.field(metadata={"help": help, "first_word": first_word})
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,7 @@ class Setting:
         limits: of a number, by `Ge`, `Le` or `Lt`.
         pluggable: whether a user's own, as `package.module:Name`, is a choice, too.
         silent_change: whether a resumed run may change it without a word.
+        first_word: whether it may be a word alone, before the flags.
     """
 
     name: str
@@ -102,6 +111,7 @@ class Setting:
     limits: Mapping[type, float]
     pluggable: bool
     silent_change: bool
+    first_word: bool
 
     @property
     def required(self) -> bool:
@@ -174,7 +184,7 @@ def _settings_in(holder: type, section: str, instance: Any, silent_change: bool)
     for field in dataclasses.fields(holder):
         default = _default(field) if instance is None else getattr(instance, field.name)
         silent = silent_change or field.metadata.get("silent_change", False)
-        if _is_section(hints[field.name]):
+        if not section and _is_section(hints[field.name]):
             settings += _settings_in(hints[field.name], field.name, None if default is MISSING else default, silent)
         else:
             settings.append(
@@ -185,6 +195,7 @@ def _settings_in(holder: type, section: str, instance: Any, silent_change: bool)
                     help=field.metadata.get("help", ""),
                     aliases=field.metadata.get("aliases", {}),
                     silent_change=silent,
+                    first_word=field.metadata.get("first_word", False),
                     **_read_annotation(hints[field.name], field.name),
                 )
             )
@@ -204,7 +215,10 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
         many, annotation = True, get_args(annotation)[0]
     if get_origin(annotation) is Annotated:
         annotation, *extras = get_args(annotation)
-    if get_origin(annotation) is Literal:
+    for extra in extras:
+        if isinstance(extra, BaseMetadata) and not isinstance(extra, (Ge, Le, Lt)):
+            raise TypeError(f"{name}: nothing enforces {extra}; limits are Ge, Le and Lt")
+    if get_origin(annotation) is Literal and all(isinstance(choice, str) for choice in get_args(annotation)):
         annotation, choices = str, get_args(annotation)
     if annotation not in (str, int, float, bool, Duration) or (optional and many):
         raise TypeError(

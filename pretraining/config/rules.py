@@ -1,8 +1,9 @@
 """Every rule that looks at more than one setting, or at more of one than its type and limits, in one place.
 
-A rule is a function from the configuration to the problems that it sees. It names the settings it reads: it is left out
-where one of them could not be read and would only make a second, misleading problem. Rules use what is known before a
-run starts; what needs the number of GPUs or the data is checked where that is known (`batch.py`, `Duration.to_steps`).
+A rule is a function from the configuration of a command to the problems that it sees; the annotation says which
+configuration. It names the settings it reads: it is left out where one of them could not be read and would only make a
+second, misleading problem. Rules use what is known before a run starts; what needs the number of GPUs or the data is
+checked where that is known (`batch.py`, `Duration.to_steps`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar, get_type_hints
 
+from pretraining.config.commands import InspectConfig, PrepareConfig, VerifyConfig
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, parse_options
 from pretraining.config.training import (
@@ -30,7 +33,7 @@ FLOAT8_MULTIPLE = 16
 """Sides of matrices that multiply in float8 are multiples of this."""
 
 Problems = Iterator[str]
-Check = Callable[[TrainConfig], Problems]
+Check = TypeVar("Check", bound=Callable[..., Problems])
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,20 @@ class Rule:
     """A check over several settings.
 
     Attributes:
+        root: the configurations that it is for.
         reads: names of the settings that it looks at.
         check: yields a sentence for each problem, naming the flag to change.
     """
 
+    root: type
     reads: frozenset[str]
-    check: Check
+    check: Callable[..., Problems]
 
 
 RULES: list[Rule] = []
 
 
-def check_config(config: TrainConfig) -> None:
+def check_config(config: Any) -> None:
     """Checks a configuration that was made in Python: type and limits of each setting, then the rules over several.
 
     Raises:
@@ -66,21 +71,22 @@ def check_config(config: TrainConfig) -> None:
         raise ConfigError(found)
 
 
-def find_problems(config: TrainConfig, unreadable: Collection[str] = ()) -> list[str]:
+def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
     """Returns what the rules have to say about a configuration whose single values are within their limits.
 
     Args:
         config: the configuration.
         unreadable: settings that hold their default only because what was given could not be read.
     """
-    return [problem for rule in RULES if rule.reads.isdisjoint(unreadable) for problem in rule.check(config)]
+    rules = [rule for rule in RULES if isinstance(config, rule.root) and rule.reads.isdisjoint(unreadable)]
+    return [problem for rule in rules for problem in rule.check(config)]
 
 
 def _rule(*reads: str) -> Callable[[Check], Check]:
-    """Adds a rule, which reads the named settings, to the list."""
+    """Adds a rule, which reads the named settings of the configuration it is annotated with, to the list."""
 
     def add(check: Check) -> Check:
-        RULES.append(Rule(frozenset(reads), check))
+        RULES.append(Rule(get_type_hints(check)["config"], frozenset(reads), check))
         return check
 
     return add
@@ -402,3 +408,100 @@ def _profiled_steps_need_the_profiler(config: TrainConfig) -> Problems:
         yield f"--profile_steps={steps} needs --use_profiler=true: give it, or leave the steps out"
     if profiler.profile_interval.amount:
         yield f"--profile_interval={profiler.profile_interval} needs --use_profiler=true: give it, or leave it out"
+
+
+# Other commands
+
+
+@_rule("input_path", "source", "hf_dataset")
+def _text_has_one_source(config: PrepareConfig) -> Problems:
+    given = {
+        "--input_path": ",".join(config.input_path),
+        "--source": config.source,
+        "--hf_dataset": config.hf_dataset,
+    }
+    named = [f"{flag}={value}" for flag, value in given.items() if value]
+    if not named:
+        yield (
+            "there is no text to prepare: give --input_path=<files, folders or globs>, --hf_dataset=<name or folder> "
+            "or --source=stdlib"
+        )
+    if len(named) > 1:
+        yield f"{' and '.join(named)} all say which text to read: give one of them"
+
+
+@_rule("hf_config", "hf_dataset")
+def _a_configuration_is_of_a_dataset(config: PrepareConfig) -> Problems:
+    if config.hf_config is not None and config.hf_dataset is None:
+        yield f"--hf_config={config.hf_config} is of which dataset? Give --hf_dataset too, or leave it out"
+
+
+@_rule("input_path", "extensions")
+def _folders_have_files_to_read(config: PrepareConfig) -> Problems:
+    if config.input_path and not config.extensions:
+        yield (
+            "--extensions is empty, so that no file of a folder would be read: name some, such as "
+            "--extensions=txt,jsonl"
+        )
+
+
+@_rule("tokenizer_path", "vocab_size")
+def _a_vocabulary_is_of_a_tokenizer_trained_here(config: PrepareConfig) -> Problems:
+    if config.tokenizer_path is not None and config.vocab_size is not None:
+        yield (
+            f"--vocab_size={config.vocab_size} is for a tokenizer trained here, or for token ids without one, but "
+            "--tokenizer_path gives one: drop one of them"
+        )
+
+
+@_rule("dataset", "source", "hf_dataset", "input_path", "extensions")
+def _a_dataset_is_named_like_a_folder(config: PrepareConfig) -> Problems:
+    name = config.dataset_name
+    if not name and config.dataset is None:
+        if config.input_path:
+            yield "several inputs or a glob suggest no name for the dataset: give --dataset=<name>"
+    elif not name or name.startswith(".") or "/" in name or "," in name:
+        yield (
+            f"{name!r} cannot be a dataset's name (a plain folder name, without '/' and ',', not hidden): give "
+            "another --dataset"
+        )
+
+
+@_rule("step", "steps", "sample_id", "rank", "tokens")
+def _there_is_something_to_show(config: InspectConfig) -> Problems:
+    asked = config.inspect
+    if asked.steps is None:
+        if asked.step is None and asked.sample_id is None:
+            yield "nothing to show: give --step=N, --sample_id=N, or --steps=A-B for a summary"
+        return
+    single = {"step": asked.step, "sample_id": asked.sample_id, "rank": asked.rank, "tokens": asked.tokens or None}
+    given = [f"--{name}" for name, value in single.items() if value is not None]
+    if given:
+        yield f"--steps={asked.steps} is a summary of whole steps: leave out {', '.join(given)}"
+    try:
+        _ = asked.step_range
+    except ValueError:
+        yield f"--steps={asked.steps}: write the first and the last step, as in --steps=1-1000"
+
+
+@_rule("rank", "world_size")
+def _a_rank_is_one_of_the_world(config: InspectConfig) -> Problems:
+    asked = config.inspect
+    if asked.rank is None:
+        return
+    if asked.world_size is None:
+        yield f"--rank={asked.rank} is one of how many? Give --world_size=<number of GPUs> too"
+    elif asked.rank >= asked.world_size:
+        yield f"--rank={asked.rank} is not there: --world_size={asked.world_size} has ranks 0 to {asked.world_size - 1}"
+
+
+@_rule("ckpt_path", "data_path", "datasets", "vocab_size")
+def _there_is_one_thing_to_verify(config: VerifyConfig) -> Problems:
+    if config.ckpt_path is None and config.data_path is None:
+        yield "nothing to check: give a checkpoint or run, as in `pretrain verify runs/a`, or --data_path"
+    if config.ckpt_path is not None and config.data_path is not None:
+        yield f"--ckpt_path={config.ckpt_path} and --data_path={config.data_path} are two things to check: give one"
+    elif config.ckpt_path is not None:
+        for name in ("datasets", "vocab_size"):
+            if getattr(config, name):
+                yield f"--{name} is about token files, and --ckpt_path about checkpoints: leave it out"

@@ -154,14 +154,13 @@ class DataConfig:
 class BatchConfig:
     """How many sequences a step."""
 
-    batch_size: PositiveInt = setting(2, "sequences that one GPU takes at once", silent_change=True)
+    batch_size: PositiveInt = setting(2, "sequences that one GPU takes at once")
     global_batch_size: PositiveInt | None = setting(
         None,
         "sequences an optimizer step over all GPUs; none = batch_size x grad_accum_steps x GPUs, or the checkpoint's",
-        silent_change=True,
     )
     grad_accum_steps: PositiveInt | None = setting(
-        None, "micro-batches a step; none = derived from global_batch_size, or 1", silent_change=True
+        None, "micro-batches a step; none = derived from global_batch_size, or 1"
     )
 
 
@@ -458,7 +457,7 @@ class TrainConfig:
 
     model: ModelConfig = setting(ModelConfig(), silent_change=True)  # a checkpoint's model cannot change
     data: DataConfig = DataConfig()
-    batch: BatchConfig = BatchConfig()
+    batch: BatchConfig = setting(BatchConfig(), silent_change=True)
     run: RunConfig = RunConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -49,7 +49,7 @@ def parse_value(setting: Setting, raw: Raw) -> Any:
     value: Any
     if setting.many:
         value = tuple(_parse_one(setting, text) for text in split_list(raw))
-    elif setting.optional and not isinstance(raw, list) and _is_none(raw):
+    elif setting.optional and _is_none(raw):
         value = None
     elif isinstance(raw, str):
         value = _parse_one(setting, raw)
@@ -99,13 +99,13 @@ def limit_problem(setting: Setting, value: Any) -> str | None:
 
     A parsed value has the right type by construction; one that was put into a dataclass in Python may not.
     """
-    if setting.optional and value is None:
+    if value is None and setting.optional:
         return None
     if setting.many:
         if not isinstance(value, tuple):
             return "a tuple is needed"
         return next(filter(None, (_item_problem(setting, item) for item in value)), None)
-    if setting.optional and isinstance(value, str) and _is_none(value):
+    if setting.optional and _is_none(value):
         return f"{value!r} reads as none: write None, or ./{value} for a path"
     return _item_problem(setting, value)
 
@@ -142,8 +142,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name.lower(), candidates, n=1) + initials), None)
 
 
-def _is_none(raw: str | None) -> bool:
-    return raw is None or raw.strip().lower() in NONE_WORDS
+def _is_none(raw: Any) -> bool:
+    return raw is None or (isinstance(raw, str) and raw.strip().lower() in NONE_WORDS)
 
 
 def _parse_one(setting: Setting, text: str) -> Any:
@@ -187,7 +187,8 @@ def _parse_choice(setting: Setting, text: str) -> str:
 
 def _item_problem(setting: Setting, value: Any) -> str | None:
     """Checks one value against type and limits."""
-    if not _has_type(value, setting.base):
+    accepted: Any = (int, float) if setting.base is float else setting.base
+    if not isinstance(value, accepted) or isinstance(value, bool) != (setting.base is bool):
         hint = ", as Duration.parse makes it," if setting.base is Duration else ""
         return f"{_NOUNS[setting.base]}{hint} is needed"
     if setting.base is Duration and value.unit not in setting.units:
@@ -195,13 +196,6 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
     if setting.choices and value not in setting.choices and not (setting.pluggable and OWN.fullmatch(value)):
         return f"not known, use one of {_choices(setting)}"
     return _number_problem(setting, value) if setting.base in (int, float) else None
-
-
-def _has_type(value: Any, base: type) -> bool:
-    """Whole numbers are numbers; true and false are neither."""
-    if isinstance(value, bool):
-        return base is bool
-    return isinstance(value, (int, float) if base is float else base)
 
 
 def _number_problem(setting: Setting, value: float) -> str | None:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from pretraining.config.batch import BatchPlan
-from pretraining.config.commands import InspectConfig, check_inspect_config
+from pretraining.config.commands import InspectConfig
+from pretraining.config.rules import check_config
 from pretraining.config.training import BatchConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
@@ -197,7 +198,7 @@ def inspect(
         ConfigError: the settings contradict each other.
         DataError: the data cannot be read, or is not in the order that the checkpoint was trained in.
     """
-    check_inspect_config(config)
+    check_config(config)
     asked = config.inspect
     ranks = asked.world_size or 1
     size = _global_batch_size(config.batch, ranks, restored_batch)
@@ -237,7 +238,7 @@ def _show_slots(config: InspectConfig, inspector: Inspector, ranks: int, show: C
         if step is not None and step != sample_step:
             raise ConfigError(f"--sample_id={asked.sample_id} is in step {sample_step}, not in --step={step}")
         step = sample_step
-    assert step is not None  # check_inspect_config asks for one of them
+    assert step is not None  # a rule asks for one of them
     size = inspector.global_batch_size(step)
     share = _plan_of(size, ranks).share(asked.rank) if asked.rank is not None else None
     decode = None

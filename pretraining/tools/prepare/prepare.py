@@ -19,7 +19,8 @@ from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 
-from pretraining.config.commands import PrepareConfig, check_prepare_config
+from pretraining.config.commands import PrepareConfig
+from pretraining.config.rules import check_config
 from pretraining.data.threads import usable_cores
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.errors import DataError
@@ -63,7 +64,7 @@ def prepare(config: PrepareConfig, show: Show = print, layout: ProcessLayout | N
         DataError: the input or the tokenizer cannot be read, the output cannot be written, the dataset is there
             already with other settings, or another process of the job has failed.
     """
-    check_prepare_config(config)
+    check_config(config)
     root = Path(config.output_path).expanduser()
     rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
     threads = config.num_workers or _cores_of_this_process(layout)

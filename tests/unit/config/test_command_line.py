@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretraining.config.command_line import load_train_config, parse_config
+from pretraining.config.commands import ListConfig
 from pretraining.config.fields import required, setting, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
@@ -36,8 +38,9 @@ def through_fire(*arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def value_of(name: str, *arguments: str) -> object:
-    """One setting of a training run started with these words, on dummy data unless they say otherwise."""
-    overrides, flags = through_fire(*arguments)
+    """One setting of a training run started with these words, on some data unless they name its source."""
+    source = [] if any(re.search("data.path|use.dummy", word) for word in arguments) else ["--data_path=d"]
+    overrides, flags = through_fire(*source, *arguments)
     return values_of(parse_config(TrainConfig, overrides, flags))[name]
 
 
@@ -72,11 +75,11 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["--use-dummy-dataset", "--seed=1"], "use_dummy_dataset", True),
         (["--data_path=1e5"], "data_path", "1e5"),
         (["--data_path=a=b"], "data_path", "a=b"),
-        (["--data_path=None"], "data_path", None),
+        (["--data_path=None", "--use_dummy_dataset"], "data_path", None),
         (["--datasets=a"], "datasets", ("a",)),
         (["--datasets=a,b"], "datasets", ("a", "b")),
         (["--datasets=[a,b]"], "datasets", ("a", "b")),
-        (["--weights=1,2"], "weights", (1.0, 2.0)),
+        (["--weights=1,2", "--datasets=a,b"], "weights", (1.0, 2.0)),
         (["--model_variant=llama3.2_1b"], "model_variant", "llama3.2_1b"),
         (["--sharding_strategy=FSDP"], "sharding_strategy", "fsdp"),
         (["--sharding_strategy=HSDP-zero2"], "sharding_strategy", "hsdp_zero2"),
@@ -215,6 +218,15 @@ class Flat:
 
 def test_a_flat_dataclass_is_parsed_by_the_same_rules() -> None:
     assert parse_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}) == Flat("x", 4)
+
+
+def test_the_first_word_may_be_a_path_alone(tmp_path: Path) -> None:
+    (tmp_path / "lr=3").mkdir()
+    for path in ("runs/a", str(tmp_path / "lr=3")):
+        assert parse_config(ListConfig, [path, "json=true"]) == ListConfig(path, json=True)
+    assert parse_config(ListConfig, ["run_path=a"]) == ListConfig("a")
+    with pytest.raises(ConfigError, match="'runs/a' sets nothing"):
+        parse_config(Flat, ["runs/a", "output_path=x"])
 
 
 def test_a_required_setting_that_is_missing_is_explained() -> None:

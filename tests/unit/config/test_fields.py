@@ -7,8 +7,10 @@ import subprocess
 import sys
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from annotated_types import Gt
 from helpers import ROOT
 
 from pretraining.config.fields import build, required, sections_of, setting, settings_of, values_of
@@ -42,9 +44,10 @@ def test_a_setting_knows_its_section_and_default() -> None:
     assert sections_of(Mixed) == {"size": Size, "batch": BatchConfig}
 
 
-def test_a_section_says_for_its_settings_that_they_change_silently() -> None:
-    silent = {name for name, known in settings_of(Mixed).items() if known.silent_change}
-    assert silent == {"width", "heights", "batch_size", "global_batch_size", "grad_accum_steps"}
+def test_a_field_or_its_section_says_that_it_changes_silently() -> None:
+    assert {name for name, known in settings_of(Mixed).items() if known.silent_change} == {"width", "heights"}
+    settings = settings_of(TrainConfig)
+    assert settings["num_workers"].silent_change and not settings["seq_length"].silent_change
 
 
 def test_building_keeps_the_defaults_of_the_root() -> None:
@@ -113,15 +116,41 @@ class MaybeMany:
     several: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Numbered:
+    """Choices that are no texts."""
+
+    level: Literal[1, 2] = 1
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A section inside a section."""
+
+    twice: Twice = Twice()
+
+
+@dataclass(frozen=True)
+class Unlimited:
+    """A limit that parsing does not know."""
+
+    count: Annotated[int, Gt(0)] = 1
+
+
 def test_two_settings_cannot_share_a_name() -> None:
     with pytest.raises(TypeError, match="Twice has two settings named width"):
         settings_of(Twice)
 
 
-@pytest.mark.parametrize("root", [Unreadable, Ambiguous, MaybeMany])
+@pytest.mark.parametrize("root", [Unreadable, Ambiguous, MaybeMany, Numbered, Nested])
 def test_a_type_that_no_text_stands_for_is_refused(root: type) -> None:
     with pytest.raises(TypeError, match="settings are str, int"):
         settings_of(root)
+
+
+def test_a_limit_that_nothing_enforces_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"count: nothing enforces Gt\(gt=0\)"):
+        settings_of(Unlimited)
 
 
 def test_every_setting_of_a_training_run_is_explained() -> None:

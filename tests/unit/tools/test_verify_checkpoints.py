@@ -24,7 +24,8 @@ from unit.checkpoint.checkpoint_files import (
 from pretraining.checkpoint.manifest import MANIFEST, MODEL_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.reader import checksum_file
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
-from pretraining.config.commands import VerifyConfig, check_verify_config
+from pretraining.config.commands import VerifyConfig
+from pretraining.config.rules import check_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.tools.verify_checkpoints import coverage_fault, faults_of, verify_checkpoints
 
@@ -230,7 +231,7 @@ def test_a_run_is_checked_wholly_and_what_is_incomplete_is_said(
 )
 def test_there_is_one_thing_to_check(given: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_verify_config(VerifyConfig(**given))
+        check_config(VerifyConfig(**given))
 
 
 @st.composite
