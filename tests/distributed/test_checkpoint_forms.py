@@ -48,7 +48,7 @@ def test_both_forms_go_on_in_any_layout_and_hold_the_same_tensors(data_path: Pat
 
 def test_a_hugging_face_folder_starts_the_same_run_in_any_layout(data_path: Path, tmp_path: Path) -> None:
     train_runs(1, data_path, [[*COMMON, "run_steps=2", f"ckpt_save_path={tmp_path / 'old'}"]])
-    export(ExportConfig(str(tmp_path / "old"), str(tmp_path / "hf"), max_shard_size="10KB"), note=lambda line: None)
+    export(ExportConfig(str(tmp_path / "old"), str(tmp_path / "hf"), max_shard_size="10KB"))
     load = [*COMMON, f"ckpt_load_path={tmp_path / 'hf'}", "run_steps=3"]
     layouts = {1: ["fsdp"], 3: ["ddp", "fsdp"]}
     losses = {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import resource
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +73,10 @@ def test_epochs_are_passes_over_the_dataset_that_was_passed_over_least() -> None
     assert pt_files._iteration_state(made_up, config)["epoch"] == 0
 
 
+def kinds_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(
@@ -83,20 +88,60 @@ def test_epochs_are_passes_over_the_dataset_that_was_passed_over_least() -> None
 def test_a_file_written_tensor_by_tensor_is_a_sound_archive(
     tmp_path_factory: pytest.TempPathFactory, kinds: list
 ) -> None:
-    path = tmp_path_factory.mktemp("t") / "t.pt"
+    path = tmp_path_factory.mktemp("t") / MODEL_FILE
     tensors = {f"t{number}": torch.randn(shape).to(dtype) for number, (dtype, shape) in enumerate(kinds)}
-    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_file(
-        path, described, lambda blanks: {"tensors": dict(blanks), "plain": [1, "two", None]}, iter(tensors.values())
-    )
+    write_file(path, kinds_of(tensors), lambda pending: {**pending, "plain": [1, "two"]}, iter(tensors.values()))
     assert zipfile.ZipFile(path).testzip() is None
     for mapped in (True, False):
         content = torch.load(path, weights_only=True, mmap=mapped)
-        assert content["plain"] == [1, "two", None] and content["tensors"].keys() == tensors.keys()
-        assert all(torch.equal(content["tensors"][name], tensor) for name, tensor in tensors.items())
+        assert content["plain"] == [1, "two"] and content.keys() == {*tensors, "plain"}
+        assert all(torch.equal(content[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(CheckpointError, match="plain is no tensor"):
+        pt_files.read_header(path)
+    write_file(path, kinds_of(tensors), dict, iter(tensors.values()))
+    ours = TensorFiles(path.parent, {path.name: None}, pt_files.read_header)
+    assert all(torch.equal(ours.read(name), tensor) for name, tensor in tensors.items())
 
 
-def test_parts_are_read_from_the_mapped_files(tmp_path: Path) -> None:
+def test_a_file_has_the_members_that_torch_save_gives_it(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(3.0), "d": torch.empty(0)}
+    entry = write_file(tmp_path / "ours.pt", kinds_of(tensors), dict, iter(tensors.values()))
+    with (tmp_path / "torchs.pt").open("wb") as file:
+        torch.save(tensors, file)
+    assert entry == checksum_file(tmp_path / "ours.pt")
+    ours, torchs = (zipfile.ZipFile(tmp_path / name) for name in ("ours.pt", "torchs.pt"))
+    # The order in which the pickle names things again may differ, and with it an identity made of its bytes.
+    same = [name for name in torchs.namelist() if not name.endswith(("data.pkl", "serialization_id"))]
+    assert ours.namelist() == torchs.namelist() and len(same) > len(tensors)
+    assert all(ours.read(name) == torchs.read(name) for name in same)
+
+
+def test_a_part_of_larger_memory_is_written_alone(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    write_file(tmp_path / "a.pt", {"a": (torch.float32, (2, 3))}, dict, iter([whole[1:3]]))
+    assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["a"], whole[1:3])
+    assert (tmp_path / "a.pt").stat().st_size < 3000
+
+
+def test_errors_of_the_disk_and_of_what_gives_the_tensors_stay_what_they_are(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(1000), "b": torch.randn(1000)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
+        with pytest.raises(OSError, match="File too large"):
+            write_file(tmp_path / "a.pt", kinds_of(tensors), dict, iter(tensors.values()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def lost_peer() -> Iterator[torch.Tensor]:
+        yield tensors["a"]
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        write_file(tmp_path / "a.pt", kinds_of(tensors), dict, lost_peer())
+
+
+def test_parts_are_read_from_the_files(tmp_path: Path) -> None:
     tensors = write_full_form(tmp_path / "c", tensors_of(SHAPES["tied"]), manifest_of(SHAPES["tied"]))
     source = opened(tmp_path / "c")
     assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -104,6 +149,12 @@ def test_parts_are_read_from_the_mapped_files(tmp_path: Path) -> None:
     assert source.dtype(name) == torch.float32
     assert torch.equal(source.read(name, Chunk((3, 1), (4, 2))), tensors[name][3:7, 1:3])
     assert torch.equal(source.read(name), tensors[name])
+
+
+def test_a_tensor_whose_elements_do_not_lie_in_a_row_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(4, 3).T}, tmp_path / MODEL_FILE)
+    with pytest.raises(CheckpointError, match="a is no tensor whose elements lie in a row"):
+        pt_files.read_header(tmp_path / MODEL_FILE)
 
 
 class Payload:
