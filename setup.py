@@ -1,14 +1,19 @@
 """Package metadata. Tool settings are in pyproject.toml, the environment is made by scripts/setup.sh."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-README = Path(__file__).parent / "README.md"
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+PACKAGE = (HERE / "pretraining" / "__init__.py").read_text(encoding="utf-8")
+VERSION = re.search(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)
+assert VERSION is not None
 
 setup(
     name="pretraining",
-    version="0.1.0",
+    version=VERSION[1],
     description="Llama pretraining with FSDP2: elastic exact data, the same start everywhere, nothing lost",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
@@ -19,6 +24,7 @@ setup(
     install_requires=[
         "annotated-types>=0.7",
         "torch>=2.11,<2.14",
+        "torchdata>=0.11",
         "pyarrow>=17",
         "fire>=0.7",
         "numpy>=2.0",

@@ -1,5 +1,58 @@
 """Pretrains Llama-family language models with PyTorch's FSDP2.
 
-Start reading at `config/training.py` (what can be set), then `train/loop.py` (the loop) and `train/build.py` (how a
-run is put together).
+The names below are public; everything else is private to the project and may change. Each is imported when it is asked
+for, so `import pretraining` is fast and needs no torch. README.md has a reading path through the code.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    **dict.fromkeys(
+        (
+            *("TrainConfig", "ModelConfig", "DataConfig", "BatchConfig", "RunConfig", "ParallelConfig"),
+            *("OptimizerConfig", "ScheduleConfig", "CheckpointConfig", "EvaluationConfig", "ReportConfig"),
+            *("GuardConfig", "LossConfig", "ProfilerConfig"),
+        ),
+        "pretraining.config.training",
+    ),
+    "Duration": "pretraining.progress",
+    "PretrainError": "pretraining.errors",
+    "Loader": "pretraining.data.loader",
+    "load_model": "pretraining.api",
+}
+__all__ = ["__version__", *_HOME_OF]
+
+if TYPE_CHECKING:
+    from pretraining.api import load_model as load_model
+    from pretraining.config.training import BatchConfig as BatchConfig
+    from pretraining.config.training import CheckpointConfig as CheckpointConfig
+    from pretraining.config.training import DataConfig as DataConfig
+    from pretraining.config.training import EvaluationConfig as EvaluationConfig
+    from pretraining.config.training import GuardConfig as GuardConfig
+    from pretraining.config.training import LossConfig as LossConfig
+    from pretraining.config.training import ModelConfig as ModelConfig
+    from pretraining.config.training import OptimizerConfig as OptimizerConfig
+    from pretraining.config.training import ParallelConfig as ParallelConfig
+    from pretraining.config.training import ProfilerConfig as ProfilerConfig
+    from pretraining.config.training import ReportConfig as ReportConfig
+    from pretraining.config.training import RunConfig as RunConfig
+    from pretraining.config.training import ScheduleConfig as ScheduleConfig
+    from pretraining.config.training import TrainConfig as TrainConfig
+    from pretraining.data.loader import Loader as Loader
+    from pretraining.errors import PretrainError as PretrainError
+    from pretraining.progress import Duration as Duration
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

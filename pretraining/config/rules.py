@@ -110,20 +110,6 @@ def _the_model_can_be_built(config: TrainConfig) -> Problems:
 # Data
 
 
-@_rule("optimizer", "optimizer_options")
-def _options_belong_to_an_optimizer_of_the_users_own(config: TrainConfig) -> Problems:
-    optimizer = config.optimizer
-    try:
-        parse_options("optimizer_options", optimizer.optimizer_options)
-    except ConfigError as error:
-        yield str(error)
-    if optimizer.optimizer_options and optimizer.optimizer in OPTIMIZERS:
-        yield (
-            f"--optimizer_options are for an optimizer of your own, and {optimizer.optimizer} reads the settings "
-            f"{', '.join(OPTIMIZERS[optimizer.optimizer].options)}: leave them out"
-        )
-
-
 @_rule("data_path", "use_dummy_dataset")
 def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
     data = config.data
@@ -247,6 +233,23 @@ def _warmup_fits_the_run(config: TrainConfig) -> Problems:
             length_text += f" ({length} steps{arithmetic})"
     if warmup.unit == length.unit and warmup.amount > length.amount:
         yield f"{warmup_text} is longer than {length_text}: shorten the warm-up or lengthen the run"
+
+
+# Optimizer
+
+
+@_rule("optimizer", "optimizer_options")
+def _options_belong_to_an_optimizer_of_the_users_own(config: TrainConfig) -> Problems:
+    optimizer = config.optimizer
+    try:
+        parse_options("optimizer_options", optimizer.optimizer_options)
+    except ConfigError as error:
+        yield str(error)
+    if optimizer.optimizer_options and optimizer.optimizer in OPTIMIZERS:
+        yield (
+            f"--optimizer_options are for an optimizer of your own, and {optimizer.optimizer} reads the settings "
+            f"{', '.join(OPTIMIZERS[optimizer.optimizer].options)}: leave them out"
+        )
 
 
 # Parallelism and precision

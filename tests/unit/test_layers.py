@@ -20,8 +20,9 @@ ROWS = (
     ("observability",),
     ("checkpoint", "evaluation"),
     ("train",),
-    ("tools",),
-    ("cli", "__init__", "main_training"),
+    ("api", "tools"),
+    ("cli", "main_training"),
+    ("__init__",),
 )
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
 TORCH_FREE = ("errors", "files", "progress", "config", "launch")

@@ -1,0 +1,67 @@
+"""What `from pretraining import …` gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, plain_environment
+from training_runs import TINY
+
+import pretraining
+from pretraining.cli import main
+from pretraining.errors import CheckpointError
+
+
+def run(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True, env=plain_environment(), cwd=ROOT, timeout=120)
+
+
+def test_the_package_is_imported_without_torch_and_so_are_its_settings() -> None:
+    run(
+        "import sys, pretraining; from pretraining import TrainConfig, ModelConfig, Duration; "
+        "TrainConfig(model=ModelConfig(model_variant='tiny')); assert 'torch' not in sys.modules"
+    )
+
+
+def test_every_public_name_is_there_twice_whatever_was_imported() -> None:
+    """A sub-module of the same name would take a name's place once it is imported."""
+    run("""
+import importlib, pathlib, pretraining
+names = pretraining.__all__
+before = {name: getattr(pretraining, name) for name in names}
+root = pathlib.Path(pretraining.__file__).parent
+for path in sorted(root.rglob("*.py")):
+    importlib.import_module(".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"))
+assert {name: getattr(pretraining, name) for name in names} == before
+assert set(names) <= set(dir(pretraining)) and all(callable(before[name]) for name in names if name != "__version__")
+""")
+
+
+def test_other_names_are_none_of_it() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'train_everything'"):
+        _ = pretraining.train_everything
+
+
+def test_a_model_is_loaded_from_a_run_a_checkpoint_and_an_export(tmp_path: Path) -> None:
+    flags = [*TINY, "use_dummy_dataset=true", "num_steps=2", f"ckpt_save_path={tmp_path / 'run'}"]
+    main(["train", *flags, "tie_word_embeddings=true"])
+    main(["export", f"ckpt_load_path={tmp_path / 'run'}", f"output_path={tmp_path / 'hf'}", "dtype=float32"])
+    main(["export", f"ckpt_load_path={tmp_path / 'run'}", f"output_path={tmp_path / 'full'}", "format=full"])
+    tokens = torch.arange(8).reshape(1, 8)
+    logits = []
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_2_ckp", tmp_path / "hf", tmp_path / "full"):
+        model = pretraining.load_model(path)
+        assert not model.training and model.lm_head.weight is model.model.embed_tokens.weight
+        with torch.no_grad():
+            logits.append(model(tokens))
+    assert logits[0].shape == (1, 8, 64) and all(torch.equal(logits[0], each) for each in logits[1:])
+    assert pretraining.load_model(tmp_path / "run", dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        pretraining.load_model(tmp_path)
