@@ -30,7 +30,7 @@ from common import announce, markdown_table, parse
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokenizer
-from pretraining.tools.prepare.corpus import standard_library_files
+from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import prepare
 
 DOCUMENT_CHARACTERS = 2000
@@ -99,7 +99,7 @@ def _prepare(text: Path, root: Path, turn: int) -> int:
     config = PrepareConfig(
         input_path=(str(text),), output_path=str(root / f"out{turn}"), dataset=text.suffix[1:], tokenizer_path=str(root)
     )
-    return prepare(config, show=lambda line: None).tokens
+    return prepare(config).tokens
 
 
 def _spread(values: list[float]) -> tuple[str, str]:

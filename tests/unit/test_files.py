@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pretraining import files
-from pretraining.files import PAUSES_SECONDS, with_retries, write_atomic
+from pretraining.errors import DataError
+from pretraining.files import PAUSES_SECONDS, output_errors, with_retries, write_atomic
 
 
 class Flaky:
@@ -70,3 +71,21 @@ def test_a_file_is_flushed_ahead_of_its_rename_and_the_folder_after_it(
     monkeypatch.setattr(Path, "replace", lambda self, target: events.append("rename") or replace(self, target))
     write_atomic(tmp_path / "a", "content")
     assert events == ["fsync", "rename", "fsync"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left on device"), "^root cannot be written: No space left on device. Make room"),
+        (PermissionError(13, "Permission denied", "root/x"), "^root/x cannot be written: Permission denied"),
+        (OSError("the disk is on fire"), "^root cannot be written: the disk is on fire.*--output_path"),
+    ],
+)
+def test_what_the_system_says_about_the_output_is_an_error_for_users(error: OSError, message: str) -> None:
+    with pytest.raises(DataError, match=message), output_errors(Path("root")):
+        raise error
+
+
+def test_a_reader_of_the_messages_that_is_gone_is_no_error_of_the_output() -> None:
+    with pytest.raises(BrokenPipeError), output_errors(Path("root")):
+        raise BrokenPipeError

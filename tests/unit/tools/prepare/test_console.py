@@ -1,20 +1,23 @@
-"""What is shown of a dataset, and of several."""
+"""What is shown while it encodes, of a dataset, and of several."""
 
 from __future__ import annotations
 
-import statistics
+import io
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pretraining.tools.prepare.encoding_progress import Counts
-from pretraining.tools.prepare.prepare import _median
+from pretraining.tools.prepare.console import (
+    LINE_INTERVAL_SECONDS,
+    describe,
+    describe_all,
+    describe_training,
+    encoding_progress,
+)
 from pretraining.tools.prepare.records import PrepareSummary
-from pretraining.tools.prepare.summary import describe, describe_all, describe_training
-from pretraining.tools.prepare.work import UnitRecord
+from pretraining.tools.prepare.token_files import Counts
 
 WEB = PrepareSummary(
     folder=Path("data/web"),
@@ -41,6 +44,46 @@ IDS = replace(
     tokenizer=None,
     end_of_text=None,
 )
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    now = 0.0
+    with encoding_progress(2000, 1000, clock=lambda: now, terminal=False) as progress:
+        for step in range(1, 5):
+            now = step * LINE_INTERVAL_SECONDS / 2
+            progress(Counts(documents=15, tokens=3000, text_bytes=30_000_000, input_bytes=100))
+    assert caplog.messages == [
+        "encoding: 60% of the input, 30 documents (2/s), 6,000 tokens (400/s), 4.0 MB/s, 1m 00s left",
+        "encoding: 70% of the input, 60 documents (2/s), 12,000 tokens (400/s), 4.0 MB/s, 45s left",
+    ]
+
+
+@pytest.mark.parametrize(("left_bytes", "left"), [(100, "15s"), (4_000, "10m 00s"), (60_000, "2h 30m")])
+def test_the_time_left_is_said_as_people_say_it(left_bytes: int, left: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    times = iter([0.0, *[LINE_INTERVAL_SECONDS] * 9])
+    with encoding_progress(100 + left_bytes, 0, clock=lambda: next(times), terminal=False) as progress:
+        progress(Counts(input_bytes=100))
+    assert caplog.messages[0].endswith(f", {left} left")
+
+
+def test_of_an_input_of_unknown_size_no_share_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    times = iter([0.0, *[LINE_INTERVAL_SECONDS] * 9])
+    with encoding_progress(0, 0, " (rank 0 of 2)", lambda: next(times), terminal=False) as progress:
+        progress(Counts(documents=30, tokens=150))
+    assert caplog.messages == ["encoding (rank 0 of 2): 30 documents (2/s), 150 tokens (10/s)"]
+
+
+def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with encoding_progress(1000, 250, terminal=True) as progress:
+        progress(Counts(documents=7, tokens=3000, input_bytes=250))
+    assert "7 documents" in screen.getvalue() and "50%" in screen.getvalue()
 
 
 def test_a_dataset_in_a_few_lines() -> None:
@@ -84,13 +127,3 @@ def test_without_an_end_of_text_a_separator_is_to_be_chosen(tokenizer: str | Non
     said = describe_training(replace(IDS, tokenizer=tokenizer))
     assert reason in said and "choose a --sep_token" in said
     assert ("--tokenizer_path" in said) == (tokenizer is not None)
-
-
-@given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))
-def test_the_median_is_right_within_three_per_cent(lengths: list[int]) -> None:
-    record = UnitRecord("key")
-    for length in lengths:
-        record.count(length)
-    low = statistics.median_low(lengths)
-    assert abs(_median(record.lengths) - low) <= max(low / 32, 0.5)
-    assert sum(record.lengths.values()) == len(lengths) and len(record.lengths) < 16 * 24

@@ -1,25 +1,26 @@
 """Token files: documents in, Arrow IPC files out.
 
-One row a document, one column `tokens` (list of uint16 or uint32), uncompressed, so that training can map the files
-into memory and read any document in place. A file is written aside and renamed when it is whole.
+One row a document, one column `tokens` (list of uint16 or uint32), uncompressed, so that training maps the files into
+memory and reads any document in place. A file gets its name once it is complete and on disk.
 """
 
 from __future__ import annotations
 
 import os
-import platform
+import secrets
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
 
-from pretraining.errors import DataError
+from pretraining.files import flush_folder
 
+MANIFEST_FILE = "prepare.json"
+"""Says what a folder of token files holds; a folder that has it is complete."""
 COLUMN = "tokens"
 BATCH_TOKENS = 1 << 21
 """Tokens a record batch: 4 or 8 MB, small enough to skip to a document, large enough that a file has few."""
@@ -27,6 +28,31 @@ CHECKSUM_BYTES = 1 << 23
 """Bytes that are read at once for a checksum."""
 LARGEST_DOCUMENT_TOKENS = 2**31 - 1 - BATCH_TOKENS
 """So that a batch that holds it stays within Arrow's 32-bit list offsets."""
+
+
+@dataclass
+class Counts:
+    """How much was read and written.
+
+    Attributes:
+        documents, tokens: written.
+        empty_documents: without any text; they are not written.
+        characters, text_bytes: of the text encoded; the bytes in UTF-8.
+        input_bytes: of the input on disk, read for it.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    empty_documents: int = 0
+    characters: int = 0
+    text_bytes: int = 0
+    input_bytes: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -48,10 +74,17 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes documents to `<prefix>000000.arrow`, `<prefix>000001.arrow`, … in a folder; a context, to close the last.
+    """Writes documents to `<prefix>000000.arrow`, `<prefix>000001.arrow`, … in a folder.
+
+    It is a context: leaving it finishes the last file, or removes it after an error.
+
+    Args:
+        dtype: of a token, uint16 or uint32.
+        tokens_per_file: a file is finished once it holds this many.
+        files: finished earlier, with the same prefix; numbering goes on behind them.
 
     Attributes:
-        files: those finished so far.
+        files: those finished.
     """
 
     def __init__(
@@ -62,21 +95,14 @@ class TokenWriter:
         prefix: str = "part_",
         files: Sequence[TokenFile] = (),
     ) -> None:
-        """Write nothing yet.
-
-        Args:
-            folder: where to write.
-            dtype: of a token, uint16 or uint32.
-            tokens_per_file: a file that holds so many tokens is finished.
-            prefix: that the files' names begin with.
-            files: finished earlier, with the same prefix: what is written follows them.
-        """
         self.files: list[TokenFile] = list(files)
         self._folder = folder
         self._dtype = dtype
         self._tokens_per_file = tokens_per_file
         self._prefix = prefix
         self._schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(dtype)))])
+        # Of this writer alone: a worker may outlive its killed parent for a moment.
+        self._temporary = folder / f".{prefix}{secrets.token_hex(4)}.tmp"
         self._sink: pa.OSFile | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
         self._file_documents = self._file_tokens = 0
@@ -90,11 +116,11 @@ class TokenWriter:
             tokens: ids, [T] of the writer's type; at most `LARGEST_DOCUMENT_TOKENS`.
 
         Returns:
-            whether a file was finished with it.
+            whether this finished a file.
         """
         assert len(tokens) <= LARGEST_DOCUMENT_TOKENS and tokens.dtype == self._dtype
         if self._writer is None:
-            self._sink = pa.OSFile(str(self._aside), "wb")
+            self._sink = pa.OSFile(str(self._temporary), "wb")
             self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending.append(tokens)
         self._pending_tokens += len(tokens)
@@ -118,15 +144,7 @@ class TokenWriter:
             self._finish_file()
         elif self._sink is not None:
             self._sink.close()
-            self._aside.unlink(missing_ok=True)
-
-    @property
-    def _name(self) -> str:
-        return f"{self._prefix}{len(self.files):06d}.arrow"
-
-    @property
-    def _aside(self) -> Path:
-        return _aside(self._folder / self._name)
+            self._temporary.unlink(missing_ok=True)
 
     def _flush(self) -> None:
         """Write the pending documents as one record batch."""
@@ -139,24 +157,25 @@ class TokenWriter:
         self._pending, self._pending_tokens = [], 0
 
     def _finish_file(self) -> None:
-        """Close the file under way and give it its name."""
+        """Close the current file, flush it to disk and give it its name."""
         if self._writer is None or self._sink is None:
             return
         self._flush()
         self._writer.close()
         self._sink.close()
-        aside, name = self._aside, self._name
-        with aside.open("rb+") as written:
+        with self._temporary.open("rb+") as written:
             os.fsync(written.fileno())
-        checksum, size = file_checksum(aside)
-        aside.replace(self._folder / name)
+        checksum, size = file_checksum(self._temporary)
+        name = f"{self._prefix}{len(self.files):06d}.arrow"
+        self._temporary.replace(self._folder / name)
+        flush_folder(self._folder)
         self.files.append(TokenFile(name, self._file_documents, self._file_tokens, size, checksum))
         self._sink = self._writer = None
         self._file_documents = self._file_tokens = 0
 
 
 def file_checksum(path: Path) -> tuple[str, int]:
-    """CRC-32 of a file's bytes, eight hexadecimal digits, and how many bytes these are.
+    """CRC-32 of a file's bytes, eight hexadecimal digits, and the number of bytes.
 
     Raises:
         OSError: it cannot be read.
@@ -171,32 +190,3 @@ def file_checksum(path: Path) -> tuple[str, int]:
 def token_dtype(vocab_size: int) -> np.dtype:
     """The narrowest type that holds every id: uint16 up to 65536 entries, else uint32, as the library's own ids."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a file aside, onto the disk, and rename it."""
-    aside = _aside(path)
-    with aside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    aside.replace(path)
-
-
-@contextmanager
-def output_errors(root: Path) -> Iterator[None]:
-    """Turn what the file system says about the output into an error for users; the input's errors say their own."""
-    try:
-        yield
-    except BrokenPipeError:  # of a reader of what is shown, not of a file
-        raise
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or root} cannot be written: {error.strerror or error}. Make room, give write permission "
-            "or give another --output_path"
-        ) from error
-
-
-def _aside(path: Path) -> Path:
-    """Where this process alone writes what will be `path`: another may outlive its killed parent for a moment."""
-    return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")

@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pretraining.errors import DataError
-from pretraining.tools.prepare import writer as writer_module
-from pretraining.tools.prepare.writer import TokenWriter, output_errors, token_dtype, write_aside
+from pretraining.tools.prepare import token_files
+from pretraining.tools.prepare.token_files import Counts, TokenWriter, token_dtype
 
 UINT16 = np.dtype(np.uint16)
 
@@ -20,7 +19,7 @@ def read(path: Path) -> pa.Table:
 
 
 def test_a_row_a_document_in_record_batches_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "BATCH_TOKENS", 10)
+    monkeypatch.setattr(token_files, "BATCH_TOKENS", 10)
     lengths = [3, 0, 12, 1, 1, 4, 9]
     documents = [np.arange(length, dtype=np.uint16) for length in lengths]
     with TokenWriter(tmp_path, UINT16, tokens_per_file=1000) as writer:
@@ -83,29 +82,7 @@ def test_tokens_take_two_bytes_where_the_vocabulary_allows() -> None:
     assert token_dtype(65_537) == np.uint32
 
 
-def test_a_file_written_aside_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_aside(tmp_path / "a.json", "first")
-    write_aside(tmp_path / "a.json", "second")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "second"}
-    monkeypatch.setattr(Path, "replace", lambda path, target: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        write_aside(tmp_path / "a.json", "third")
-    assert (tmp_path / "a.json").read_text() == "second"
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(28, "No space left on device"), "^root cannot be written: No space left on device. Make room"),
-        (PermissionError(13, "Permission denied", "root/x"), "^root/x cannot be written: Permission denied"),
-        (OSError("the disk is on fire"), "^root cannot be written: the disk is on fire.*--output_path"),
-    ],
-)
-def test_what_the_system_says_about_the_output_is_an_error_for_users(error: OSError, message: str) -> None:
-    with pytest.raises(DataError, match=message), output_errors(Path("root")):
-        raise error
-
-
-def test_a_reader_of_the_messages_that_is_gone_is_no_error_of_the_output() -> None:
-    with pytest.raises(BrokenPipeError), output_errors(Path("root")):
-        raise BrokenPipeError
+def test_counts_add_up() -> None:
+    a, b = Counts(1, 2, 3, 4, 5, 6), Counts(documents=10, tokens=20)
+    assert a + b == Counts(11, 22, 3, 4, 5, 6)
+    assert a + b - b == a
