@@ -1,7 +1,7 @@
 """What checkpoints cost: their rate against raw files, their size, what they block, and the way back after a kill.
 
-    python scripts/benchmark/checkpoints.py
-    python scripts/benchmark/checkpoints.py --model_variant=1b --folder=/scratch/me
+    python -m scripts.benchmark.measure.checkpoints
+    python -m scripts.benchmark.measure.checkpoints --model_variant=1b --folder=/scratch/me
 
 Four questions, each answered by turns that follow each other in changing order (A B, B A, ...), as medians:
 
@@ -15,7 +15,6 @@ Saves and loads are measured with one process, then with two; the others with on
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
@@ -29,11 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import async_saves
-import resume
 import torch
 import torch.distributed as dist
-from common import announce, markdown_table, parse, read_settings, spread, synchronize
 
 from pretraining.checkpoint import store
 from pretraining.checkpoint.layout import own_share
@@ -49,6 +45,17 @@ from pretraining.model.flops import parameter_count
 from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import build_adamw, materialise_state
 from pretraining.train.build_model import build_model
+from scripts.benchmark.common import (
+    Number,
+    announce,
+    flag_parser,
+    markdown_table,
+    parse_with_settings,
+    read_settings,
+    spread,
+    synchronize,
+)
+from scripts.benchmark.measure import async_saves, resume
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")
 QUIET = ("report_interval=0", "progress=plain")
@@ -63,20 +70,20 @@ Turns = dict[str, Callable[[], None]]
 
 
 def main() -> None:
-    folder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    folder.add_argument("--folder", default=tempfile.gettempdir())
-    flags, settings = parse(
-        "Checkpoints against raw files. --folder=PATH: where to write, on the disk to be measured (default: the "
-        "temporary folder).",
-        rounds=(11, "turns of each kind of save and load"),
-        runs=(5, "runs of each kind that train and save, and of those killed"),
+    parser = flag_parser(
+        "Checkpoints against raw files.",
+        rounds=Number(11, "turns of each kind of save and load"),
+        runs=Number(5, "runs of each kind that train and save, and of those killed"),
     )
-    place, settings = folder.parse_known_args([f"--{setting}" for setting in settings])
-    settings = [*DEFAULTS, *QUIET, *(setting.lstrip("-") for setting in settings)]
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="on the disk to be measured (default %(default)s)"
+    )
+    flags, settings = parse_with_settings(parser)
+    settings = [*DEFAULTS, *QUIET, *settings]
     config = read_settings(settings)
     announce()
-    root = Path(tempfile.mkdtemp(prefix="benchmark-", dir=place.folder))
-    print(f"folder    {place.folder}, {_file_system_of(root)}", flush=True)
+    root = Path(tempfile.mkdtemp(prefix="benchmark-", dir=flags.folder))
+    print(f"folder    {flags.folder}, {_file_system_of(root)}", flush=True)
     try:
         for world_size in (1, 2):
             if not torch.cuda.is_available() or torch.cuda.device_count() >= world_size:

@@ -1,15 +1,14 @@
 """Tokens/s on a CPU with freed memory kept for the next step, as it is, against freed memory given back to the system.
 
-python scripts/benchmark/host_memory.py
-python scripts/benchmark/host_memory.py --mixed_precision=false --processes=2
+python -m scripts.benchmark.measure.host_memory
+python -m scripts.benchmark.measure.host_memory --mixed_precision=false --processes=2
 """
 
 from __future__ import annotations
 
-from race import Turn, parse_race, project, race
-
 from pretraining.config.training import TrainConfig
 from pretraining.distributed import processes
+from scripts.benchmark.race import Turn, parse_race, project, race
 
 
 def given_back(config: TrainConfig, turn: Turn) -> None:

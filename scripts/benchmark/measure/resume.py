@@ -13,10 +13,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import markdown_table
-from startup import PHASES, start
-
 from pretraining.checkpoint.listing import committed_checkpoints
+from scripts.benchmark.common import markdown_table
+from scripts.benchmark.measure.startup import PHASES, start
 
 LOOK_SECONDS = 0.02
 

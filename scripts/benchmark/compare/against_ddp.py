@@ -1,7 +1,7 @@
 """Tokens/s of `--sharding_strategy=ddp`, which is fully_shard on a mesh of (W, 1), against DistributedDataParallel.
 
-    python scripts/benchmark/against_ddp.py
-    python scripts/benchmark/against_ddp.py --processes=8 --model_variant=125m --seq_length=1024 --batch_size=16
+    python -m scripts.benchmark.compare.against_ddp
+    python -m scripts.benchmark.compare.against_ddp --processes=8 --model_variant=125m --seq_length=1024 --batch_size=16
 
 Both wrap the same model class with the same weights, and train it in the same bare loop: the same micro-batches of each
 rank, gradients exchanged in the last one of a step only, clipping, fused AdamW. The losses at the end show that the
@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import batches_in_memory, initial_model, join
-from race import Turn, parse_race, race
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +31,8 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes
 from pretraining.optim.optimizer import build_adamw
 from pretraining.train.build_model import build_model
+from scripts.benchmark.common import batches_in_memory, initial_model, join
+from scripts.benchmark.race import Turn, parse_race, race
 
 BeforeMicroBatch = Callable[[bool], AbstractContextManager[None]]
 """Told whether a micro-batch is the last of its step; returns a context for its forward and backward."""

@@ -1,7 +1,7 @@
 """What a profile (`--use_profiler`) costs: a step that is recorded, and the end of a range of steps.
 
-    OMP_NUM_THREADS=1 python scripts/benchmark/profiles.py
-    python scripts/benchmark/profiles.py --model_variant=125m --seq_length=1024 --batch_size=16
+    OMP_NUM_THREADS=1 python -m scripts.benchmark.measure.profiles
+    python -m scripts.benchmark.measure.profiles --model_variant=125m --seq_length=1024 --batch_size=16
 
 One run records three steps of every twenty. Times are of the processor, so that other programs hardly disturb, and of
 the host alone where there is a GPU. Recorded steps are compared with those that follow, before the profiler warms up
@@ -19,13 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from common import Over, announce, join, markdown_table, parse, read_settings, spread
-
 from pretraining.data.batch import StepBatch
 from pretraining.observability.profiler import STEPS_OF_A_PROFILE, StepProfiler
 from pretraining.progress import RunState
 from pretraining.train.build import build_run
 from pretraining.train.loop import train_loop
+from scripts.benchmark.common import Number, Over, announce, join, markdown_table, parse, read_settings, spread
 
 SETTINGS = (
     "use_dummy_dataset=true",
@@ -80,7 +79,7 @@ class TimedProfiler:
 
 
 def main() -> None:
-    flags, rest = parse((__doc__ or "").splitlines()[0], ranges=(10, "of three recorded steps"))
+    flags, rest = parse((__doc__ or "").splitlines()[0], ranges=Number(10, "of three recorded steps"))
     announce()
     firsts = [EVERY * number + 1 for number in range(1, flags.ranges + 2)]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from documents import SEQ_LENGTH, VOCABULARY, read_documents, token_files
-from loader import open_data, open_loader, settings_of
 from torch.utils.data import DataLoader, IterableDataset
+
+from scripts.benchmark.documents import SEQ_LENGTH, VOCABULARY, read_documents, token_files
+from scripts.benchmark.measure.loader import open_data, open_loader, settings_of
 
 BATCH = 8
 ROW = SEQ_LENGTH + 1

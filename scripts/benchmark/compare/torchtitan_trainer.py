@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import batches_in_memory, device, initial_model, place
-from race import Turn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import JobConfig
@@ -25,6 +23,8 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.fsdp import compute_dtype
 from pretraining.launch.layout import port_of_name
+from scripts.benchmark.common import batches_in_memory, device, initial_model, place
+from scripts.benchmark.race import Turn
 
 NAME = "race"  # of the model and of its one size, among those of torchtitan
 

@@ -1,8 +1,8 @@
 """Tokens/s of the project against `transformers`: LlamaForCausalLM and its Trainer.
 
-    python scripts/benchmark/against_trainer.py
-    python scripts/benchmark/against_trainer.py --processes=2
-    python scripts/benchmark/against_trainer.py --model_variant=125m --batch_size=16 --use_torch_compile=true
+    python -m scripts.benchmark.compare.against_trainer
+    python -m scripts.benchmark.compare.against_trainer --processes=2
+    python -m scripts.benchmark.compare.against_trainer --model_variant=125m --batch_size=16 --use_torch_compile=true
 
 Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient
 clipping, SDPA attention, in the same precision, both compiled or not, both with activation checkpointing or without,
@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 import transformers
-from common import batches_in_memory, device, initial_model, place
-from race import Turn, parse_race, project, race
 
 from pretraining.config.batch import plan_batch
 from pretraining.config.parallel import ALL_BLOCKS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.fsdp import compute_dtype
+from scripts.benchmark.common import batches_in_memory, device, initial_model, place
+from scripts.benchmark.race import Turn, parse_race, project, race
 
 
 class Rows(torch.utils.data.Dataset):

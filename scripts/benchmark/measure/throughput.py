@@ -1,7 +1,7 @@
 """Tokens/s, step time, MFU and memory of the project's training loop on one device, with made-up data.
 
-    python scripts/benchmark/throughput.py                        # 125m, 1b and a 7b as deep as fits, on a GPU
-    python scripts/benchmark/throughput.py --model_variant=tiny --vocab_size=4096 --seq_length=256 --batch_size=4
+    python -m scripts.benchmark.measure.throughput                        # 125m, 1b and a 7b as deep as fits, on a GPU
+    python -m scripts.benchmark.measure.throughput --model_variant=tiny --seq_length=256 --batch_size=4
 
 With settings given, only what they describe is measured, on a GPU or a CPU. The numbers are those of the run's own
 metrics.jsonl: the median of all reports after the first.
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Over, announce, device, markdown_table, parse, read_settings, train_project
 
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.fsdp import compute_dtype
 from pretraining.observability.out_of_memory import is_out_of_memory
+from scripts.benchmark.common import Number, Over, announce, device, markdown_table, parse, read_settings, train_project
 
 COMMON = ("use_dummy_dataset=true", "report_interval=5", "tracker=none", "progress=plain")
 LARGEST_BATCHES = {"125m": (1024, (64, 32, 16, 8, 4)), "1b": (4096, (8, 4, 2, 1))}
@@ -87,9 +87,9 @@ def in_new_process(*arguments: Any) -> tuple[str, ...] | None:
 
 
 def main() -> None:
-    flags, settings = parse("Throughput of the training loop.", steps=(30, "optimizer steps, in reports of 5"))
-    if flags.steps < 10:
-        sys.exit("--steps must be 10 or more: the first 5 warm up, and each report takes 5")
+    flags, settings = parse(
+        "Throughput of the training loop.", steps=Number(30, "in reports of 5, the first to warm up", least=10)
+    )
     announce()
     if not settings and not torch.cuda.is_available():
         sys.exit("no GPU here: describe a model that suits a CPU, for example --model_variant=tiny --seq_length=256")

@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import markdown_table, spread, synchronize
-
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.train.build import build_run
 from pretraining.train.loop import train_loop
+from scripts.benchmark.common import markdown_table, spread, synchronize
 
 FIRST_SAVE, SECOND_SAVE, LAST_STEP = 5, 15, 21
 FOLLOWING = 5

@@ -1,7 +1,7 @@
 """How fast the loader is on one core, how small its state, how quick a resume, and what it takes of a training step.
 
-    python scripts/benchmark/loader.py
-    python scripts/benchmark/loader.py --folder=/data/benchmark          keeps the made-up documents for the next time
+    python -m scripts.benchmark.measure.loader
+    python -m scripts.benchmark.measure.loader --folder=/data/benchmark     keeps the made-up documents
 
 Tokens/s are those of `next(loader)`, on files in the page cache. All contenders take turns in one process that is bound
 to one core, and what is shown is the median over turns, with quartiles.
@@ -9,7 +9,6 @@ to one core, and what is shown is the median over turns, with quartiles.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,8 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import announce, markdown_table, spread
-from documents import (
+
+from pretraining.config.batch import BatchPlan
+from pretraining.config.data import DataConfig
+from pretraining.data.batch import MicroBatch
+from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
+from pretraining.data.loader import Loader
+from pretraining.data.storage.dataset_files import list_datasets
+from scripts.benchmark.common import ROOT, Number, announce, flag_parser, markdown_table, spread
+from scripts.benchmark.documents import (
     SEQ_LENGTH,
     VOCABULARY,
     read_documents,
@@ -34,13 +40,6 @@ from documents import (
     use_one_core,
     write_documents,
 )
-
-from pretraining.config.batch import BatchPlan
-from pretraining.config.data import DataConfig
-from pretraining.data.batch import MicroBatch
-from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
-from pretraining.data.loader import Loader
-from pretraining.data.storage.dataset_files import list_datasets
 
 MEAN_TOKENS = (600, 60)
 GLOBAL_BATCHES = (8, 64, 512)
@@ -53,7 +52,7 @@ PACKINGS = ("greedy", "first_fit", "best_fit")
 STEPS = (10, 10**9)
 DEMO_VOCABULARY = 4096
 Work = Callable[[], int]
-MAIN = Path(__file__).parents[2] / "main_training.py"
+MAIN = ROOT / "main_training.py"
 
 
 def settings_of(folder: Path, *datasets: str, **changes: Any) -> DataConfig:
@@ -243,7 +242,7 @@ def measure_share(folder: Path, steps: int) -> None:
 
 
 def _state_at(loader: Loader, step: int) -> dict[str, Any]:
-    """The state of a run that has done so many steps."""
+    """The state of a run after this many steps."""
     mixture = loader.reader.mixture
     counts = {"next_sample": mixture.first_sample(step), "counts": mixture.counts_before_step(step)}
     return {**loader.state_dict(), **counts}
@@ -256,7 +255,7 @@ def _resident_mib() -> float:
 
 
 def prepare(folder: Path, tokens: int) -> None:
-    """Make whatever documents are not there yet."""
+    """Make the documents that are not there yet."""
     for mean in MEAN_TOKENS:
         write_documents(folder / f"mean{mean}", mean, tokens)
     write_documents(folder / "demo", 600, tokens // 20, DEMO_VOCABULARY)
@@ -267,11 +266,13 @@ def prepare(folder: Path, tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The loader on one core.", allow_abbrev=False)
+    parser = flag_parser(
+        "The loader on one core.",
+        tokens=Number(200_000_000, "of each dataset", least=1_000_000),
+        rounds=Number(9, "turns that count"),
+        steps=Number(100, "of the training runs, in reports of 10, the first to warm up", least=20),
+    )
     parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
-    parser.add_argument("--tokens", type=int, default=200_000_000, help="of each dataset (default 200,000,000)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns that count (default 9)")
-    parser.add_argument("--steps", type=int, default=100, help="of the training runs (default 100)")
     flags = parser.parse_args()
     use_one_core()
     announce()

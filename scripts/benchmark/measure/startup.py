@@ -1,7 +1,7 @@
 """Seconds from the start of the process to the end of the first training step, and where they go.
 
     pretrain prepare --source=stdlib --vocab_size=4096 --output_path=data/demo
-    python scripts/benchmark/startup.py
+    python -m scripts.benchmark.measure.startup
 
 It runs the demo (or what other flags make of it) for one step, again and again in new processes: each time first
 without an index of the data, then with the one that the run before left.
@@ -105,7 +105,8 @@ def start(settings: list[str], since: float | None = None) -> dict[str, float]:
         since: when the first phase begins, in seconds since the epoch; None = now.
     """
     result = subprocess.run(
-        [sys.executable, __file__, "measure", *settings],
+        [sys.executable, "-m", "scripts.benchmark.measure.startup", "measure", *settings],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, STARTED: repr(since or time.time())},
         stdout=subprocess.PIPE,
         text=True,
@@ -117,9 +118,9 @@ def start(settings: list[str], since: float | None = None) -> dict[str, float]:
 
 
 def main() -> None:
-    from common import announce, markdown_table, parse
+    from scripts.benchmark.common import Number, announce, markdown_table, parse
 
-    flags, settings = parse("Seconds to the first step.", rounds=(3, "starts of each kind"))
+    flags, settings = parse("Seconds to the first step.", rounds=Number(3, "starts of each kind"))
     announce()
     cold, warm = [], []
     for _ in range(flags.rounds):

@@ -1,7 +1,7 @@
 """What the loss costs in time and memory: the project's chunks against all logits at once, and PyTorch's own.
 
-    python scripts/benchmark/loss.py
-    OMP_NUM_THREADS=1 python scripts/benchmark/loss.py --rounds=10
+    python -m scripts.benchmark.measure.loss
+    OMP_NUM_THREADS=1 python -m scripts.benchmark.measure.loss --rounds=10
 
 Forward and backward of head and cross-entropy, from hidden states to the gradients of these and of the head. In each
 round every contender computes once, and ratios are taken within rounds, so that a machine that is slow for a while is
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import announce, device, markdown_table, parse, synchronize
 from torch import Tensor
 
 from pretraining.model.loss import IGNORED_LABEL, choose_chunk_tokens, head_loss
+from scripts.benchmark.common import Number, announce, device, flag_parser, markdown_table, synchronize
 
 MIB = 1024.0**2
 CASES_ON_CPU = (  # N, D, V
@@ -96,7 +96,7 @@ def peak_mib(name: str, size: Size, dtype: torch.dtype, threads: int) -> float:
     torch.set_num_threads(threads)
     gradients_of(contenders()[name], *draw((8, 16, 32), dtype))  # what libraries set up once
     inputs, labels_N = draw(size, dtype)
-    _begin_anew()  # what is drawn is larger for a moment than what stays of it
+    _reset_peak()  # what is drawn is larger for a moment than what stays of it
     before = _most_so_far()
     gradients_of(contenders()[name], inputs, labels_N)
     return (_most_so_far() - before) / MIB
@@ -110,8 +110,8 @@ def _most_so_far() -> float:
     return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("VmHWM:"))
 
 
-def _begin_anew() -> None:
-    """Have `_most_so_far` begin with what is in use now."""
+def _reset_peak() -> None:
+    """Let `_most_so_far` begin with what is in use now."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -148,8 +148,8 @@ def measure(size: Size, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
 
 
 def main() -> None:
-    flags, settings = parse("Head and cross-entropy in chunks of tokens.", rounds=(5, "rounds that count"))
-    assert not settings, f"no settings of training are read here: {settings}"
+    parser = flag_parser("Head and cross-entropy in chunks of tokens.", rounds=Number(5, "rounds that count"))
+    flags = parser.parse_args()
     announce()
     cases = CASES_ON_GPU if torch.cuda.is_available() else CASES_ON_CPU
     lines = [measure(*case, flags.rounds) for case in cases]

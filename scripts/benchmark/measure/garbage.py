@@ -1,7 +1,7 @@
 """What Python's garbage collector takes from training when it runs by itself, and every `--gc_interval` steps.
 
-    OMP_NUM_THREADS=1 python scripts/benchmark/garbage.py
-    OMP_NUM_THREADS=1 python scripts/benchmark/garbage.py --steps=1000 --gc_interval=100 --model_variant=125m
+    OMP_NUM_THREADS=1 python -m scripts.benchmark.measure.garbage
+    OMP_NUM_THREADS=1 python -m scripts.benchmark.measure.garbage --steps=1000 --gc_interval=100 --model_variant=125m
 
 By default a deep and narrow model, whose steps make many objects and are short. Each of the two ways has a process of
 its own. Times are of the processor, so that other programs hardly disturb; nothing is reported or saved meanwhile.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import Over, announce, markdown_table, parse, read_settings, train_project
+from scripts.benchmark.common import Number, Over, announce, markdown_table, parse, read_settings, train_project
 
 NARROW = ("model_variant=tiny", "num_hidden_layers=32", "hidden_size=32", "num_attention_heads=4", "vocab_size=256")
 SETTINGS = ("use_dummy_dataset=true", "tracker=none", "seq_length=64", "batch_size=2", *NARROW)
@@ -85,7 +85,7 @@ def in_new_process(*arguments: Any) -> tuple[Collections, float]:
 
 
 def main() -> None:
-    flags, rest = parse("What Python's garbage collector takes from training.", steps=(400, "optimizer steps"))
+    flags, rest = parse("What Python's garbage collector takes from training.", steps=Number(400, "optimizer steps"))
     settings = [*SETTINGS, *rest]
     announce()
     rows, step_seconds = [], []

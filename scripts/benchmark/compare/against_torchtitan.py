@@ -1,8 +1,8 @@
 """Tokens/s of the project against torchtitan 0.2.2: its Llama 3 model and its Trainer, on one GPU or several.
 
     pip install torchtitan==0.2.2        (in an environment of its own: it brings many packages)
-    python scripts/benchmark/against_torchtitan.py
-    python scripts/benchmark/against_torchtitan.py --model_variant=1b --seq_length=4096 --batch_size=4 \
+    python -m scripts.benchmark.compare.against_torchtitan
+    python -m scripts.benchmark.compare.against_torchtitan --model_variant=1b --seq_length=4096 --batch_size=4 \
         --use_torch_compile=true
 
 Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient
@@ -19,17 +19,17 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from common import read_settings
-from race import ON_GPU, RACE, Turn, parse_race, project, race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
+from scripts.benchmark.common import read_settings
+from scripts.benchmark.race import ON_GPU, RACE, Turn, parse_race, project, race
 
 VERSION = "0.2.2"
 
 
 def torchtitan(config: TrainConfig, turn: Turn) -> None:
-    import torchtitan_trainer
+    from scripts.benchmark.compare import torchtitan_trainer
 
     torchtitan_trainer.train(config, turn)
 

@@ -1,8 +1,8 @@
 r"""Which settings are fastest here? Trains every combination of them on made-up data; writes a table and a picture.
 
-    python scripts/benchmark/sweep.py --vary=batch_size:4,8,16 --vary=sharding_strategy:ddp,fsdp --processes=8 \
+    python -m scripts.benchmark.measure.sweep --vary=batch_size:4,8,16 --vary=sharding_strategy:ddp,fsdp --processes=8 \
         --model_variant=1b --seq_length=4096 --output=runs/sweep
-    python scripts/benchmark/sweep.py --vary=sharding_strategy:ddp,zero2,fsdp --processes=2 \
+    python -m scripts.benchmark.measure.sweep --vary=sharding_strategy:ddp,zero2,fsdp --processes=2 \
         --model_variant=tiny --vocab_size=4096 --seq_length=256 --batch_size=2                  # on a CPU
 
 `--vary=<setting>:<value>,<value>` may be given several times; all combinations are tried. Any other --name=value is the
@@ -29,10 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bars import Bar, draw_bars
-from common import announce, markdown_table, spread
+from scripts.benchmark.bars import Bar, draw_bars
+from scripts.benchmark.common import ROOT, Number, announce, flag_parser, markdown_table, spread
 
-ROOT = Path(__file__).parents[2]
 EVERY = 5
 COMMON = (
     "use_dummy_dataset=true",
@@ -82,17 +81,17 @@ class Combination:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sweep of a command line."""
-    parser = argparse.ArgumentParser(
-        description="Train every combination of settings, and compare.", allow_abbrev=False
+    parser = flag_parser(
+        "Train every combination of settings, and compare.",
+        processes=Number(1, "of each run, on this machine"),
+        rounds=Number(1, "turns of each combination"),
+        steps=Number(30, "of each turn, in reports of 5, the first to warm up", least=10),
     )
     parser.add_argument("--vary", action="append", type=_varied, required=True, metavar="SETTING:VALUE,VALUE")
-    parser.add_argument("--processes", type=int, default=1, help="of each run, on this machine (default 1)")
-    parser.add_argument("--rounds", type=int, default=1, help="turns of each combination (default 1)")
-    parser.add_argument("--steps", type=int, default=30, help="of each turn, in reports of 5 (default 30)")
-    parser.add_argument("--output", type=Path, help="folder for sweep.md, sweep.jsonl and sweep.svg; none = only print")
+    parser.add_argument(
+        "--output", type=Path, help="folder for sweep.md, sweep.jsonl and sweep.svg (default: only print)"
+    )
     flags, rest = parser.parse_known_args(arguments)
-    if flags.steps < 10:
-        parser.error("--steps must be 10 or more: the first 5 warm up, and each report takes 5")
     same = [argument.lstrip("-") for argument in rest]
     announce()
     combinations = list(_combinations(flags.vary))

@@ -8,8 +8,8 @@ The text is the standard library's own sources, cut into documents of 2000 chara
 for. Where other programs take the machine's cores now and then, the ratio of the CPU seconds says more than that of the
 clock's.
 
-    python scripts/benchmark/prepare.py
-    python scripts/benchmark/prepare.py --megabytes=500 --vocabulary=64000
+    python -m scripts.benchmark.measure.prepare
+    python -m scripts.benchmark.measure.prepare --megabytes=500 --vocabulary=64000
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,25 +25,23 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from common import announce, markdown_table, parse
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokenizer
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import prepare
+from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, markdown_table
 
 DOCUMENT_CHARACTERS = 2000
 
 
 def main() -> None:
-    flags, rest = parse(
+    flags = flag_parser(
         __doc__ or "",
-        megabytes=(100, "text to encode"),
-        vocabulary=(32_000, "entries of the tokenizer"),
-        rounds=(5, "turns of each that count"),
-    )
-    if rest:
-        sys.exit(f"error: {', '.join(rest)}: this benchmark has no other settings")
+        megabytes=Number(100, "text to encode"),
+        vocabulary=Number(32_000, "entries of the tokenizer"),
+        rounds=Number(5, "turns of each that count"),
+    ).parse_args()
     announce()
     modules = [file.path.read_text(encoding="utf-8") for file in standard_library_files()]
     pieces = [
@@ -74,7 +71,10 @@ def run(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int) -> 
         "prepare, from .parquet": lambda turn: _prepare(parquet, root, turn),
     }
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    warm_up_began = time.perf_counter()
     for turn in range(rounds + 1):
+        if turn == 1:
+            announce_rest(rounds * (time.perf_counter() - warm_up_began))
         for name, contender in contenders.items():
             began, cpu_began = time.perf_counter(), _cpu_seconds()
             tokens = contender(turn) or tokens

@@ -2,7 +2,7 @@
 
     pip install mosaicml-streaming datasets          in an environment of its own: it takes older packages
     git clone https://github.com/foundation-model-stack/fms-fsdp
-    python scripts/benchmark/against_loaders.py --fms_fsdp=fms-fsdp
+    python -m scripts.benchmark.compare.against_loaders --fms_fsdp=fms-fsdp
 
 Every contender runs in a process of its own, without workers, and makes batches of 8 sequences of 4096 tokens and one
 more; they take turns of a second on one core. Each has the documents in the form that suits it, in the page cache: the
@@ -15,7 +15,6 @@ The project also says where documents begin; the others do not.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
@@ -24,9 +23,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from common import announce, markdown_table, spread
-from documents import use_one_core, write_documents
-from rival_loaders import CONTENDERS, Batches, installed_packages, prepare
+from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, markdown_table, spread
+from scripts.benchmark.compare.rival_loaders import CONTENDERS, Batches, installed_packages, prepare
+from scripts.benchmark.documents import use_one_core, write_documents
 
 MEAN_TOKENS = (600, 60)
 TURN_SECONDS = 1.0
@@ -44,6 +43,7 @@ def race(contenders: list[str], folder: Path, name: str, rounds: int) -> dict[st
     for contender, end in ends.items():
         _receive(contender, end)  # it is warm
     print(f"\nracing    {rounds} rounds", flush=True)
+    announce_rest(rounds * len(contenders) * TURN_SECONDS)
     for _ in range(rounds):
         for contender, end in ends.items():
             end.send(True)
@@ -85,11 +85,13 @@ def _read(batches: Batches) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The loader against others.", allow_abbrev=False)
+    parser = flag_parser(
+        "The loader against others.",
+        tokens=Number(100_000_000, "of each dataset", least=1_000_000),
+        rounds=Number(9, "turns that count"),
+    )
     parser.add_argument("--fms_fsdp", type=Path, help="a checkout of github.com/foundation-model-stack/fms-fsdp")
     parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="of each dataset (default 100,000,000)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns that count (default 9)")
     flags = parser.parse_args()
     if flags.fms_fsdp is not None:  # for this process and for those that it starts
         sys.path.insert(0, str(flags.fms_fsdp.absolute()))

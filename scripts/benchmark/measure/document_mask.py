@@ -1,7 +1,7 @@
 """What keeping attention inside documents costs: the project's way against others, on one layer's attention.
 
-    python scripts/benchmark/document_mask.py
-    python scripts/benchmark/document_mask.py --heads=12 --rounds=20
+    python -m scripts.benchmark.measure.document_mask
+    python -m scripts.benchmark.measure.document_mask --heads=12 --rounds=20
 
 Forward and backward of attention over rows of documents whose lengths are log-normal. In each round every contender
 computes once, and ratios are taken within rounds, so that a machine that is slow for a while is slow for all.
@@ -16,10 +16,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import announce, device, markdown_table, parse, synchronize
 from torch import Tensor
 
 from pretraining.model.attention import causal_attention, document_attention, locate_documents
+from scripts.benchmark.common import Number, announce, device, flag_parser, markdown_table, synchronize
 
 ROWS = ((1, 4096), (8, 256))  # B, S
 MEAN_LENGTHS = (60, 600)
@@ -114,12 +114,11 @@ def measure(rows: int, length: int, mean: int, heads: int, dtype: torch.dtype, r
 
 
 if __name__ == "__main__":
-    flags, settings = parse(
+    flags = flag_parser(
         "Attention inside documents: the project's way against others.",
-        rounds=(10, "rounds that count"),
-        heads=(4, f"heads of {HEAD_DIM}"),
-    )
-    assert not settings, f"no settings of training are read here: {settings}"
+        rounds=Number(10, "rounds that count"),
+        heads=Number(4, f"heads of {HEAD_DIM}"),
+    ).parse_args()
     announce()
     lines = [
         measure(*rows, mean, flags.heads, dtype, flags.rounds)

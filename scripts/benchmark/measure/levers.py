@@ -1,7 +1,7 @@
 """What activation checkpointing and compilation cost in time, and what they save in memory, on one device.
 
-    python scripts/benchmark/levers.py --rounds=4 --steps=2
-    python scripts/benchmark/levers.py --model_variant=125m --seq_length=1024 --batch_size=16
+    python -m scripts.benchmark.measure.levers --rounds=4 --steps=2
+    python -m scripts.benchmark.measure.levers --model_variant=125m --seq_length=1024 --batch_size=16
 
 All of them train the same model in turns, a few steps each; times are relative to those of training without any, turn
 by turn. Memory is the peak of the device; on a CPU that of the process, with all that PyTorch itself takes.
@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import announce, markdown_table, parse, read_settings, spread
-from common import train_project as train
-from race import ON_CPU, ON_GPU, RACE, Lane, Turn, run_race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.activation_checkpointing import recomputed_share
+from scripts.benchmark.common import Number, announce, markdown_table, parse, read_settings, spread
+from scripts.benchmark.common import train_project as train
+from scripts.benchmark.race import ON_CPU, ON_GPU, RACE, Lane, Turn, run_race
 
 CHECKPOINTING = {"none": None, "per operation": "op", "a third": "1/3", "a half": "2", "all": "1"}
 HEADER = ("checkpointing, compiled", "time of a step", "quartiles", "peak GiB", "FLOPs recomputed")
@@ -45,8 +45,8 @@ def configured(config: TrainConfig, selective: str | None, compiled: bool) -> Tr
 def main() -> None:
     flags, settings = parse(
         (__doc__ or "").splitlines()[0],
-        rounds=(8, "turns of each that count"),
-        steps=(4, "optimizer steps of a turn"),
+        rounds=Number(8, "turns of each that count"),
+        steps=Number(4, "optimizer steps of a turn"),
     )
     levers = {
         name + (", compiled" if compiled else ""): (selective, compiled)

@@ -1,8 +1,8 @@
 """Tokens/s of the project's training loop against a bare PyTorch loop.
 
-    python scripts/benchmark/training_loop.py
-    python scripts/benchmark/training_loop.py --processes=2
-    python scripts/benchmark/training_loop.py --model_variant=125m --seq_length=1024 --batch_size=16
+    python -m scripts.benchmark.measure.training_loop
+    python -m scripts.benchmark.measure.training_loop --processes=2
+    python -m scripts.benchmark.measure.training_loop --model_variant=125m --seq_length=1024 --batch_size=16
 
 Both train the same model class with the same fully_shard wrapping and fused AdamW on the same micro-batches, reduce
 gradients in the same of them, clip, and report every 10 steps. The project does it with all that belongs to a run:
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from common import batches_in_memory, join
-from race import Turn, parse_race, project, race
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -23,6 +21,8 @@ from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.mesh import build_mesh
 from pretraining.optim.optimizer import build_adamw
 from pretraining.train.build_model import build_model
+from scripts.benchmark.common import batches_in_memory, join
+from scripts.benchmark.race import Turn, parse_race, project, race
 
 
 def bare(config: TrainConfig, turn: Turn) -> None:
