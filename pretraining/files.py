@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretraining.errors import CheckpointError
+from pretraining.errors import CheckpointError, DataError
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,20 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def output_errors(root: Path) -> Iterator[None]:
+    """Turn what the file system says about --output_path into an error for users; the input's errors say their own."""
+    try:
+        yield
+    except BrokenPipeError:  # of a reader of what is shown, not of a file
+        raise
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or root} cannot be written: {error.strerror or error}. Make room, give write permission "
+            "or give another --output_path"
+        ) from error
 
 
 def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], None] | None = None) -> T:

@@ -1,8 +1,8 @@
-"""Which process of a job this is, and where its processes meet: one answer for every launcher.
+"""Which process of a job this is, and where its processes meet (rendezvous): one answer for every launcher.
 
-Each launcher says it in variables of its own. They are looked for in the order in which launchers nest, innermost
-first: torchrun runs inside `srun` tasks, and `mpirun` starts its daemons with `srun`, so the outer launcher's variables
-are there too and number other things.
+Each launcher says it in environment variables of its own. They are looked for in the order in which launchers nest,
+innermost first: torchrun runs inside `srun` tasks, and `mpirun` starts its daemons with `srun`, so the outer launcher's
+variables are there too and number other things.
 
     torchrun       TORCHELASTIC_RUN_ID    also `python -m torch.distributed.launch`
     openmpi        OMPI_COMM_WORLD_RANK
@@ -11,8 +11,9 @@ are there too and number other things.
     environment    RANK or WORLD_SIZE     set by hand or by a platform
     single         none of these
 
-The result goes two ways: `ProcessLayout` to code that asks for ranks, `as_environment()` to libraries that read RANK
-and MASTER_ADDR.
+Rank and sizes stand in these variables. Where rank 0 answers is derived from what all processes of the job know, if
+MASTER_ADDR and MASTER_PORT are not given. The result goes two ways: `ProcessLayout` to code that asks for ranks,
+`as_environment()` to libraries that read RANK and MASTER_ADDR.
 """
 
 from __future__ import annotations
@@ -21,63 +22,11 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.errors import LaunchError
-
-# TODO(merge): was pretraining.launch.layout
-# Ports that processes agree on without talking to each other, or that nobody else uses.
-#
-# Derived ports lie in 16384..32767: above most services of a machine, below the range from which Linux gives ports to
-# outgoing connections (32768 and up), so that chance seldom takes them.
-
-FIRST_PORT = 16384
-PORTS = 16384
-STEPS_OF_A_JOB = 16
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on right now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def port_of_slurm_step(job: int, step: int) -> int:
-    """The port of a SLURM step: different for 16 steps of each of any 1024 jobs in a row."""
-    return FIRST_PORT + (job * STEPS_OF_A_JOB + step % STEPS_OF_A_JOB) % PORTS
-
-
-def port_of_name(name: str) -> int:
-    """The same port for the same name in every process (`hash()` is salted in each)."""
-    return FIRST_PORT + zlib.crc32(name.encode()) % PORTS
-
-
-def ancestor_named(name: str, pid: int | str = "self", proc: Path = Path("/proc")) -> int | None:
-    """The closest ancestor process with this command name, seen through any shell scripts in between.
-
-    Args:
-        name: what `ps -o comm` shows: at most 15 characters.
-        pid: where to start.
-        proc: the process file system.
-
-    Returns:
-        its process id; None where there is none, or no /proc.
-    """
-    while str(pid) not in ("0", "1"):
-        try:
-            stat = (proc / str(pid) / "stat").read_text()
-        except OSError:
-            return None
-        # "pid (command) state parent ..."; a command may hold blanks and brackets itself.
-        command, _, rest = stat.partition("(")[2].rpartition(")")
-        if command == name:
-            return int(stat.split()[0])
-        pid = rest.split()[1]
-    return None
-
 
 LOCALHOST = "127.0.0.1"
 NAMES_OF_THIS_HOST = (LOCALHOST, "localhost", "::1")
@@ -104,6 +53,18 @@ HOW_TO_SET = {
     "slurm": "export MASTER_ADDR=<host of task 0> MASTER_PORT=29500 before srun",
     "environment": "export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500, the same for every process",
 }
+
+# Derived ports lie in 16384..32767: above most services of a machine, below the range from which Linux gives ports to
+# outgoing connections (32768 and up), so that chance seldom takes them.
+FIRST_PORT = 16384
+PORTS = 16384
+STEPS_OF_A_JOB = 16
+
+# SLURM's compressed notations of node lists and of tasks a node, read without `scontrol`, which containers often lack.
+# A comma that is not inside brackets: those separate numbers of one name.
+_BETWEEN_NAMES = re.compile(r",(?![^\[]*\])")
+_FIRST_IN_BRACKETS = re.compile(r"\[(\d+)[-,\d]*\]")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True)
@@ -140,26 +101,15 @@ class ProcessLayout:
         }
 
 
-def resolve_layout(
-    environ: Mapping[str, str] = os.environ,
-    *,
-    pick_port: Callable[[], int] = free_port,
-    find_ancestor: Callable[[str], int | None] = ancestor_named,
-) -> ProcessLayout:
+def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
     """Read the layout from the environment.
 
-    Args:
-        environ: environment variables.
-        pick_port: gives a free port, for a job of one process.
-        find_ancestor: gives the process id of the closest ancestor with a name.
-
     Raises:
-        LaunchError: the variables contradict each other, or the place where processes meet is not given and cannot
-            be derived.
+        LaunchError: the variables contradict each other, or the address of rank 0 is not given and cannot be derived.
     """
     launcher = _launcher(environ)
     if launcher == "single":
-        return ProcessLayout(0, 1, 0, 1, launcher, LOCALHOST, pick_port())  # it meets nobody, so any port does
+        return ProcessLayout(0, 1, 0, 1, launcher, LOCALHOST, free_port())  # alone, so any port does
     rank, world_size, local_rank, local_world_size = _place(launcher, environ)
     _check_ranges(launcher, rank, world_size, local_rank, local_world_size)
     _check_agreement(launcher, environ, rank, world_size)
@@ -168,9 +118,9 @@ def resolve_layout(
         address = _derive_address(launcher, environ, world_size, local_world_size)
     port = read_port(environ)
     if port is None and world_size == 1 and launcher != "torchrun":
-        port = pick_port()
+        port = free_port()
     elif port is None:
-        port = _derive_port(launcher, environ, world_size == local_world_size, find_ancestor)
+        port = _derive_port(launcher, environ, world_size == local_world_size)
     return ProcessLayout(rank, world_size, local_rank, local_world_size, launcher, address, port)
 
 
@@ -267,9 +217,7 @@ def _derive_address(launcher: str, environ: Mapping[str, str], world_size: int, 
     )
 
 
-def _derive_port(
-    launcher: str, environ: Mapping[str, str], one_node: bool, find_ancestor: Callable[[str], int | None]
-) -> int:
+def _derive_port(launcher: str, environ: Mapping[str, str], one_node: bool) -> int:
     """A port from what every process of this job knows and no other job shares."""
     if launcher == "slurm":
         job, step = (read_integer(environ, name, launcher) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -278,7 +226,7 @@ def _derive_port(
     if launcher == "openmpi" and namespace is not None:
         return port_of_name(namespace)
     # Hydra gives its jobs no name, but all processes of a node descend from one proxy.
-    proxy = find_ancestor("hydra_pmi_proxy") if launcher == "mpich" and one_node else None
+    proxy = ancestor_named("hydra_pmi_proxy") if launcher == "mpich" and one_node else None
     if proxy is not None:
         return port_of_name(f"hydra {proxy}")
     raise LaunchError(
@@ -287,8 +235,76 @@ def _derive_port(
     )
 
 
-# TODO(merge): was pretraining.launch.layout
-# Environment variables read as what they should be, or refused by name.
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on right now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_of_slurm_step(job: int, step: int) -> int:
+    """The port of a SLURM step: different for 16 steps of each of any 1024 jobs in a row."""
+    return FIRST_PORT + (job * STEPS_OF_A_JOB + step % STEPS_OF_A_JOB) % PORTS
+
+
+def port_of_name(name: str) -> int:
+    """The same port for the same name in every process (`hash()` is salted in each)."""
+    return FIRST_PORT + zlib.crc32(name.encode()) % PORTS
+
+
+def ancestor_named(name: str, pid: int | str = "self", proc: Path = Path("/proc")) -> int | None:
+    """The process id of the closest ancestor with this command name; None where there is none, or no /proc.
+
+    Args:
+        name: what `ps -o comm` shows: at most 15 characters.
+        pid: where to start.
+        proc: the process file system.
+    """
+    while str(pid) not in ("0", "1"):
+        try:
+            stat = (proc / str(pid) / "stat").read_text()
+        except OSError:
+            return None
+        # "pid (command) state parent ..."; a command may hold blanks and brackets itself.
+        command, _, rest = stat.partition("(")[2].rpartition(")")
+        if command == name:
+            return int(stat.split()[0])
+        pid = rest.split()[1]
+    return None
+
+
+def first_node(node_list: str) -> str:
+    """The first host of a node list: `node[01-03,7],gpu-a` -> `node01`.
+
+    SLURM places task 0 on the first node of its step's list.
+
+    Raises:
+        LaunchError: the list has another form.
+    """
+    first = _FIRST_IN_BRACKETS.sub(r"\1", _BETWEEN_NAMES.split(node_list)[0])
+    if not re.fullmatch(r"[\w.-]+", first):
+        raise LaunchError(
+            f"Cannot read the node list {node_list!r} of SLURM; export MASTER_ADDR=<host of task 0> before srun."
+        )
+    return first
+
+
+def tasks_of_nodes(text: str) -> tuple[int, ...]:
+    """Tasks on each node of a step, in node order: `4(x2),1` -> (4, 4, 1).
+
+    Raises:
+        LaunchError: the text has another form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '4(x2),1'. "
+                "srun sets it; start the job with srun, or with torchrun."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
 
 
 def read_text(environ: Mapping[str, str], name: str) -> str | None:
@@ -326,48 +342,3 @@ def read_port(environ: Mapping[str, str]) -> int | None:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise LaunchError(f"MASTER_PORT={text!r} is not a port: give a number from 1 to 65535.")
     return int(text)
-
-
-# TODO(merge): was pretraining.launch.layout
-# What SLURM says in its compressed notations: node lists and tasks a node.
-#
-# Read without `scontrol`, which containers often lack.
-
-# A comma that is not inside brackets: those separate numbers of one name.
-_BETWEEN_NAMES = re.compile(r",(?![^\[]*\])")
-_FIRST_IN_BRACKETS = re.compile(r"\[(\d+)[-,\d]*\]")
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-
-
-def first_node(node_list: str) -> str:
-    """The first host of a node list: `node[01-03,7],gpu-a` -> `node01`.
-
-    SLURM places task 0 on the first node of its step's list.
-
-    Raises:
-        LaunchError: the list has another form.
-    """
-    first = _FIRST_IN_BRACKETS.sub(r"\1", _BETWEEN_NAMES.split(node_list)[0])
-    if not re.fullmatch(r"[\w.-]+", first):
-        raise LaunchError(
-            f"Cannot read the node list {node_list!r} of SLURM; export MASTER_ADDR=<host of task 0> before srun."
-        )
-    return first
-
-
-def tasks_of_nodes(text: str) -> tuple[int, ...]:
-    """Tasks on each node of a step, in node order: `4(x2),1` -> (4, 4, 1).
-
-    Raises:
-        LaunchError: the text has another form.
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = _TASKS.fullmatch(part)
-        if match is None:
-            raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '4(x2),1'. "
-                "srun sets it; start the job with srun, or with torchrun."
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
-    return tuple(counts)

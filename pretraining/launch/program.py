@@ -7,8 +7,8 @@ then wants Python's lock is made to leave in the middle of C++ code, which abort
 exception", exit code 134 of a run that is finished and saved. A thread that never ends, or a destructor that waits for
 a process that is dead, would keep the process for ever.
 
-What registers with `atexit` is served: temporary folders, processes of multiprocessing, compile workers, logging,
-trackers. Threads are not waited for; who has one with work to finish joins it, as all of ours are.
+Handlers of `atexit` run: temporary folders, processes of multiprocessing, compile workers, logging, trackers. Threads
+are not waited for; code that starts one with work to finish joins it, as all of ours does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAILED = 1
 def run_as_program(command: Callable[[], object]) -> NoReturn:
     """Run a command as all that this process is for, and end the process with its exit code.
 
-    For the outermost line of a program only: whoever calls it gets no control back.
+    For the outermost line of a program only: it does not return.
 
     Args:
         command: ends the usual ways: it returns (exit code 0), or raises SystemExit with a code or a text, or raises
@@ -57,7 +57,7 @@ def _exit_code_of(command: Callable[[], object]) -> int:
 
 
 def _flush_output() -> bool:
-    """Write out what is buffered; returns whether all of it has arrived. That a reader has gone is nothing to tell."""
+    """Write out what is buffered, and return whether all of it has arrived. A reader that has gone is no error."""
     arrived = True
     for stream in (sys.stdout, sys.stderr):
         if stream is None or stream.closed:  # a program may be started without

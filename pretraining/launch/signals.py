@@ -1,4 +1,4 @@
-"""What this process does about signals, from its first moment on.
+"""What this process does about signals, from its start.
 
     SIGTERM, SIGUSR1    remembered, no more: training looks between steps, saves and ends (train/preemption.py)
     SIGINT (Ctrl-C)     KeyboardInterrupt, as always in Python; during imports one line and the end
@@ -52,7 +52,6 @@ def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> It
 
     Args:
         text: what to say; one process of a job says it.
-        environ: tells which one this is.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -75,7 +74,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """Get a SIGTERM when the torchrun that started this process dies, even by SIGKILL (Linux).
 
     torchrun's processes are in sessions of their own: without this they would train on, unseen, and keep GPUs and the
-    run's folder from whoever starts the run again.
+    run's folder from the next start of the run.
     """
     if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -41,6 +41,8 @@ class TerminalHandler(logging.Handler):
                 print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
             else:
                 self.show(text)
+        except BrokenPipeError:  # of a reader that has gone, as `head` does: the program ends quietly
+            raise
         except Exception:
             self.handleError(record)
 

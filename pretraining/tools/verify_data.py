@@ -26,9 +26,8 @@ from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.tools.prepare.encoding_progress import LINE_INTERVAL_SECONDS
-from pretraining.tools.prepare.records import MANIFEST_FILE
-from pretraining.tools.prepare.writer import TokenFile, file_checksum
+from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
+from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile, file_checksum
 
 FAULTS_SHOWN = 100
 """Rows of a file that are named one by one; of a file of another tokenizer nearly all would be."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,26 +28,44 @@ from pretraining.model.llama import Llama
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
 
+ROOT = Path(__file__).parents[2]
+"""Of the repository, from where every benchmark runs."""
+
 
 class Over(Exception):
     """Enough was measured; a contender that it passes through saves nothing."""
 
 
-def parse(description: str, **numbers: tuple[int, str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read a benchmark's own integer flags (name = (default, help)); the rest are settings of training.
+class Number(NamedTuple):
+    """An integer flag of a benchmark."""
+
+    default: int
+    help: str
+    least: int = 1
+
+
+def parse(description: str, **numbers: Number) -> tuple[argparse.Namespace, list[str]]:
+    """Read a benchmark's own integer flags; the rest are settings of training.
 
     Returns:
         The flags, and the settings as `name=value`.
     """
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog="Any other --name=value is a setting of training, as in `pretrain train --help`.",
-        allow_abbrev=False,
-    )
-    for name, (default, text) in numbers.items():
-        parser.add_argument(f"--{name}", type=_positive, default=default, help=f"{text} (default {default})")
+    return parse_with_settings(flag_parser(description, **numbers))
+
+
+def parse_with_settings(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """As `parse`, for a parser that has other flags too."""
+    parser.epilog = "Any other --name=value is a setting of training, as in `pretrain train --help`."
     flags, rest = parser.parse_known_args()
     return flags, [argument.lstrip("-") for argument in rest]
+
+
+def flag_parser(description: str, **numbers: Number) -> argparse.ArgumentParser:
+    """A parser of integer flags, which refuses what is too small before anything is measured."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    for name, (default, text, least) in numbers.items():
+        parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=f"{text} (default {default:,})")
+    return parser
 
 
 def read_settings(settings: Sequence[str]) -> TrainConfig:
@@ -60,7 +79,12 @@ def read_settings(settings: Sequence[str]) -> TrainConfig:
 def announce() -> None:
     """Print on what this runs, and what was typed."""
     print(f"machine   {machine()}")
-    print(f"command   python {' '.join(sys.argv)}", flush=True)
+    print(f"command   {' '.join(['python', *sys.orig_argv[1:]])}", flush=True)
+
+
+def announce_rest(seconds: float) -> None:
+    """Say how long it takes from here on, judged by what was done to warm up."""
+    print(f"takes     about {seconds / 60:.0f} min" if seconds > 90 else f"takes     about {seconds:.0f} s", flush=True)
 
 
 def machine() -> str:
@@ -155,11 +179,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(cells) for cells in (header, rule, *rows))
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be {least:,} or more")
+        return value
+
+    return whole_number
 
 
 def spread(values: list[float], form: str) -> tuple[str, str]:

@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from scripts.benchmark.common import announce_rest
+
 VOCABULARY = 32_000
 SEQ_LENGTH = 4096
 FILES = 4
@@ -35,17 +37,17 @@ def write_documents(folder: Path, mean_tokens: int, tokens: int, vocabulary: int
     Args:
         folder: of the dataset.
         mean_tokens: of a document.
-        tokens: about so many in all.
+        tokens: in all, about.
         vocabulary: token ids are below it; at most 65,536.
     """
     if folder.exists():
         return
-    aside = folder.with_name(f".{folder.name}.tmp")
-    aside.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(mean_tokens)
     schema = pa.schema([("tokens", pa.list_(pa.uint16()))])
     for file in range(FILES):
-        with pa.ipc.new_file(str(aside / f"{file}.arrow"), schema) as writer:
+        with pa.ipc.new_file(str(temporary / f"{file}.arrow"), schema) as writer:
             for first in range(0, tokens // FILES // mean_tokens, BATCH_DOCUMENTS):
                 count = min(BATCH_DOCUMENTS, tokens // FILES // mean_tokens - first)
                 lengths = generator.lognormal(np.log(mean_tokens) - 0.5, 1.0, count).astype(np.int32)
@@ -53,7 +55,7 @@ def write_documents(folder: Path, mean_tokens: int, tokens: int, vocabulary: int
                 ids = generator.integers(0, vocabulary, offsets[-1], dtype=np.uint16)
                 column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids))
                 writer.write_batch(pa.record_batch([column], schema=schema))
-    aside.rename(folder)
+    temporary.rename(folder)
 
 
 def token_files(folder: Path) -> list[Path]:
@@ -82,7 +84,10 @@ def take_turns(contenders: Mapping[Key, Callable[[], int]], rounds: int) -> dict
         What each did a second, turn by turn.
     """
     rates: dict[Key, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds + 1):
+    warm_up_began = time.perf_counter()
+    for number in range(rounds + 1):
+        if number == 1:
+            announce_rest(rounds * (time.perf_counter() - warm_up_began))
         for name, work in contenders.items():
             began = time.perf_counter()
             done = work()

@@ -25,7 +25,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
-from common import Over, announce, device, markdown_table, parse, read_settings, spread, synchronize, train_project
 
 from pretraining.config.batch import plan_batch
 from pretraining.config.training import TrainConfig
@@ -33,6 +32,19 @@ from pretraining.config.variants import resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.launch.layout import port_of_name
 from pretraining.model.flops import parameter_count
+from scripts.benchmark.common import (
+    Number,
+    Over,
+    announce,
+    announce_rest,
+    device,
+    markdown_table,
+    parse,
+    read_settings,
+    spread,
+    synchronize,
+    train_project,
+)
 
 # A constant learning rate and no decay: contenders whose schedules and parameter groups differ in details then still
 # do the same updates, and their losses can be compared. Nothing is evaluated or saved before the race is over.
@@ -99,9 +111,9 @@ def parse_race(description: str, processes: int = 1) -> tuple[argparse.Namespace
     """Read the flags of a race; the rest are settings of training. `processes`: of each contender, by default."""
     return parse(
         description,
-        rounds=(16, "turns of each that count"),
-        steps=(10, "optimizer steps of a turn"),
-        processes=(processes, "of each contender, on this machine"),
+        rounds=Number(16, "turns of each that count"),
+        steps=Number(10, "optimizer steps of a turn"),
+        processes=Number(processes, "of each contender, on this machine"),
     )
 
 
@@ -152,7 +164,9 @@ def run_race(
         teams[name] = _start(contender, own, steps, processes, folder / name)
     turns: dict[str, list[tuple[float, float | None]]] = {name: [] for name in contenders}
     try:
-        for _ in range(rounds + 1):
+        for number in range(rounds + 1):
+            if number == 1:
+                announce_rest(rounds * sum(seconds for ((seconds, _),) in turns.values()))
             for name, team in teams.items():
                 turns[name].append(_take_turn(team))
         for name in teams:
@@ -192,7 +206,7 @@ def _take_turn(team: list[Connection]) -> tuple[float, float | None]:
         end.send(True)
     outcomes: dict[Connection, tuple[float, float | None]] = {}
     while len(outcomes) < len(team):
-        # Whoever is done, or gone, first: a process whose peer is gone may not be done for long.
+        # The one that is done, or gone, first: a process whose peer is gone may not be done for long.
         ready = wait([end for end in team if end not in outcomes])
         outcomes |= {end: end.recv() for end in team if end in ready}
     return max(seconds for seconds, _ in outcomes.values()), outcomes[team[0]][1]

@@ -10,21 +10,21 @@ import torch
 
 from pretraining.cli import main
 from pretraining.launch.program import run_as_program
-from pretraining.tools.doctor import devices, links, timing
+from pretraining.tools.doctor import measure
 
 
-def times(measure: Callable[..., float], factor: float) -> Callable[..., float]:
+def times(function: Callable[..., float], factor: float) -> Callable[..., float]:
     """The measurement with a factor, so that the test does not depend on what else the machine does."""
-    return lambda *arguments, **more: factor * measure(*arguments, **more)
+    return lambda *arguments, **more: factor * function(*arguments, **more)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    devices.MATMUL_SIZES["cpu"] = (128,)  # type: ignore[assignment]
-    devices.copy_bytes = lambda device, local_world_size: 2**20
-    timing.BUDGET_SECONDS = 0.05
+    measure.MATMUL_SIZES["cpu"] = (128,)  # type: ignore[assignment]
+    measure.copy_bytes = lambda device, local_world_size: 2**20
+    measure.BUDGET_SECONDS = 0.05
     if os.environ["RANK"] == "1":
-        devices.matmul_tflops = times(devices.matmul_tflops, 0.05)
+        measure.matmul_tflops = times(measure.matmul_tflops, 0.05)
     if os.environ["RANK"] == "2":
-        links.seconds_of = times(links.seconds_of, 100.0)
+        measure.exchange_seconds = times(measure.exchange_seconds, 100.0)
     run_as_program(lambda: main(["doctor", *sys.argv[1:]]))

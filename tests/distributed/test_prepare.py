@@ -37,7 +37,7 @@ def assert_prepared(output: str, folder: Path) -> None:
     files = sorted((folder / "out/in").glob("*.arrow"))
     assert len(files) > 5 and not list((folder / "out").glob(".*"))
     config = PrepareConfig(input_path=(str(folder / "in.jsonl"),), output_path=str(folder / "out"))
-    assert prepare(config, show=lambda line: None).documents == 60
+    assert prepare(config).documents == 60
 
 
 def test_torchrun(program: list[str], tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pretraining import files
-from pretraining.files import PAUSES_SECONDS, link_atomic, with_retries, write_atomic
+from pretraining.errors import DataError
+from pretraining.files import PAUSES_SECONDS, link_atomic, output_errors, with_retries, write_atomic
 
 
 class Flaky:
@@ -78,3 +79,21 @@ def test_a_link_is_replaced_at_once_also_after_a_kill_in_between(tmp_path: Path)
         link_atomic(tmp_path / "best", target)
         assert str((tmp_path / "best").readlink()) == target
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left on device"), "^root cannot be written: No space left on device. Make room"),
+        (PermissionError(13, "Permission denied", "root/x"), "^root/x cannot be written: Permission denied"),
+        (OSError("the disk is on fire"), "^root cannot be written: the disk is on fire.*--output_path"),
+    ],
+)
+def test_what_the_system_says_about_the_output_is_an_error_for_users(error: OSError, message: str) -> None:
+    with pytest.raises(DataError, match=message), output_errors(Path("root")):
+        raise error
+
+
+def test_a_reader_of_the_messages_that_is_gone_is_no_error_of_the_output() -> None:
+    with pytest.raises(BrokenPipeError), output_errors(Path("root")):
+        raise BrokenPipeError

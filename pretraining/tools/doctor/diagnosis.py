@@ -1,16 +1,16 @@
-"""What `pretrain doctor` has found, as a table for people or an object for programs."""
+"""What `pretrain doctor` has found: what is slow next to the others of its kind, as tables or as an object."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pretraining.observability.throughput import peak_tflops
-from pretraining.tools.doctor.devices import Rate
-from pretraining.tools.doctor.judgement import Link, find_slow, find_slow_links
-from pretraining.tools.doctor.links import CollectiveTime
+from pretraining.tools.doctor.measure import CollectiveTime, Link, Rate
+
+Who = TypeVar("Who")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ def find_what_is_slow(ranks: list[RankReport], links: dict[Link, float], factor:
     """A sentence for each rank or link that is slow next to the others of its kind.
 
     Args:
-        ranks: of the job.
         links: GiB/s of each.
         factor: how many times slower than the median of the others counts.
     """
@@ -72,6 +71,39 @@ def find_what_is_slow(ranks: list[RankReport], links: dict[Link, float], factor:
             f"{times:.1f} times slower than the median of the others"
         )
     return sentences
+
+
+def find_slow(rates: Mapping[Who, float], factor: float) -> dict[Who, float]:
+    """Those whose rate is `factor` times lower than the median of the others or worse, with how many times.
+
+    Args:
+        rates: the higher, the faster.
+        factor: above 1.
+    """
+    found = {}
+    for who, rate in rates.items():
+        others = [value for other, value in rates.items() if other != who]
+        if others and rate * factor <= (median := statistics.median(others)):
+            found[who] = median / rate if rate > 0 else float("inf")
+    return found
+
+
+def find_slow_links(rates: Mapping[Link, float], factor: float) -> tuple[dict[int, float], dict[Link, float]]:
+    """Ranks with only slow links of a kind, and slow links of other ranks, with how many times.
+
+    Links inside a machine are compared with each other, and so are those between machines.
+    """
+    ranks: dict[int, float] = {}
+    links: dict[Link, float] = {}
+    for is_inside in (True, False):
+        kind = {link: rate for link, rate in rates.items() if link.is_inside == is_inside}
+        slow = find_slow(kind, factor)
+        for rank in sorted({rank for link in slow for rank in (link.one, link.other)}):
+            own = [link for link in kind if rank in (link.one, link.other)]
+            if len(own) > 1 and all(link in slow for link in own):
+                ranks[rank] = max(ranks.get(rank, 0.0), min(slow[link] for link in own))
+        links |= {link: times for link, times in slow.items() if link.one not in ranks and link.other not in ranks}
+    return ranks, links
 
 
 def as_object(diagnosis: Diagnosis) -> dict[str, Any]:

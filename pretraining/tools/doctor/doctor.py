@@ -17,21 +17,21 @@ from pretraining.config.commands import DoctorConfig
 from pretraining.distributed.processes import Processes, gather_from_every_rank, join_processes
 from pretraining.errors import ConfigError
 from pretraining.launch.layout import ProcessLayout
-from pretraining.tools.doctor.devices import measure_device, measure_disk
 from pretraining.tools.doctor.diagnosis import Diagnosis, RankReport, as_object, as_text, find_what_is_slow
 from pretraining.tools.doctor.environment import facts_of, warnings_across, warnings_of
-from pretraining.tools.doctor.links import measure_collectives, measure_links
-from pretraining.tools.doctor.timing import meet
+from pretraining.tools.doctor.measure import (
+    barrier,
+    measure_collectives,
+    measure_device,
+    measure_disk,
+    measure_links,
+)
 
 LARGEST_MIB = {"cpu": 16, "cuda": 256}
 
 
 def doctor(config: DoctorConfig, layout: ProcessLayout) -> None:
     """Measure and print, in every process of a job.
-
-    Args:
-        config: the settings.
-        layout: which of the processes this one is.
 
     Raises:
         ConfigError: the folder for the disk cannot be used.
@@ -46,7 +46,7 @@ def doctor(config: DoctorConfig, layout: ProcessLayout) -> None:
 def diagnose(config: DoctorConfig, processes: Processes) -> Diagnosis:
     """Measure; a collective call."""
     device = processes.device
-    meet()
+    barrier()
     clock = time.time()
     ranks = gather_from_every_rank(lambda: _examine(config, processes, clock))
     collectives, links = [], {}

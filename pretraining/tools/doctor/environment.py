@@ -55,13 +55,7 @@ def facts_of(device: torch.device) -> dict[str, str]:
 
 
 def warnings_of(device: torch.device, local_world_size: int, environment: Mapping[str, str]) -> list[str]:
-    """What is known to be bad, a sentence each.
-
-    Args:
-        device: of this process.
-        local_world_size: processes on this machine.
-        environment: variables of this process.
-    """
+    """What is known to be bad, a sentence each."""
     found = []
     soft_files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_files != resource.RLIM_INFINITY and soft_files < OPEN_FILES_WANTED:
@@ -101,7 +95,7 @@ def warnings_across(facts: list[dict[str, str]], clocks: list[float]) -> list[st
 
     Args:
         facts: of each rank.
-        clocks: of each rank, at one moment, in seconds.
+        clocks: of each rank's machine at the same moment, in seconds.
     """
     found = []
     for name in ("torch", "CUDA", "driver", "NCCL", "device"):

@@ -1,33 +1,155 @@
-"""One unit of the input to token files.
+"""Units of the input to token files, over the cores of a machine.
 
-    pieces, read in order --encode, on threads--> token ids --in the same order--> documents --> files, records
+    unit --read--> pieces --encode, on threads--> token ids --in the same order--> documents --> files, record
 
-Pieces are encoded a batch at a time by threads (the tokenizers library works outside Python's lock) and written in the
-order they were read, so that the files are a function of the unit and the encoding alone. Whenever a file is whole, the
-unit's record says so; a unit that was begun is read again from its start, and goes on behind its last whole file.
+Threads encode pieces a batch at a time (the tokenizers library works outside Python's lock). Documents are written in
+the order they were read, so that the files are a function of the unit and the encoding alone. A Python process hands
+tokens over one thread at a time, which about a dozen cores fill: beyond a few threads, units go to processes with
+threads of their own.
+
+Whenever a file is complete, the unit's record says so. A unit that was begun is read again from its start, and goes on
+behind its last complete file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+import ctypes
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
-from typing import NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pretraining.data.threads import map_in_order
-from pretraining.data.tokenizer import Tokenizer, library_threads
+from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.prepare.encoding_progress import Counts, Report
-from pretraining.tools.prepare.pieces import Piece
+from pretraining.files import output_errors
+from pretraining.tools.prepare.console import Report
+from pretraining.tools.prepare.records import Encoding, UnitRecord, WorkFolder
+from pretraining.tools.prepare.text import Piece
+from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, Counts, TokenWriter
 from pretraining.tools.prepare.units import Unit, read_part
-from pretraining.tools.prepare.work import Encoding, UnitRecord, WorkFolder
-from pretraining.tools.prepare.writer import LARGEST_DOCUMENT_TOKENS, TokenWriter
 
+THREADS_A_PROCESS = 8
+POLL_SECONDS = 0.5
+"""Between two looks at what the processes have done."""
 BATCH_CHARACTERS = 1 << 19
 """Text that a thread encodes at once: long enough to hand over cheaply, short enough to share a small corpus evenly."""
 _CHARACTERS_PER_TOKEN = 4
+
+
+def encode_units(
+    units: Sequence[Unit],
+    encoding: Encoding,
+    tokenizer: Tokenizer | None,
+    work: WorkFolder,
+    threads: int,
+    report: Report,
+) -> None:
+    """Write the token files of units, as far as they are not there.
+
+    Args:
+        tokenizer: of the encoding, the one in the work folder; None where the input holds token ids.
+        threads: that encode, over all processes.
+        report: is told what was done; what it raises ends the work.
+
+    Raises:
+        DataError: the input cannot be read or the output cannot be written, or a process was killed.
+    """
+    processes = min(len(units), -(-threads // THREADS_A_PROCESS))
+    if processes > 1:
+        _encode_in_processes(units, encoding, work, processes, -(-threads // processes), report)
+        return
+    for unit in units:
+        encode_unit(unit, encoding, tokenizer, work, threads, report)
+
+
+def _encode_in_processes(
+    units: Sequence[Unit], encoding: Encoding, work: WorkFolder, processes: int, threads: int, report: Report
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    counters = context.Array(ctypes.c_int64, len(astuple(Counts())))
+    theirs, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(processes, context, _begin_process, (encoding, work, threads, counters, theirs))
+    pending = {pool.submit(_encode_in_process, unit) for unit in units}
+    workers = multiprocessing.active_children()
+    shown = Counts()
+    try:
+        while pending:
+            done, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
+            so_far = Counts(*counters.get_obj())
+            report(so_far - shown)
+            shown = so_far
+            for future in done:
+                future.result()
+    except BrokenProcessPool:
+        pool.shutdown()
+        raise _killed(workers) from None
+    finally:
+        ours.close()  # ends the processes at once, in the middle of a unit too
+        theirs.close()
+        pool.shutdown(cancel_futures=True)
+
+
+def _killed(workers: Sequence[Any]) -> Exception:
+    """The error for a process of the pool that ended early; the pool ends the others by SIGTERM."""
+    for process in workers:
+        if process.exitcode not in (None, 0, -signal.SIGTERM):
+            how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"itself with status {process.exitcode}"
+            return DataError(
+                f"a process that encodes (number {process.pid}) was ended by {how}; where that is signal 9, memory may "
+                "have run out: give fewer --num_workers. The same command goes on from the files that are complete"
+            )
+    return DataError("a process that encodes was ended. The same command goes on from the files that are complete")
+
+
+@dataclass
+class _Process:
+    """What a process of the pool works with."""
+
+    encoding: Encoding
+    work: WorkFolder
+    threads: int
+    counters: Any  # a shared array of int64, one a field of Counts
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self.encoding.tokenizer is None else load_tokenizer(self.work.path)
+
+    def report(self, counts: Counts) -> None:
+        with self.counters.get_lock():
+            for index, count in enumerate(astuple(counts)):
+                self.counters[index] += count
+
+
+_process: _Process
+
+
+def _begin_process(encoding: Encoding, work: WorkFolder, threads: int, counters: Any, parent: Connection) -> None:
+    global _process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends its processes
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _process = _Process(encoding, work, threads, counters)
+
+
+def _end_with(parent: Connection) -> None:
+    """End this process when the parent closes its end of the connection, or is gone."""
+    parent.poll(None)
+    os._exit(0)
+
+
+def _encode_in_process(unit: Unit) -> None:
+    with output_errors(_process.work.root):
+        encode_unit(unit, _process.encoding, _process.tokenizer, _process.work, _process.threads, _process.report)
 
 
 class _Encoded(NamedTuple):
@@ -42,15 +164,7 @@ class _Encoded(NamedTuple):
 def encode_unit(
     unit: Unit, encoding: Encoding, tokenizer: Tokenizer | None, work: WorkFolder, threads: int, report: Report
 ) -> None:
-    """Write the token files of a unit, as far as they are not there.
-
-    Args:
-        unit: to be read.
-        encoding: how.
-        tokenizer: of the encoding; None where the input holds token ids.
-        work: where to write.
-        threads: that encode.
-        report: is told what was done, a batch at a time.
+    """Write the token files of a unit, as far as they are not there; arguments as for `encode_units`.
 
     Raises:
         DataError: the input cannot be read, or holds what cannot be written.
@@ -76,10 +190,7 @@ def encode_unit(
                 parts.append(tokens)
                 document_tokens += len(tokens)
                 if document_tokens > LARGEST_DOCUMENT_TOKENS:
-                    raise DataError(
-                        f"{piece.place}: a document has more than {LARGEST_DOCUMENT_TOKENS:,} tokens, too many for a "
-                        "row of a token file. Split it, for example into a .jsonl with a part a line"
-                    )
+                    raise _too_long(piece)
                 if not piece.ends_document:
                     continue
                 document = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -92,23 +203,30 @@ def encode_unit(
                 record.count(len(document))
                 record.largest_token = max(record.largest_token, int(document.max()))
                 if writer.write(document):
-                    _note(record, writer, done)
+                    _update(record, writer, done)
                     work.write_record(unit, record)
             report(done - before)
     rest = Counts(input_bytes=unit.size - done.input_bytes)  # what readers did not see pass by, such as a file's end
-    _note(record, writer, done + rest)
+    _update(record, writer, done + rest)
     record.finished = True
     work.write_record(unit, record)
     report(rest)
 
 
-def _note(record: UnitRecord, writer: TokenWriter, counts: Counts) -> None:
+def _update(record: UnitRecord, writer: TokenWriter, counts: Counts) -> None:
     record.files = list(writer.files)
     record.counts = replace(counts)
 
 
+def _too_long(piece: Piece) -> DataError:
+    return DataError(
+        f"{piece.place}: a document has more than {LARGEST_DOCUMENT_TOKENS:,} tokens, too many for a row of a token "
+        "file. Split it, for example into a .jsonl with a part a line"
+    )
+
+
 def _skip_documents(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
-    """The pieces behind so many documents."""
+    """The pieces behind the first `count` documents."""
     for piece in pieces:
         if count:
             count -= piece.ends_document

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from pretraining.errors import DataError
 from pretraining.tools.prepare.inputs import fingerprint
-from pretraining.tools.prepare.pieces import Piece
 from pretraining.tools.prepare.tables import ROWS_AT_ONCE, field_type, pieces_of_rows
+from pretraining.tools.prepare.text import Piece
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -1,6 +1,6 @@
 """Which files there are to read, and in which order.
 
-    inputs (files, folders, globs) --list_files--> [InputFile]
+    inputs (files, folders, globs; or Python's standard library) --> [InputFile]
 
 The order is a function of the inputs and the files' names only, never of the file system's. What is in a file follows
 from its ending: `.jsonl` and `.ndjson` hold a document a line, `.parquet`, `.arrow` and `.feather` a document a row,
@@ -13,13 +13,24 @@ import glob
 import hashlib
 import os
 import stat
+import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.config.commands import COMPRESSED_ENDINGS
 from pretraining.errors import DataError
-from pretraining.tools.prepare.records import MANIFEST_FILE
+from pretraining.tools.prepare.token_files import MANIFEST_FILE
+
+SMALLEST_CORPUS_BYTES = 2_000_000
+SMALLEST_MODULE_BYTES = 200
+"""Empty `__init__.py` files and one-line stubs teach nothing."""
+
+# Tests (long tables of cases), and modules that are data rather than code: they are unlike the rest and would be a
+# fifth of the text.
+LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "msilib"}
+LEFT_OUT_FILES = {"html/entities.py", "this.py"}
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,8 @@ def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFi
     """Find the files of some inputs: in the order of the inputs, inside a folder or glob by name, each file once.
 
     Args:
-        inputs: files, folders (walked to the bottom, following links, passing over hidden names and prepared
-            datasets) and globs.
+        inputs: files, folders (walked to the bottom, following links, without hidden names and prepared datasets)
+            and globs.
         extensions: endings, without the first dot, of the files to take from folders; `.gz` and `.zst` may follow.
 
     Raises:
@@ -140,3 +151,46 @@ def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
         )
     for path in sorted(found):
         yield path, path.relative_to(root).as_posix()
+
+
+def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALLEST_CORPUS_BYTES) -> list[InputFile]:
+    """List the modules of Python's standard library worth learning from, by name: text that every machine has.
+
+    It is for trying things out: some ten megabytes of well-written code and English (docstrings, comments), where a
+    model of a few million parameters visibly learns within minutes on a CPU. One module is one document. The text
+    depends on the version of Python. Only modules that Python itself names as its own count, so that installed
+    packages beside them are never taken.
+
+    Args:
+        root: the library's folder; None = the running Python's.
+        smallest_bytes: the least text to accept.
+
+    Raises:
+        DataError: there is less text than that, as in a Python that came without sources.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    paths = [
+        path
+        for top in sorted(sys.stdlib_module_names)
+        for path in (root / f"{top}.py", *sorted((root / top).rglob("*.py")))
+        if path.is_file()
+    ]
+    files = [InputFile(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
+    modules = [file for file in files if _is_kept(file)]
+    size = sum(file.size for file in modules)
+    if size < smallest_bytes:
+        raise DataError(
+            f"--source=stdlib: only {size / 1e6:.1f} MB of Python sources in {root}, {smallest_bytes / 1e6:.1f} MB "
+            "are needed. This Python came without its sources: install the full one (Debian: libpython3-stdlib) or "
+            "give your own text with --input_path"
+        )
+    return modules
+
+
+def _is_kept(file: InputFile) -> bool:
+    folders = file.name.split("/")[:-1]
+    return (
+        file.size >= SMALLEST_MODULE_BYTES
+        and file.name not in LEFT_OUT_FILES
+        and not LEFT_OUT_FOLDERS.intersection(folders)
+    )

@@ -3,20 +3,20 @@
     settings --find_input--> units --encode, each on its own--> token files --merge--> dataset
 
 The units of the input are shared out between the processes of the job: process r of n takes units r, r + n, … Each unit
-gives token files of its own, in a hidden work folder, and a record of them; a call that was interrupted is gone on with
-where its whole files end. Rank 0 trains the tokenizer, and when all records are there, writes prepare.json and renames
-the work folder into place: a dataset folder is there whole or not at all, and no file that was not made here is ever
-changed or removed.
+gives token files of its own, in a hidden work folder, and a record of them; after an interruption the same call goes on
+where its complete files end. Rank 0 trains the tokenizer. When all records are there it writes prepare.json and renames
+the work folder into place: a dataset folder is there completely or not at all, and no file that was not made here is
+ever changed or removed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
-from functools import reduce
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pretraining.config.commands import PrepareConfig
@@ -24,40 +24,37 @@ from pretraining.config.rules import check_config
 from pretraining.data.threads import usable_cores
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.errors import DataError
+from pretraining.files import flush_folder, output_errors
 from pretraining.launch.layout import ProcessLayout
-from pretraining.tools.prepare.encoding_progress import Counts, encoding_progress
+from pretraining.tools.prepare.console import encoding_progress, print_summary
+from pretraining.tools.prepare.encode import encode_units
 from pretraining.tools.prepare.records import (
+    Encoding,
     PrepareSummary,
+    UnitRecord,
+    WorkFolder,
+    counts_of,
     describe_differences,
     read_finished,
-    read_summaries,
     read_summary,
     write_manifest,
 )
-from pretraining.tools.prepare.summary import describe, describe_all, describe_training
 from pretraining.tools.prepare.team import Team
+from pretraining.tools.prepare.token_files import Counts, token_dtype
 from pretraining.tools.prepare.units import Input, find_input
 from pretraining.tools.prepare.vocabulary import find_tokenizer, keep_tokenizer, trained_tokenizer
-from pretraining.tools.prepare.work import Encoding, UnitRecord, WorkFolder
-from pretraining.tools.prepare.workers import encode_units
-from pretraining.tools.prepare.writer import output_errors, token_dtype
 
-Show = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
-def prepare(config: PrepareConfig, show: Show = print, layout: ProcessLayout | None = None) -> PrepareSummary:
+def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> PrepareSummary:
     """Make a dataset of token files, and a tokenizer where there is none.
 
     An identical call on a finished dataset finds it and returns at once. In a job of several processes all of them
-    return when the dataset is there.
+    return when the dataset is there; rank 0 prints what is in it.
 
     Args:
-        config: what to read and where to write.
-        show: prints a line for the user; only rank 0 does.
         layout: which process of a job this is; None = the only one.
-
-    Returns:
-        what is in the dataset.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -70,12 +67,30 @@ def prepare(config: PrepareConfig, show: Show = print, layout: ProcessLayout | N
     threads = config.num_workers or _cores_of_this_process(layout)
     with output_errors(root), Team(root / f".{config.dataset_name}.team", rank, size) as team:
         if rank == 0:
-            return _lead(config, root, team, threads, show)
+            return _lead(config, root, team, threads)
         return _follow(config, root, team, threads)
 
 
-def _lead(config: PrepareConfig, root: Path, team: Team, threads: int, show: Show) -> PrepareSummary:
-    """Rank 0: decide what is to be done, do its share, and put the whole together."""
+@dataclass
+class _Plan:
+    """What all processes of the job do.
+
+    Attributes:
+        settings: what the dataset depends on besides the tokenizer.
+    """
+
+    found: Input
+    settings: dict[str, object]
+    encoding: Encoding
+    tokenizer: Tokenizer | None
+    work: WorkFolder
+
+    def read_records(self) -> list[UnitRecord]:
+        return [self.work.read_record(unit, self.encoding.key(unit)) for unit in self.found.units]
+
+
+def _lead(config: PrepareConfig, root: Path, team: Team, threads: int) -> PrepareSummary:
+    """Rank 0: decides what is to be done, does its share, and puts the whole together."""
     began = time.monotonic()
     folder, work = root / config.dataset_name, WorkFolder(root, config.dataset_name)
     found = find_input(config)
@@ -85,126 +100,103 @@ def _lead(config: PrepareConfig, root: Path, team: Team, threads: int, show: Sho
     if finished is not None:
         work.remove()
         team.publish("plan", None)
-        show(f"{folder} is prepared already: nothing to do.")
-        _show_dataset(finished, describe(finished), show)
+        log.info("%s is prepared already: nothing to do.", folder)
+        print_summary(finished)
         return finished
 
     if tokenizer is None and found.token_type is None:
-        tokenizer = trained_tokenizer(config, found, root, work, show)
+        tokenizer = trained_tokenizer(config, found, work)
     work.create()
     if tokenizer is not None:
         tokenizer.save(work.path)
-    encoding = _encoding(config, found, tokenizer)
-    earlier = [work.read_record(unit, encoding.key(unit)) for unit in found.units]
-    team.publish("plan", {"settings": settings, "encoding": asdict(encoding)})
-    show(_announcement(found, folder, tokenizer, earlier))
-    _encode_share(found, encoding, tokenizer, work, team, threads, show)
-    records = _wait_for_all(found, encoding, work, team)
-    summary = _merge(config, found, encoding, tokenizer, records, work, folder)
+    plan = _Plan(found, settings, _encoding(config, found, tokenizer), tokenizer, work)
+    earlier = plan.read_records()
+    team.publish("plan", {"settings": settings, "encoding": asdict(plan.encoding)})
+    _announce(plan, folder, earlier)
+    _encode_share(plan, team, threads)
+    _wait_for_all(plan, team)
+    records = plan.read_records()
+    summary = _merge(config, plan, records, folder)
     team.publish("done", None)
-    done = _counts_of(records) - _counts_of(earlier)
-    _show_dataset(summary, describe(summary, done, time.monotonic() - began), show)
+    print_summary(summary, counts_of(records) - counts_of(earlier), time.monotonic() - began)
     return summary
 
 
 def _follow(config: PrepareConfig, root: Path, team: Team, threads: int) -> PrepareSummary:
-    """Any other process: do its share of what rank 0 has decided."""
-    plan = team.receive("plan")
-    if plan is not None:
+    """Any other process: does its share of what rank 0 has decided."""
+    published = team.receive("plan")
+    if published is not None:
         found = find_input(config)
-        differences = describe_differences(plan["settings"], _settings(config, found))
+        settings = _settings(config, found)
+        differences = describe_differences(published["settings"], settings)
         if differences:
             problem = (
                 "this process was started with other settings than rank 0, or sees other input (rank 0 has it, this "
                 "process asks for it):"
             )
             raise DataError("\n".join([problem, *differences]))
-        work, encoding = WorkFolder(root, config.dataset_name), Encoding(**plan["encoding"])
+        work, encoding = WorkFolder(root, config.dataset_name), Encoding(**published["encoding"])
         tokenizer = None if encoding.tokenizer is None else load_tokenizer(work.path)
-        _encode_share(found, encoding, tokenizer, work, team, threads, show=None)
+        _encode_share(_Plan(found, settings, encoding, tokenizer, work), team, threads)
         team.receive("done")
     return read_summary(root / config.dataset_name)
 
 
-def _encode_share(
-    found: Input,
-    encoding: Encoding,
-    tokenizer: Tokenizer | None,
-    work: WorkFolder,
-    team: Team,
-    threads: int,
-    show: Show | None,
-) -> None:
-    """Encode the units of this process, as far as they are not done; progress is shown where there is a `show`."""
-    share = found.units[team.rank :: team.size]
-    total_bytes = sum(unit.size for unit in share)
-    records = [work.read_record(unit, encoding.key(unit)) for unit in share]
-    done_bytes = sum(record.counts.input_bytes for record in records)
+def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
+    """Encode the units of this process, as far as they are not done; rank 0 shows its progress."""
+    mine = slice(team.rank, None, team.size)
+    share, records = plan.found.units[mine], plan.read_records()[mine]
     left = [unit for unit, record in zip(share, records, strict=True) if not record.finished]
     who = f" (rank {team.rank} of {team.size})" if team.size > 1 else ""
-    progress = encoding_progress(total_bytes, done_bytes, show, who) if show else nullcontext(lambda counts: None)
+    progress = (
+        encoding_progress(sum(unit.size for unit in share), counts_of(records).input_bytes, who)
+        if team.rank == 0
+        else nullcontext(lambda counts: None)
+    )
     with progress as shown:
 
         def report(counts: Counts) -> None:
             shown(counts)
             team.check()
 
-        encode_units(left, encoding, tokenizer, work, threads, report)
+        encode_units(left, plan.encoding, plan.tokenizer, plan.work, threads, report)
 
 
-def _wait_for_all(found: Input, encoding: Encoding, work: WorkFolder, team: Team) -> list[UnitRecord]:
-    """The records of all units; waits for those of other processes."""
-    keys = [encoding.key(unit) for unit in found.units]
-    records: list[UnitRecord] = []
+def _wait_for_all(plan: _Plan, team: Team) -> None:
+    """Wait until the units of other processes are done."""
+    units = plan.found.units
+    keys = [plan.encoding.key(unit) for unit in units]
+    done = 0
 
     def all_there() -> bool:
-        while len(records) < len(keys):
-            record = work.read_record(found.units[len(records)], keys[len(records)])
-            if not record.finished:
-                return False
-            records.append(record)
-        return True
+        nonlocal done
+        while done < len(units) and plan.work.read_record(units[done], keys[done]).finished:
+            done += 1
+        return done == len(units)
 
-    def what() -> str:
-        return f"unit {len(records)} of {len(keys)}, which rank {len(records) % team.size} encodes"
-
-    team.wait(all_there, what)
-    return records
+    team.wait(all_there, lambda: f"unit {done} of {len(units)}, which rank {done % team.size} encodes")
 
 
-def _merge(
-    config: PrepareConfig,
-    found: Input,
-    encoding: Encoding,
-    tokenizer: Tokenizer | None,
-    records: list[UnitRecord],
-    work: WorkFolder,
-    folder: Path,
-) -> PrepareSummary:
+def _merge(config: PrepareConfig, plan: _Plan, records: Sequence[UnitRecord], folder: Path) -> PrepareSummary:
     """Make the dataset of what all units gave."""
-    counts = _counts_of(records)
-    if not counts.documents:
+    work, tokenizer = plan.work, plan.tokenizer
+    if not counts_of(records).documents:
         work.remove()
         named = config.hf_dataset or ", ".join(config.input_path)
         raise DataError(f"{named}: no document has any text, there is nothing to train on")
-    files = [file for record in records for file in record.files]
-    names = {file.name for file in files}
+    names = {file.name for record in records for file in record.files}
     for leftover in work.files.iterdir():  # of other settings, or half written
         if leftover.name not in names:
             leftover.unlink()
-    lengths: dict[int, int] = {}
-    for record in records:
-        for length, documents in record.lengths.items():
-            lengths[length] = lengths.get(length, 0) + documents
     largest_token = max(record.largest_token for record in records)
     vocab_size = tokenizer.vocab_size if tokenizer else config.vocab_size or largest_token + 1
-    settings = _settings(config, found)
-    write_manifest(work.files, settings, tokenizer, vocab_size, counts, _median(lengths), files, encoding.dtype)
+    write_manifest(work.files, plan.settings, tokenizer, vocab_size, plan.encoding.dtype, records)
     if tokenizer is not None:
         keep_tokenizer(work.root, tokenizer)
     work.files.rename(folder)
+    flush_folder(work.root)
     work.remove()
-    summary = read_finished(folder, settings, tokenizer)
+    summary = read_finished(folder, plan.settings, tokenizer)
     assert summary is not None
     return summary
 
@@ -234,28 +226,20 @@ def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) 
     )
 
 
-def _announcement(found: Input, folder: Path, tokenizer: Tokenizer | None, earlier: list[UnitRecord]) -> str:
-    """What begins now, in a line or two."""
+def _announce(plan: _Plan, folder: Path, earlier: Sequence[UnitRecord]) -> None:
+    """Say what begins now."""
+    found = plan.found
     verb = "Encoding" if found.token_type is None else "Copying the token ids of"
-    using = "" if tokenizer is None else f" with a tokenizer of {tokenizer.vocab_size:,} entries"
+    using = "" if plan.tokenizer is None else f" with a tokenizer of {plan.tokenizer.vocab_size:,} entries"
     size = f" ({found.size / 1e6:,.1f} MB)" if found.size else ""
-    line = f"{verb} {found.settings['input_files']:,} files{size} into {folder}{using}."
-    before = _counts_of(earlier)
-    if not before.documents:
-        return line
-    finished = sum(record.finished for record in earlier)
-    return (
-        f"{line}\nGoing on with an interrupted call: {before.documents:,} documents are there, {finished:,} of "
-        f"{len(earlier):,} units are complete."
-    )
-
-
-def _show_dataset(summary: PrepareSummary, description: str, show: Show) -> None:
-    show(description)
-    summaries = read_summaries(summary.folder.parent)
-    if len(summaries) > 1:
-        show(describe_all(summaries))
-    show(describe_training(summary))
+    log.info("%s", f"{verb} {plan.settings['input_files']:,} files{size} into {folder}{using}.")
+    before = counts_of(earlier)
+    if before.documents:
+        finished = sum(record.finished for record in earlier)
+        log.info(
+            "Going on with an interrupted call: %s documents are there, %s of %s units are complete.",
+            *(f"{count:,}" for count in (before.documents, finished, len(earlier))),
+        )
 
 
 def _cores_of_this_process(layout: ProcessLayout | None) -> int:
@@ -264,17 +248,3 @@ def _cores_of_this_process(layout: ProcessLayout | None) -> int:
     if layout is not None and cores == os.cpu_count():
         return max(cores // layout.local_world_size, 1)
     return cores
-
-
-def _counts_of(records: list[UnitRecord]) -> Counts:
-    return reduce(Counts.__add__, (record.counts for record in records), Counts())
-
-
-def _median(lengths: dict[int, int]) -> int:
-    """The median of document lengths that are given with their five leading bits: the middle of the median's range."""
-    documents = sum(lengths.values())
-    for length in sorted(lengths):
-        documents -= 2 * lengths[length]
-        if documents <= 0:
-            break
-    return length + (1 << max(length.bit_length() - 5, 0)) // 2

@@ -1,29 +1,43 @@
-"""prepare.json: what a prepared dataset folder holds and what it was made from.
+"""What is written about a dataset beside its tokens: prepare.json, and the records of a call that is under way.
 
-It is written last, so a folder that has it is whole. It says nothing of when, where and how fast the dataset was made:
-the same input gives the same file.
+    <output_path>/<dataset>/prepare.json       what the folder holds and what it was made from
+    <output_path>/.<dataset>.preparing/        the work folder
+      tokenizer.json, tokenizer_config.json    that encodes; none where the input holds token ids
+      plan.json                                what that was trained on, if it was
+      units/unit_000003.json                   a record: the complete token files of a unit, and what was read for them
+      files/part_000003_000000.arrow           the first token file of unit 3
+      files/prepare.json                       written last; then `files` is renamed to the dataset's folder
+
+A record names a token file only once that is complete and on disk. So after a stop at any moment, the documents of a
+unit are those in the files of its record, and all that follow. prepare.json says nothing of when, where and how fast
+the dataset was made: the same input gives the same file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.prepare.encoding_progress import Counts
-from pretraining.tools.prepare.writer import COLUMN, TokenFile, write_aside
+from pretraining.files import write_atomic
+from pretraining.tools.prepare.token_files import COLUMN, MANIFEST_FILE, Counts, TokenFile
+from pretraining.tools.prepare.units import Unit
 
-MANIFEST_FILE = "prepare.json"
 FORMAT_VERSION = 1
+"""Of prepare.json."""
+_RECORD_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """A prepared dataset.
+    """A prepared dataset, as its prepare.json has it.
 
     Attributes:
         folder: of the dataset, in the root that training takes as data_path; the root has the tokenizer.
@@ -51,28 +65,137 @@ class PrepareSummary:
     end_of_text: int | None
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """What the tokens of a unit depend on, besides its input.
+
+    Attributes:
+        text_field: column or field of the documents.
+        tokens_per_file: a token file is finished once it holds this many.
+        dtype: of a token, `uint16` or `uint32`.
+        tokenizer: hash of the tokenizer; None where ids are taken as they are, without one.
+        largest_vocabulary: every id is below it.
+        encodes_text: whether the input is text, and not token ids.
+    """
+
+    text_field: str
+    tokens_per_file: int
+    dtype: str
+    tokenizer: str | None
+    largest_vocabulary: int
+    encodes_text: bool
+
+    def key(self, unit: Unit) -> str:
+        """A hash of all that decides what the unit's token files hold."""
+        parts = [(part.name, part.size) for part in unit.parts]
+        text = json.dumps([_RECORD_FORMAT, asdict(self), parts])
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+@dataclass
+class UnitRecord:
+    """How far a unit is.
+
+    Attributes:
+        key: of the unit and its encoding.
+        files: complete token files.
+        counts: up to the end of the last of them.
+        lengths: number of documents by their tokens, a length rounded down to its five leading bits.
+        largest_token: of all written; -1 where there are none.
+        finished: whether that is everything.
+    """
+
+    key: str
+    files: list[TokenFile] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    lengths: dict[int, int] = field(default_factory=dict)
+    largest_token: int = -1
+    finished: bool = False
+
+    def count(self, length: int) -> None:
+        """Take a document's length into `lengths`."""
+        low_bits = max(length.bit_length() - 5, 0)
+        rounded = length >> low_bits << low_bits
+        self.lengths[rounded] = self.lengths.get(rounded, 0) + 1
+
+
+class WorkFolder:
+    """The hidden folder in which a dataset is made.
+
+    Attributes:
+        root: the output path.
+        path: of the work folder.
+        files: the token files; becomes the dataset's folder.
+    """
+
+    def __init__(self, root: Path, dataset: str) -> None:
+        self.root = root
+        self.path = root / f".{dataset}.preparing"
+        self.files = self.path / "files"
+        self._units = self.path / "units"
+        self._plan = self.path / "plan.json"
+
+    def create(self) -> None:
+        """Make the folder if it is not there, and clear away what was half written."""
+        for folder in (self.files, self._units):
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob("*.tmp"):
+                leftover.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it; it was made here."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def read_plan(self) -> dict[str, Any]:
+        """plan.json; empty where there is none that can be read."""
+        return _read_object(self._plan)
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """Write plan.json."""
+        write_atomic(self._plan, json.dumps(plan))
+
+    def read_record(self, unit: Unit, key: str) -> UnitRecord:
+        """How far a unit is; an empty record where nothing was made of it, or of other input, or files are gone."""
+        content = _read_object(self._record(unit))
+        if content.get("key") != key:
+            return UnitRecord(key)
+        files = [TokenFile(**entry) for entry in content["files"]]
+        for file in files:
+            path = self.files / file.name
+            if not path.exists() or path.stat().st_size != file.bytes:
+                return UnitRecord(key)
+        lengths = {int(length): count for length, count in content["lengths"].items()}  # JSON has no integer keys
+        return UnitRecord(
+            key, files, Counts(**content["counts"]), lengths, content["largest_token"], content["finished"]
+        )
+
+    def write_record(self, unit: Unit, record: UnitRecord) -> None:
+        """Say how far a unit is."""
+        write_atomic(self._record(unit), json.dumps(asdict(record)))
+
+    def _record(self, unit: Unit) -> Path:
+        return self._units / f"unit_{unit.number:06d}.json"
+
+
 def write_manifest(
     folder: Path,
     settings: Mapping[str, Any],
     tokenizer: Tokenizer | None,
     vocab_size: int,
-    counts: Counts,
-    median_document_tokens: int,
-    files: Sequence[TokenFile],
     dtype: str,
+    records: Sequence[UnitRecord],
 ) -> None:
-    """Write prepare.json, aside and renamed.
+    """Write prepare.json.
 
     Args:
         folder: with the token files in it.
         settings: what the content depends on besides the tokenizer; an equal call has equal ones.
         tokenizer: that encoded it; None where the input was token ids of an unknown one.
         vocab_size: every id is below it.
-        counts: of what was read and written.
-        median_document_tokens: about.
-        files: the token files.
         dtype: of a token.
+        records: of all units.
     """
+    counts = counts_of(records)
     content = {
         "format_version": FORMAT_VERSION,
         "settings": dict(settings),
@@ -86,12 +209,30 @@ def write_manifest(
         "documents": counts.documents,
         "empty_documents": counts.empty_documents,
         "tokens": counts.tokens,
-        "median_document_tokens": median_document_tokens,
+        "median_document_tokens": median_length(records),
         "characters": counts.characters,
         "text_bytes": counts.text_bytes,
-        "files": [asdict(file) for file in files],
+        "files": [asdict(file) for record in records for file in record.files],
     }
-    write_aside(folder / MANIFEST_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(folder / MANIFEST_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def counts_of(records: Sequence[UnitRecord]) -> Counts:
+    """What was read and written for some units."""
+    return sum((record.counts for record in records), Counts())
+
+
+def median_length(records: Sequence[UnitRecord]) -> int:
+    """The median of the documents' tokens, within 3 per cent: the middle of the range that the median lies in."""
+    lengths: Counter[int] = Counter()
+    for record in records:
+        lengths.update(record.lengths)
+    left = lengths.total()
+    for length in sorted(lengths):
+        left -= 2 * lengths[length]
+        if left <= 0:
+            break
+    return length + (1 << max(length.bit_length() - 5, 0)) // 2
 
 
 def read_summary(folder: Path) -> PrepareSummary:
@@ -149,23 +290,9 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
         wanted["tokenizer"], made["tokenizer"] = tokenizer.sha256, summary.tokenizer
     differences = describe_differences(made, wanted)
     if differences:
-        raise DataError(
-            "\n".join(
-                [
-                    f"{folder} was prepared from other text or with other settings:",
-                    *differences,
-                    _way_out(folder),
-                ]
-            )
-        )
-    for token_file in token_files:
-        path = folder / token_file.name
-        size = path.stat().st_size if path.exists() else None
-        if size != token_file.bytes:
-            now = "is gone" if size is None else f"has {size:,} bytes"
-            raise DataError(
-                f"{path} {now}, {token_file.bytes:,} bytes were written. Delete {folder} and prepare it anew"
-            )
+        problem = f"{folder} was prepared from other text or with other settings:"
+        raise DataError("\n".join([problem, *differences, _way_out(folder)]))
+    _check_sizes(folder, token_files)
     return summary
 
 
@@ -176,6 +303,17 @@ def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> l
         for name, value in here.items()
         if there.get(name) != value
     ]
+
+
+def _check_sizes(folder: Path, token_files: Sequence[TokenFile]) -> None:
+    for token_file in token_files:
+        path = folder / token_file.name
+        size = path.stat().st_size if path.exists() else None
+        if size != token_file.bytes:
+            now = "is gone" if size is None else f"has {size:,} bytes"
+            raise DataError(
+                f"{path} {now}, {token_file.bytes:,} bytes were written. Delete {folder} and prepare it anew"
+            )
 
 
 def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]]:
@@ -204,6 +342,15 @@ def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} cannot be read ({type(error).__name__}: {error}). {_way_out(folder)}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that was written here; empty where it is missing, or a failing disk has spoilt it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _way_out(folder: Path) -> str:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from pretraining.errors import DataError
 from pretraining.tools.prepare.inputs import InputFile
-from pretraining.tools.prepare.pieces import Piece, cut_text
+from pretraining.tools.prepare.text import Piece, cut_text
 
 ROWS_AT_ONCE = 128
 """Small enough that rows of megabytes fit into memory, large enough that rows of tokens cost little."""

@@ -1,10 +1,10 @@
-"""Processes of one job that meet in a folder which all of them see, and share out work.
+"""Processes of one job that find each other in a folder which all of them see, and share out work.
 
     rank 0                                          the others
     clears the folder, waits for all                write rank_<r> with a name of their own
     writes joined: whom it has seen                 wait until their own name is in it
     publishes something                             receive it
-    anyone who fails writes failed_<r>; everyone touches rank_<r> now and then; whoever waits looks at both
+    a process that fails writes failed_<r>; all touch rank_<r> now and then; one that waits looks at both
     waits until the others have left                remove rank_<r>
     removes the folder
 
@@ -16,10 +16,10 @@ no clock but the own one is trusted.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,17 +29,15 @@ from types import TracebackType
 from typing import Any
 
 from pretraining.errors import DataError, PretrainError
-from pretraining.tools.prepare.writer import write_aside
+from pretraining.files import write_atomic
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 NOTE_SECONDS = 30.0
 JOIN_SECONDS = 600.0
-BEAT_SECONDS = 10.0
+HEARTBEAT_SECONDS = 10.0
 SILENT_SECONDS = 300.0
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class Team:
@@ -55,13 +53,11 @@ class Team:
         folder: Path,
         rank: int,
         size: int,
-        note: Callable[[str], None] = _note,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.size = size
         self._folder = folder
-        self._note = note
         self._clock = clock
         self._checked = self._listened = clock()
         self._heard: dict[int, tuple[int, float]] = {}
@@ -74,7 +70,7 @@ class Team:
                 self._gather()
             else:
                 self._join()
-            threading.Thread(target=self._beat, daemon=True).start()
+            threading.Thread(target=self._keep_heartbeat, daemon=True).start()
         return self
 
     def __exit__(
@@ -96,7 +92,7 @@ class Team:
     def publish(self, name: str, content: Any) -> None:
         """Rank 0: hand something to the others, who `receive` it; JSON."""
         if self.size > 1:
-            write_aside(self._folder / f"{name}.json", json.dumps(content))
+            write_atomic(self._folder / f"{name}.json", json.dumps(content))
 
     def receive(self, name: str) -> Any:
         """Others: wait for what rank 0 publishes.
@@ -109,11 +105,10 @@ class Team:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until something is so, and say now and then for what.
+        """Wait until something is ready, and say now and then for what.
 
         Args:
-            ready: whether it is.
-            what: that is waited for, in words.
+            what: is waited for, in words.
 
         Raises:
             DataError: another process has failed.
@@ -127,24 +122,24 @@ class Team:
             now = self._clock()
             if now - noted > NOTE_SECONDS:
                 noted = now
-                self._note(f"rank {self.rank} of {self.size} waits for {what()} (in {self._folder})")
+                log.warning("waits for %s (in %s)", what(), self._folder)
             time.sleep(POLL_SECONDS)
 
     def check(self) -> None:
-        """Look now and then whether another process has failed; cheap enough to be called often.
+        """Look whether another process has failed, at most every `POLL_SECONDS`; cheap enough to be called often.
 
         Raises:
-            DataError: it has.
+            DataError: one has.
         """
         if self.size > 1 and self._clock() - self._checked > POLL_SECONDS:
             self._checked = self._clock()
             self._look_after_others()
 
     def _gather(self) -> None:
-        """Rank 0: clear the folder, and name everyone who comes after that."""
+        """Rank 0: clears the folder, and names all that come after that."""
         for leftover in self._folder.iterdir():
             leftover.unlink(missing_ok=True)
-        write_aside(self._member(0), "")
+        write_atomic(self._member(0), "")
 
         def missing() -> list[int]:
             present = self._present()
@@ -154,7 +149,7 @@ class Team:
         self.publish("joined", {rank: self._member(rank).read_text() for rank in range(1, self.size)})
 
     def _join(self) -> None:
-        """Others: write a name that no other process has, again where rank 0 cleared it away, until rank 0 has it."""
+        """Others: write a name of their own, again where rank 0 cleared it away, until rank 0 has seen it."""
         name = f"{platform.node()} {os.getpid()} {time.time_ns()}"
         joined = self._folder / "joined.json"
 
@@ -163,7 +158,7 @@ class Team:
                 if joined.exists() and json.loads(joined.read_text()).get(str(self.rank)) == name:
                     return True
                 if not self._member(self.rank).exists():
-                    write_aside(self._member(self.rank), name)
+                    write_atomic(self._member(self.rank), name)
             except FileNotFoundError:
                 pass  # cleared away under our hands
             return False
@@ -191,28 +186,28 @@ class Team:
             error.rank = self.rank or None
         text = str(error) if isinstance(error, PretrainError) else f"{type(error).__name__}: {error}"
         if self._folder.is_dir():
-            write_aside(self._folder / f"failed_{self.rank}", text)
+            write_atomic(self._folder / f"failed_{self.rank}", text)
 
-    def _beat(self) -> None:
+    def _keep_heartbeat(self) -> None:
         """Give signs of life, on a thread."""
-        while not self._ended.wait(BEAT_SECONDS):
+        while not self._ended.wait(HEARTBEAT_SECONDS):
             with suppress(OSError):
                 os.utime(self._member(self.rank))
 
     def _look_after_others(self) -> None:
-        """End with those that say that they failed, or say nothing any more."""
-        for path in sorted(self._folder.glob("failed_*")):
+        """Fail with a process that has failed, or gives no sign of life any more."""
+        for path in sorted(self._folder.glob("failed_*[0-9]")):
             who = path.name.replace("failed_", "rank ")
             raise _failed(f"{who} has failed: {path.read_text(encoding='utf-8')}")
         now = self._clock()
-        if now - self._listened < BEAT_SECONDS:
+        if now - self._listened < HEARTBEAT_SECONDS:
             return
         self._listened = now
         for rank in (0, *self._present()):
             with suppress(FileNotFoundError):
-                beat = self._member(rank).stat().st_mtime_ns
-                if rank not in self._heard or self._heard[rank][0] != beat:
-                    self._heard[rank] = beat, now
+                heartbeat = self._member(rank).stat().st_mtime_ns
+                if rank not in self._heard or self._heard[rank][0] != heartbeat:
+                    self._heard[rank] = heartbeat, now
                 elif rank != self.rank and now - self._heard[rank][1] > SILENT_SECONDS:
                     raise _failed(
                         f"rank {rank} has given no sign of life for {SILENT_SECONDS:.0f} s: was it killed? The same "
@@ -221,7 +216,7 @@ class Team:
 
     def _present(self) -> list[int]:
         """Ranks besides 0 that have come and not left."""
-        ranks = (int(path.name.removeprefix("rank_")) for path in self._folder.glob("rank_*"))
+        ranks = (int(path.name.removeprefix("rank_")) for path in self._folder.glob("rank_*[0-9]"))
         return sorted(rank for rank in ranks if rank > 0)
 
     def _member(self, rank: int) -> Path:

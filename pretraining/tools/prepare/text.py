@@ -1,4 +1,8 @@
-"""Text files and JSON lines as pieces, unpacked on the way."""
+"""Text files and JSON lines as pieces, unpacked on the way.
+
+A piece is what every reader hands on: a document, or a part of a long one. A text longer than half a million
+characters comes in several pieces, so that one of any size passes through a bounded amount of memory.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,47 @@ import codecs
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from pretraining.errors import DataError
 from pretraining.tools.prepare.inputs import InputFile
-from pretraining.tools.prepare.pieces import PIECE_CHARACTERS, Piece, cut_once, cut_text
 
+PIECE_CHARACTERS = 1 << 19
+"""Longest text handed on at once; a longer document is cut."""
+
+# Where a cut changes no token: byte-level BPE splits text into words first, and none of the usual rules (GPT-2, cl100k,
+# Llama 3) has a word that goes on from a letter or digit into white space, or that looks back.
+_SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\s)")
+_CUT_SEARCH_CHARACTERS = 1 << 16
 _FORMATS = {"gz": "gzip", "zst": "zstd"}
 _UNPACKED_BYTES = 1 << 18
 
 
+class Piece(NamedTuple):
+    """A document, or a part of one.
+
+    Attributes:
+        content: text, at most `PIECE_CHARACTERS` characters; or a whole document's token ids, [T] of any integer type.
+        ends_document: whether the next piece begins another document.
+        bytes_read: bytes of the input on disk that were read for it.
+        place: where the document is, for messages.
+    """
+
+    content: str | np.ndarray
+    ends_document: bool
+    bytes_read: int
+    place: str
+
+
 def read_text(file: InputFile) -> Iterator[Piece]:
     """Read a file as one document.
-
-    Args:
-        file: of kind `text`.
 
     Raises:
         DataError: the file cannot be read or unpacked, or is not UTF-8; says where.
@@ -55,13 +80,12 @@ def read_text(file: InputFile) -> Iterator[Piece]:
 
 
 def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
-    """Read a file with a document a line; blank lines are passed over.
+    """Read a file with a document a line, and skip blank lines.
 
     Args:
-        file: of kind `lines`.
         text_field: key of the text in the objects.
         begin: read the lines that begin at this byte or later; 0 where the file is compressed.
-        end: and before this one; none = to the end.
+        end: and before this one; None = to the end.
 
     Raises:
         DataError: the file cannot be read or unpacked, or is not UTF-8 or JSON lines with that field; says where.
@@ -86,6 +110,22 @@ def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None
                         yield Piece(text, ends, bytes_read(), place)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(file, error, f"after {offset:,} bytes of text") from error
+
+
+def cut_text(text: str) -> Iterator[tuple[str, bool]]:
+    """A whole document's text in pieces, and whether each is the last; an empty text is one empty piece."""
+    while len(text) > PIECE_CHARACTERS:
+        head, text = cut_once(text)
+        yield head, False
+    yield text, True
+
+
+def cut_once(text: str) -> tuple[str, str]:
+    """A text that is longer than a piece as its first piece, ending where no word goes across, and the rest."""
+    start = max(0, PIECE_CHARACTERS - _CUT_SEARCH_CHARACTERS)
+    cuts = [match.start() for match in _SAFE_CUT.finditer(text[:PIECE_CHARACTERS], start)]
+    cut = cuts[-1] if cuts else PIECE_CHARACTERS
+    return text[:cut], text[cut:]
 
 
 @contextmanager

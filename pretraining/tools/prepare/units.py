@@ -1,10 +1,10 @@
-"""The input cut into units: what is shared out between processes and machines, and what is gone on with after a stop.
+"""The input cut into units: what processes and machines share out, and where a call goes on after a stop.
 
     config --find_input--> Input: units --read_part--> pieces
 
-A unit is a stretch of the input of about 256 MB: many small files, or a range of a large one where that can be cut
-(tables, and JSON lines that are not compressed). The cuts are a function of the input's names and sizes alone, so that
-whoever encodes a unit, and however often it was interrupted, writes the same token files.
+A unit is about 256 MB of the input: many small files, or a range of a large one where that can be cut (tables, and
+JSON lines that are not compressed). The cuts are a function of the input's names and sizes alone. So the token files of
+a unit are the same on any process, after any number of interruptions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import pyarrow as pa
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.errors import DataError
-from pretraining.tools.prepare.corpus import standard_library_files
 from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
-from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files
-from pretraining.tools.prepare.pieces import Piece
+from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
-from pretraining.tools.prepare.text import read_lines, read_text
+from pretraining.tools.prepare.text import Piece, read_lines, read_text
 
 UNIT_BYTES = 1 << 28
 """Input of a unit, in bytes on disk: a token file of some hundred megabytes, encoded by eight cores in ten seconds."""

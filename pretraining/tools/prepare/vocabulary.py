@@ -1,12 +1,13 @@
 """The tokenizer of a root folder: found, or trained on the input.
 
-It is that of all datasets of the root; once it is there it is used and never replaced.
+All datasets of a root share it; once it is there it is used and never replaced.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.tools.prepare.pieces import PIECE_CHARACTERS
-from pretraining.tools.prepare.records import read_summaries
+from pretraining.tools.prepare.records import WorkFolder, read_summaries
+from pretraining.tools.prepare.text import PIECE_CHARACTERS
 from pretraining.tools.prepare.units import Input, Part, read_part
-from pretraining.tools.prepare.work import WorkFolder
+
+log = logging.getLogger(__name__)
 
 DEFAULT_VOCABULARY = 32_000
 TRAINING_SAMPLE_CHARACTERS = 256 * 10**6
@@ -46,9 +48,7 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     return present
 
 
-def trained_tokenizer(
-    config: PrepareConfig, found: Input, root: Path, work: WorkFolder, show: Callable[[str], None]
-) -> Tokenizer:
+def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> Tokenizer:
     """Train a tokenizer on the input, or on a sample where it is long; take the one that an interrupted call trained.
 
     Raises:
@@ -61,11 +61,11 @@ def trained_tokenizer(
             f"--vocab_size={wanted}: a tokenizer for any text has at least {SMALLEST_VOCABULARY} entries, all bytes "
             "and the end of text"
         )
-    foreign = [summary.folder for summary in read_summaries(root) if summary.tokenizer is None]
+    foreign = [summary.folder for summary in read_summaries(work.root) if summary.tokenizer is None]
     if foreign:
         raise DataError(
-            f"{foreign[0]} holds token ids of a tokenizer that is not in {root}, and all datasets of a root share one: "
-            "give that by --tokenizer_path, or another --output_path"
+            f"{foreign[0]} holds token ids of a tokenizer that is not in {work.root}, and all datasets of a root share "
+            "one: give that by --tokenizer_path, or another --output_path"
         )
     trained_on = {"vocab_size": wanted, **found.settings}
     plan = work.read_plan()
@@ -73,9 +73,9 @@ def trained_tokenizer(
         with suppress(DataError):
             earlier = load_tokenizer(work.path)
             if earlier.sha256 == plan.get("tokenizer"):
-                show("Going on with the tokenizer that an interrupted call trained.")
+                log.info("Going on with the tokenizer that an interrupted call trained.")
                 return earlier
-    show(f"Training a tokenizer of {wanted:,} entries (byte-level BPE) on the text.")
+    log.info("Training a tokenizer of %s entries (byte-level BPE) on the text.", f"{wanted:,}")
     with library_threads(config.num_workers != 1):
         tokenizer = train_tokenizer(training_sample(found, config.text_field), wanted)
     if tokenizer.vocab_size < wanted and config.vocab_size is not None:
@@ -105,7 +105,7 @@ def keep_tokenizer(root: Path, tokenizer: Tokenizer) -> None:
 
 
 def training_sample(found: Input, text_field: str, characters: int = TRAINING_SAMPLE_CHARACTERS) -> Iterator[str]:
-    """Text to train on: all where that is known to fit, else the beginnings of parts, shuffled by their names' hash."""
+    """Text to train on: all of it where that fits, else the beginning of each part, parts in the order of a hash."""
     parts = [part for unit in found.units for part in unit.parts]
     everything_fits = found.size <= characters and all(part.is_plain for part in parts)
     share = characters if everything_fits else max(characters // len(parts), PIECE_CHARACTERS)

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from pathlib import Path
+
 import pytest
 
 from pretraining.errors import LaunchError
-from pretraining.launch.layout import FIRST_PORT, PORTS, ProcessLayout, resolve_layout
+from pretraining.launch import layout as layout_module
+from pretraining.launch.layout import (
+    FIRST_PORT,
+    PORTS,
+    ProcessLayout,
+    ancestor_named,
+    first_node,
+    free_port,
+    port_of_name,
+    port_of_slurm_step,
+    resolve_layout,
+    tasks_of_nodes,
+)
 
 FREE_PORT = 40123
 
@@ -37,7 +53,10 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_P
 
 
 def resolve(environ: dict[str, str], proxy: int | None = None) -> ProcessLayout:
-    return resolve_layout(environ, pick_port=lambda: FREE_PORT, find_ancestor=lambda name: proxy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_module, "free_port", lambda: FREE_PORT)
+        patch.setattr(layout_module, "ancestor_named", lambda name: proxy)
+        return resolve_layout(environ)
 
 
 def place(layout: ProcessLayout) -> tuple[int, int, int, int]:
@@ -295,3 +314,80 @@ def test_the_layout_as_environment_resolves_to_itself() -> None:
     again = resolve(layout.as_environment())
     assert place(again) == place(layout)
     assert (again.master_addr, again.master_port) == (layout.master_addr, layout.master_port)
+
+
+# SLURM's compressed notations
+
+
+@pytest.mark.parametrize(
+    ("node_list", "first"),
+    [
+        ("node1", "node1"),
+        ("node[01-03,7],gpu-a", "node01"),
+        ("gpu-a,node[01-03]", "gpu-a"),
+        ("node[7,01-03]", "node7"),
+        ("rack[1-2]node[004-010]", "rack1node004"),
+        ("node[1-2].cluster.example", "node1.cluster.example"),
+        ("10.0.0.5,10.0.0.6", "10.0.0.5"),
+    ],
+)
+def test_the_first_node_of_a_list(node_list: str, first: str) -> None:
+    assert first_node(node_list) == first
+
+
+@pytest.mark.parametrize("node_list", ["", "node[", "node[a-b]", ",node1", "node 1"])
+def test_a_node_list_of_another_form_is_refused(node_list: str) -> None:
+    with pytest.raises(LaunchError, match="Cannot read the node list"):
+        first_node(node_list)
+
+
+@pytest.mark.parametrize(("text", "tasks"), [("2", (2,)), ("4(x2),1", (4, 4, 1)), ("1,8(x3)", (1, 8, 8, 8))])
+def test_tasks_on_each_node(text: str, tasks: tuple[int, ...]) -> None:
+    assert tasks_of_nodes(text) == tasks
+
+
+@pytest.mark.parametrize("text", ["", "two", "4(x)", "4x2", "4(x2),"])
+def test_tasks_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="SLURM_STEP_TASKS_PER_NODE"):
+        tasks_of_nodes(text)
+
+
+# Ports
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+
+
+def test_derived_ports_stay_below_the_range_of_outgoing_connections() -> None:
+    for port in (port_of_slurm_step(2**31, 15), port_of_slurm_step(0, 0), port_of_name(""), port_of_name("job" * 99)):
+        assert 16384 <= port < 32768
+
+
+def test_a_name_gives_the_same_port_in_every_process() -> None:
+    assert port_of_name("prterun-node01-4711@1") == 18482
+
+
+def write_process(proc: Path, pid: int, command: str, parent: int) -> None:
+    (proc / str(pid)).mkdir()
+    (proc / str(pid) / "stat").write_text(f"{pid} ({command}) S {parent} 1 1 0")
+
+
+def test_the_closest_ancestor_is_found_through_scripts_with_odd_names(tmp_path: Path) -> None:
+    write_process(tmp_path, 10, "hydra_pmi_proxy", parent=1)
+    write_process(tmp_path, 20, "hydra_pmi_proxy", parent=10)
+    write_process(tmp_path, 30, "a) S 99 (b", parent=20)
+    write_process(tmp_path, 40, "python", parent=30)
+    assert ancestor_named("hydra_pmi_proxy", pid=40, proc=tmp_path) == 20
+    assert ancestor_named("mpirun", pid=40, proc=tmp_path) is None
+
+
+def test_a_machine_without_a_process_file_system_has_no_named_ancestors(tmp_path: Path) -> None:
+    assert ancestor_named("hydra_pmi_proxy", proc=tmp_path / "missing") is None
+
+
+def test_this_process_is_found_in_the_real_process_file_system() -> None:
+    if Path("/proc/self/stat").exists():
+        command = Path("/proc/self/comm").read_text().rstrip("\n")
+        assert ancestor_named(command) == os.getpid()

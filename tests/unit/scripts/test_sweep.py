@@ -8,13 +8,15 @@ from xml.etree import ElementTree
 
 from helpers import ROOT, plain_environment
 
-SWEEP = [sys.executable, str(ROOT / "scripts" / "benchmark" / "sweep.py")]
+SWEEP = [sys.executable, "-m", "scripts.benchmark.measure.sweep"]
 SMALL = ("--model_variant=tiny", "--hidden_size=32", "--num_attention_heads=4", "--intermediate_size=64")
 SMALLER = (*SMALL, "--num_hidden_layers=1", "--vocab_size=64", "--seq_length=32", "--steps=10")
 
 
 def sweep(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SWEEP, *flags], env=plain_environment(), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*SWEEP, *flags], cwd=ROOT, env=plain_environment(), capture_output=True, text=True, check=False
+    )
 
 
 def test_every_combination_has_a_row_and_a_bar_and_what_is_refused_its_reason(tmp_path: Path) -> None:
@@ -34,7 +36,7 @@ def test_what_is_no_sweep_is_refused() -> None:
     for flags, message in (
         (["--vary=batch_size"], "is not of the form"),
         (["--vary=batch_size:1,"], "is not of the form"),
-        (["--vary=batch_size:1", "--steps=5"], "--steps must be 10 or more"),
+        (["--vary=batch_size:1", "--steps=5"], "--steps: must be 10 or more"),
         ([], "--vary"),
     ):
         done = sweep(*flags)

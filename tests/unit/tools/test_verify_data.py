@@ -17,9 +17,9 @@ from unit.data.token_files import make_root, random_documents, write_documents
 from pretraining.config.commands import PrepareConfig, VerifyConfig
 from pretraining.errors import DataError
 from pretraining.tools import verify_data as verify_module
-from pretraining.tools.prepare.encoding_progress import LINE_INTERVAL_SECONDS
+from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.writer import TokenWriter
+from pretraining.tools.prepare.token_files import TokenWriter
 from pretraining.tools.verify_data import verify
 
 FIRST, SECOND = "part_000000_000000.arrow", "part_000000_000001.arrow"
@@ -47,7 +47,7 @@ def prepared(tmp_path: Path) -> Path:
     config = PrepareConfig(
         input_path=(str(tmp_path / "texts"),), output_path=str(tmp_path / "out"), tokens_per_file=100
     )
-    return prepare(config, show=lambda line: None).folder
+    return prepare(config).folder
 
 
 def test_files_without_faults_are_summed_up(tmp_path: Path) -> None:

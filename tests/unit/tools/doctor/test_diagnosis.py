@@ -2,10 +2,18 @@ from __future__ import annotations
 
 import json
 
-from pretraining.tools.doctor.devices import Rate
-from pretraining.tools.doctor.diagnosis import Diagnosis, RankReport, as_object, as_text, find_what_is_slow
-from pretraining.tools.doctor.judgement import Link
-from pretraining.tools.doctor.links import CollectiveTime
+import pytest
+
+from pretraining.tools.doctor.diagnosis import (
+    Diagnosis,
+    RankReport,
+    as_object,
+    as_text,
+    find_slow,
+    find_slow_links,
+    find_what_is_slow,
+)
+from pretraining.tools.doctor.measure import CollectiveTime, Link, Rate, rounds_of_pairs
 
 
 def rank(number: int, tflops: float, host: str = "node0") -> RankReport:
@@ -60,3 +68,31 @@ def test_the_object_is_json() -> None:
     found = json.loads(json.dumps(as_object(Diagnosis(RANKS, [], LINKS, [], []))))
     assert found["links"][0] == {"one": 0, "other": 1, "is_inside": True, "gib_per_second": 300.0}
     assert found["ranks"][2]["rates"][0]["value"] == 300.0
+
+
+def test_a_rank_is_slow_next_to_the_median_of_the_others() -> None:
+    assert find_slow({0: 100.0, 1: 98.0, 2: 50.0, 3: 102.0}, 1.3) == {2: pytest.approx(2.0)}
+    assert find_slow({0: 100.0, 1: 50.0}, 1.3) == {1: pytest.approx(2.0)}
+    assert find_slow({0: 100.0, 1: 80.0, 2: 101.0}, 1.3) == {}
+    assert find_slow({0: 0.0, 1: 80.0}, 1.3) == {0: float("inf")}
+    assert find_slow({0: 1.0}, 1.3) == {}
+
+
+def links_of(world_size: int, machine: int) -> list[Link]:
+    pairs = [
+        pair for round_ in rounds_of_pairs([f"node{rank // machine}" for rank in range(world_size)]) for pair in round_
+    ]
+    return [Link(a, b, a // machine == b // machine) for a, b in pairs]
+
+
+def test_a_slow_link_is_named_and_links_between_machines_are_not_slow_for_being_that() -> None:
+    rates = {link: 100.0 if link.is_inside else 20.0 for link in links_of(8, 4)}
+    assert find_slow_links(rates, 1.3) == ({}, {})
+    bad = next(link for link in rates if not link.is_inside)
+    rates[bad] = 10.0
+    assert find_slow_links(rates, 1.3) == ({}, {bad: pytest.approx(2.0)})
+
+
+def test_a_rank_with_only_slow_links_is_named_in_place_of_its_links() -> None:
+    rates = {link: 25.0 if 3 in (link.one, link.other) else 100.0 for link in links_of(6, 6)}
+    assert find_slow_links(rates, 1.3) == ({3: pytest.approx(4.0)}, {})

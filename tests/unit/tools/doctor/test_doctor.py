@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from pretraining.cli import main
-from pretraining.tools.doctor import devices, timing
-from pretraining.tools.doctor.links import message_sizes
+from pretraining.tools.doctor import measure
+from pretraining.tools.doctor.measure import message_sizes
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "MATMUL_SIZES", {"cpu": (32,), "cuda": (32,)})
-    monkeypatch.setattr(devices, "copy_bytes", lambda device, local_world_size: 2**20)
-    monkeypatch.setattr(timing, "BUDGET_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "MATMUL_SIZES", {"cpu": (32,), "cuda": (32,)})
+    monkeypatch.setattr(measure, "copy_bytes", lambda device, local_world_size: 2**20)
+    monkeypatch.setattr(measure, "BUDGET_SECONDS", 0.01)
 
 
 def test_one_process_measures_its_device_and_its_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
 import pytest
 import torch
 
 from pretraining.tools.doctor import environment
-from pretraining.tools.doctor.environment import facts_of, warnings_across, warnings_of
+from pretraining.tools.doctor.environment import facts_of, last_level_cache_bytes, warnings_across, warnings_of
 
 CPU = torch.device("cpu")
 
@@ -73,3 +74,26 @@ def test_what_differs_between_ranks_is_named() -> None:
     assert warnings_across(facts, [5.0, 5.1, 5.0]) == ["torch differs: 2.13.0 on rank 0; 2.11.0 on rank 2"]
     (skewed,) = warnings_across(facts[:2], [100.0, 90.0])
     assert "differ by 10.0 s (that of rank 1 is behind)" in skewed
+
+
+def write_cache(core: Path, index: int, level: int, size: str, shared: str) -> None:
+    folder = core / "cache" / f"index{index}"
+    folder.mkdir(parents=True)
+    for name, value in {"level": str(level), "size": size, "shared_cpu_list": shared}.items():
+        (folder / name).write_text(f"{value}\n")
+
+
+def test_a_cache_that_cores_share_counts_once_and_only_those_of_cores_that_may_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3", "4-5", "4-5")):
+        write_cache(tmp_path / f"cpu{core}", 0, 1, "48K", str(core))
+        write_cache(tmp_path / f"cpu{core}", 1, 1, "32K", str(core))
+        write_cache(tmp_path / f"cpu{core}", 2, 2, "1024K", str(core))
+        write_cache(tmp_path / f"cpu{core}", 3, 3, "32768K", shared)
+    write_cache(tmp_path / "cpu6", 0, 2, "2048K", "6")  # a small core, without the large cache
+    monkeypatch.setattr(environment, "CORES_FOLDER", str(tmp_path))
+    monkeypatch.setattr(environment, "_allowed_cores", lambda: {0, 1, 3, 6})
+    assert last_level_cache_bytes() == 66 * 2**20
+    monkeypatch.setattr(environment, "CORES_FOLDER", str(tmp_path / "missing"))
+    assert last_level_cache_bytes() == 0

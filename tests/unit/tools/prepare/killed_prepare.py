@@ -11,7 +11,7 @@ from typing import Any
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.writer import TokenWriter
+from pretraining.tools.prepare.token_files import TokenWriter
 
 
 def prepare_killed(config: PrepareConfig, moment: str, number: int) -> bool:
@@ -51,4 +51,4 @@ def _run(config: PrepareConfig, moment: str, number: int) -> None:
     for name in ("replace", "rename"):
         setattr(Path, name, killing(getattr(Path, name), "before"))
     TokenWriter._flush = killing(TokenWriter._flush, "writing")  # type: ignore[method-assign]
-    prepare(config, lambda line: None)
+    prepare(config)

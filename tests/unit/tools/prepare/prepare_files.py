@@ -10,11 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pretraining.tools.prepare.inputs import InputFile, list_files
-from pretraining.tools.prepare.pieces import Piece
-
-
-def quiet(line: str) -> None:
-    """Show nothing."""
+from pretraining.tools.prepare.text import Piece
 
 
 def one(path: Path, content: bytes | str) -> InputFile:

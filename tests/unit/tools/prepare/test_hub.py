@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from unit.tools.prepare.prepare_files import documents_of, json_lines, quiet, rows
+from unit.tools.prepare.prepare_files import documents_of, json_lines, rows
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import load_tokenizer
@@ -129,7 +129,7 @@ def test_more_shards_than_files_share_their_bytes(folder: Path, monkeypatch: pyt
 def test_what_is_not_there_is_named_with_what_is(folder: Path, change: dict[str, Any], message: str) -> None:
     config = PrepareConfig(**{"hf_dataset": str(folder), "output_path": str(folder / "out"), **change})
     with pytest.raises(DataError, match=message):
-        prepare(config, quiet)
+        prepare(config)
 
 
 def test_files_that_cannot_be_listed_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,18 +181,17 @@ def test_a_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
 def test_without_the_package_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the `datasets` package .*: pip install 'pretraining\[hf\]'"):
-        prepare(PrepareConfig(hf_dataset=str(folder), output_path=str(folder / "out")), quiet)
+        prepare(PrepareConfig(hf_dataset=str(folder), output_path=str(folder / "out")))
 
 
 def test_a_dataset_becomes_token_files_of_several_units(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 100)
-    lines: list[str] = []
     config = PrepareConfig(hf_dataset=str(folder), output_path=str(folder.parent / "out"))
-    summary = prepare(config, lines.append)
+    summary = prepare(config)
     tokenizer = load_tokenizer(config.output_path)
     assert [tokenizer.decode(row) for row in rows(summary.folder)] == TEXTS
     assert (summary.folder.name, summary.files, summary.documents) == ("mine", 2, 10)
-    assert prepare(config, quiet) == summary
+    assert prepare(config) == summary
     (folder / "train-00002.jsonl").write_bytes(json_lines(["more"]))
     with pytest.raises(DataError, match="input_files: it has 2, asked for is 3"):
-        prepare(config, quiet)
+        prepare(config)

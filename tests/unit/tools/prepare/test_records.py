@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from unit.tools.prepare.prepare_files import quiet
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.records import read_finished, read_summaries, read_summary
+from pretraining.tools.prepare.records import UnitRecord, median_length, read_finished, read_summaries, read_summary
 
 TEXT = "Some text, long enough for a vocabulary of more than bytes. " * 9
 
@@ -68,13 +70,13 @@ def exchange_tokenizer(folder: Path) -> None:
 def test_a_finished_dataset_that_has_changed_is_refused(
     config: PrepareConfig, damage: Callable[[Path], None], message: str
 ) -> None:
-    damage(prepare(config, quiet).folder)
+    damage(prepare(config).folder)
     with pytest.raises(DataError, match=message):
-        prepare(config, quiet)
+        prepare(config)
 
 
-def test_a_dataset_of_an_older_release_is_read(config: PrepareConfig) -> None:
-    summary = prepare(config, quiet)
+def test_a_dataset_of_an_older_release_is_read(config: PrepareConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = prepare(config)
     file = summary.folder / "prepare.json"
     content = json.loads(file.read_text())
     del content["median_document_tokens"]
@@ -82,13 +84,13 @@ def test_a_dataset_of_an_older_release_is_read(config: PrepareConfig) -> None:
         del entry["crc32"]
     file.write_text(json.dumps(content))
     assert read_summary(summary.folder).median_document_tokens is None
-    lines: list[str] = []
-    assert prepare(config, lines.append).tokens == summary.tokens
-    assert "median" not in lines[1]
+    capsys.readouterr()
+    assert prepare(config).tokens == summary.tokens
+    assert "median" not in capsys.readouterr().out
 
 
 def test_all_datasets_of_a_root_are_found_but_not_hidden_ones(config: PrepareConfig) -> None:
-    summary = prepare(config, quiet)
+    summary = prepare(config)
     root = summary.folder.parent
     for name in (".hidden", "b", "a"):
         (root / name).mkdir()
@@ -105,3 +107,13 @@ def test_where_there_is_nothing_nothing_is_finished(tmp_path: Path) -> None:
     assert read_finished(tmp_path / "file/below", {}, None) is None
     with pytest.raises(DataError, match="was not made by"):
         read_finished(tmp_path / "file", {}, None)
+
+
+@given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))
+def test_the_median_is_right_within_three_per_cent(lengths: list[int]) -> None:
+    record = UnitRecord("key")
+    for length in lengths:
+        record.count(length)
+    low = statistics.median_low(lengths)
+    assert abs(median_length([record]) - low) <= max(low / 32, 0.5)
+    assert sum(record.lengths.values()) == len(lengths) and len(record.lengths) < 16 * 24

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
-from unit.tools.prepare.prepare_files import contents, json_lines, packed, quiet
+from unit.tools.prepare.prepare_files import contents, json_lines, packed
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import train_tokenizer
@@ -44,7 +45,7 @@ def config(tmp_path: Path) -> PrepareConfig:
 def expected(config: PrepareConfig) -> dict[str, bytes]:
     """What an uninterrupted call makes."""
     there = replace(config, output_path=f"{config.output_path}_expected")
-    prepare(there, quiet)
+    prepare(there)
     return contents(Path(there.output_path))
 
 
@@ -67,7 +68,7 @@ def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: 
         if not prepare_killed(there, moment, number):
             break
         kept = whole_files(there)
-        prepare(there, quiet)
+        prepare(there)
         assert contents(Path(there.output_path)) == wanted
         now = {name: (Path(there.output_path) / "in" / name).stat().st_ino for name in kept}
         assert now == kept, "whole files are not made again"
@@ -83,19 +84,21 @@ def test_killed_again_and_again_it_still_ends(config: PrepareConfig) -> None:
             break
         kills += 1
     assert kills > 3
-    prepare(config, quiet)
+    prepare(config)
     assert contents(Path(config.output_path)) == wanted
 
 
 def test_the_call_says_what_it_goes_on_with_and_does_not_train_again(
-    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert prepare_killed(config, "after", 14)
+    caplog.set_level(logging.INFO, "pretraining")
     monkeypatch.setattr(vocabulary, "train_tokenizer", pytest.fail)
-    lines: list[str] = []
-    prepare(config, lines.append)
-    assert lines[0] == "Going on with the tokenizer that an interrupted call trained."
-    assert any("Going on with an interrupted call: " in line and " documents are there" in line for line in lines)
+    prepare(config)
+    assert caplog.messages[0] == "Going on with the tokenizer that an interrupted call trained."
+    assert any(
+        "Going on with an interrupted call: " in line and "documents are there" in line for line in caplog.messages
+    )
 
 
 def test_a_failure_on_the_way_keeps_what_is_whole(config: PrepareConfig, tmp_path: Path) -> None:
@@ -105,11 +108,11 @@ def test_a_failure_on_the_way_keeps_what_is_whole(config: PrepareConfig, tmp_pat
     good = (tmp_path / "in/b.jsonl.gz").read_bytes()
     (tmp_path / "in/b.jsonl.gz").write_bytes(good[:-1] + b"\xff")
     with pytest.raises(DataError, match=r"b\.jsonl\.gz is no complete gzip file"):
-        prepare(config, quiet)
+        prepare(config)
     kept = whole_files(config)
     assert len(kept) > 3 and not (tmp_path / "out/in").exists()
     (tmp_path / "in/b.jsonl.gz").write_bytes(good)
-    prepare(config, quiet)
+    prepare(config)
     assert contents(tmp_path / "out") == wanted
     assert {name: (tmp_path / "out/in" / name).stat().st_ino for name in kept} == kept
 
@@ -129,10 +132,10 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_whole(
 
     monkeypatch.setattr(run.WorkFolder, "write_record", full)
     with pytest.raises(DataError, match="cannot be written: No space left on device"):
-        prepare(config, quiet)
+        prepare(config)
     monkeypatch.setattr(run.WorkFolder, "write_record", write_record)
     assert len(whole_files(config)) == 3
-    prepare(config, quiet)
+    prepare(config)
     assert contents(Path(config.output_path)) == wanted
 
 
@@ -140,7 +143,7 @@ def test_with_other_settings_the_unfinished_parts_are_made_anew(config: PrepareC
     assert prepare_killed(config, "after", 14)
     other = replace(config, tokens_per_file=500, vocab_size=280)
     wanted = expected(other)
-    prepare(other, quiet)
+    prepare(other)
     assert contents(Path(config.output_path)) == wanted
 
 
@@ -151,7 +154,7 @@ def test_with_changed_input_only_its_own_parts_are_made_anew(config: PrepareConf
     kept = {name: inode for name, inode in whole_files(config).items() if name < "part_000003"}
     (tmp_path / "in/b.jsonl.gz").write_bytes(packed("b.gz", json_lines(TEXTS[::-1])))
     wanted = expected(config)
-    prepare(config, quiet)
+    prepare(config)
     assert contents(tmp_path / "out") == wanted
     assert len(kept) > 2
     assert {name: (tmp_path / "out/in" / name).stat().st_ino for name in kept} == kept
@@ -164,7 +167,7 @@ def test_what_a_failing_disk_has_spoilt_is_made_anew(config: PrepareConfig, dama
     wanted = expected(config)
     assert prepare_killed(config, "after", 14)
     (Path(config.output_path) / ".in.preparing" / damage).write_text("[")
-    prepare(config, quiet)
+    prepare(config)
     assert contents(Path(config.output_path)) == wanted
 
 
@@ -175,5 +178,5 @@ def test_what_an_older_release_or_another_call_left_is_no_part_of_the_dataset(co
     for name in ("part_000007.arrow", "files/part_000099_000000.arrow", "files/.part_000000_000000.arrow.x.1.tmp"):
         (work / name).write_text("half")
     (Path(config.output_path) / "in").mkdir()
-    prepare(config, quiet)
+    prepare(config)
     assert contents(Path(config.output_path)) == wanted

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, plain_environment
-from unit.tools.prepare.prepare_files import contents, json_lines, quiet
+from unit.tools.prepare.prepare_files import contents, json_lines
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import train_tokenizer
@@ -52,7 +52,7 @@ def expected(config: PrepareConfig) -> dict[str, bytes]:
     there = f"{config.output_path}_expected"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "UNIT_BYTES", UNIT_BYTES)
-        assert prepare(replace(config, output_path=there), quiet).files == 8
+        assert prepare(replace(config, output_path=there)).files == 8
     return contents(Path(there))
 
 

@@ -16,7 +16,7 @@ from pyarrow import feather
 from unit.tools.prepare.prepare_files import documents_of
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare import pieces, tables
+from pretraining.tools.prepare import tables, text
 from pretraining.tools.prepare.inputs import InputFile
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
 
@@ -106,7 +106,7 @@ def test_a_column_without_any_value_is_empty_documents(tmp_path: Path) -> None:
 
 
 def test_a_long_row_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(text, "PIECE_CHARACTERS", 20)
     found = list(read_table(write(tmp_path / "a.parquet", {"text": ["short", "word " * 30]}), "text"))
     assert documents_of(found) == ["short", "word " * 30]
     assert len(found) > 7

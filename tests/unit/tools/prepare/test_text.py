@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 from unit.tools.prepare.prepare_files import documents_of, json_lines, one, packed
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare import pieces, text
+from pretraining.tools.prepare import text as text_module
 from pretraining.tools.prepare.inputs import InputFile
-from pretraining.tools.prepare.pieces import Piece
-from pretraining.tools.prepare.text import read_lines, read_text
+from pretraining.tools.prepare.text import Piece, cut_text, read_lines, read_text
+
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def read(file: InputFile, field: str = "text") -> list[Piece]:
@@ -77,8 +82,7 @@ def test_bytes_read_grow_to_the_size_of_the_file(tmp_path: Path, name: str) -> N
 
 
 def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pieces, text):
-        monkeypatch.setattr(module, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 50)
     long = "größe und maß " * 40 + "x" * 200
     for file in (one(tmp_path / "a.txt", long), one(tmp_path / "a.jsonl", json.dumps({"text": long}))):
         found = read(file)
@@ -120,7 +124,7 @@ def test_the_place_in_a_range_is_a_byte(tmp_path: Path) -> None:
 
 
 def test_the_place_of_a_bad_byte_is_right_far_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PIECE_CHARACTERS", 64)
+    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 64)
     with pytest.raises(DataError, match=r"at byte 1,001 "):
         read(one(tmp_path / "a.txt", "ö".encode() * 500 + b"a\xff" + b"b" * 100))
 
@@ -140,3 +144,34 @@ def test_what_a_disk_says_without_a_number_is_said(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(DataError, match=r"a\.txt cannot be read: the disk is on fire"):
         read(file)
+
+
+# Long documents in pieces
+
+
+@pytest.mark.parametrize(
+    "words_of",
+    [
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated"),
+    ],
+    ids=["gpt2", "llama3"],
+)
+@given(
+    text=st.text(alphabet=st.one_of(st.sampled_from("ab1 \n\r.'é漢_\t"), st.characters(codec="utf-8")), max_size=100)
+)
+def test_a_cut_goes_through_no_word_of_the_usual_tokenizers(words_of: pre_tokenizers.PreTokenizer, text: str) -> None:
+    for match in text_module._SAFE_CUT.finditer(text):
+        parts = text[: match.start()], text[match.start() :]
+        words = [word for part in parts for word, _ in words_of.pre_tokenize_str(part)]
+        assert words == [word for word, _ in words_of.pre_tokenize_str(text)]
+
+
+@given(text=st.text(alphabet="ab \n", max_size=300), limit=st.integers(1, 40))
+def test_pieces_make_the_text_again_and_only_the_last_ends_it(text: str, limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_module, "PIECE_CHARACTERS", limit)
+        found = list(cut_text(text))
+    assert "".join(part for part, _ in found) == text
+    assert [ends for _, ends in found] == [False] * (len(found) - 1) + [True]
+    assert max(len(part) for part, _ in found) <= limit

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from unit.tools.prepare.prepare_files import contents, json_lines, packed, quiet
+from unit.tools.prepare.prepare_files import contents, json_lines, packed
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.errors import ConfigError, DataError
@@ -56,14 +56,14 @@ def test_a_large_file_is_sampled_from_all_its_parts(tmp_path: Path, monkeypatch:
 
 def test_a_vocabulary_larger_than_the_text_gives_is_refused_where_it_is_asked_for(config: PrepareConfig) -> None:
     with pytest.raises(DataError, match=r"--vocab_size=5000: .* Give --vocab_size=\d+ or less"):
-        prepare(replace(config, vocab_size=5000), quiet)
+        prepare(replace(config, vocab_size=5000))
     assert not contents(Path(config.output_path))
-    assert prepare(config, quiet).vocab_size < 5000
+    assert prepare(config).vocab_size < 5000
 
 
 def test_a_vocabulary_too_small_for_bytes_is_refused(config: PrepareConfig) -> None:
     with pytest.raises(ConfigError, match=r"--vocab_size=256: .* at least 257 entries"):
-        prepare(replace(config, vocab_size=256), quiet)
+        prepare(replace(config, vocab_size=256))
 
 
 def test_no_sample_is_taken_of_token_ids(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""Tokens/s of the project against `transformers`: LlamaForCausalLM and its Trainer.
+
+    python -m scripts.benchmark.compare.against_trainer
+    python -m scripts.benchmark.compare.against_trainer --processes=2
+    python -m scripts.benchmark.compare.against_trainer --model_variant=125m --batch_size=16 --use_torch_compile=true
+
+Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient
+clipping, SDPA attention, in the same precision, both compiled or not, both with activation checkpointing or without,
+and report every 10 steps; the losses at the end show that the work was the same. Nobody evaluates or saves. The Trainer
+has its rows in memory and writes no curves; the project's batches come from its loader, and its reports go to
+metrics.jsonl and TensorBoard, as they always do.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from typing import Any
+
+import torch
+import transformers
+
+from pretraining.config.batch import plan_batch
+from pretraining.config.training import ALL_BLOCKS, TrainConfig
+from pretraining.config.variants import LlamaShape, resolve_shape
+from pretraining.distributed.parallelize import compute_dtype
+from scripts.benchmark.common import batches_in_memory, device, initial_model, place
+from scripts.benchmark.race import Turn, parse_race, project, race
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences in memory; the labels are shifted already, so that both sides learn from as many.
+
+    The Trainer deals its batches out to the ranks one by one, so micro-batches of different ranks take turns here.
+    """
+
+    def __init__(self, config: TrainConfig, shape: LlamaShape) -> None:
+        self._rows: list[dict[str, torch.Tensor]] = []
+        _, ranks = place()
+        for step in zip(*(batches_in_memory(config, shape, rank, ranks) for rank in range(ranks)), strict=True):
+            for micro_batch in chain.from_iterable(zip(*step, strict=True)):
+                inputs = micro_batch.model_inputs()  # made-up rows are a document each: a document mask changes nothing
+                for inputs_S, labels_S in zip(inputs.tokens_BS, inputs.labels_BS, strict=True):
+                    self._rows.append({"input_ids": inputs_S, "labels": labels_S, "shift_labels": labels_S})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._rows[index]
+
+
+class TakesTurns(transformers.TrainerCallback):
+    """Gives the Trainer its turns."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._loss: float | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._turn.before_step(self._loss)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self._loss = float(logs["loss"])
+
+
+def trainer(config: TrainConfig, turn: Turn) -> None:
+    _, ranks = place()
+    shape, plan = resolve_shape(config.model), plan_batch(config.batch, ranks)
+    in_bfloat16 = compute_dtype(config.parallel, device()) == torch.bfloat16
+    if config.parallel.selective_checkpointing != ALL_BLOCKS:
+        sys.exit("error: the Trainer computes all blocks again or none: leave --selective_checkpointing out")
+    arguments = transformers.TrainingArguments(
+        output_dir=config.checkpoint.ckpt_save_path,
+        per_device_train_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.grad_accum_steps,
+        max_steps=int(config.run.num_steps.amount),
+        optim="adamw_torch_fused",
+        learning_rate=config.optimizer.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=config.optimizer.weight_decay,
+        adam_beta1=config.optimizer.adam_beta1,
+        adam_beta2=config.optimizer.adam_beta2,
+        adam_epsilon=config.optimizer.adam_epsilon,
+        max_grad_norm=config.optimizer.grad_clip_thresh,
+        bf16=in_bfloat16,
+        torch_compile=config.parallel.use_torch_compile,
+        activation_checkpointing=config.parallel.fsdp_activation_checkpointing,
+        use_cpu=device().type == "cpu",
+        ddp_backend="gloo" if ranks > 1 and device().type == "cpu" else None,
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=device().type == "cuda",
+        logging_steps=int(config.report.report_interval.amount),
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+    )
+    transformers.Trainer(
+        model=_hugging_face_model(config, shape),
+        args=arguments,
+        train_dataset=Rows(config, shape),
+        callbacks=[TakesTurns(turn)],
+    ).train()
+
+
+def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
+    """LlamaForCausalLM of a shape, with the weights that the project starts from."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.rope_scaling is not None:
+        rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
+    dimensions = {name: value for name, value in vars(shape).items() if not name.startswith("rope_")}
+    described = transformers.LlamaConfig(**dimensions, rope_parameters=rope, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="sdpa")
+    model.load_state_dict(initial_model(config).state_dict())
+    return model
+
+
+if __name__ == "__main__":
+    flags, settings = parse_race("The project against LlamaForCausalLM and the Trainer of transformers.")
+    print(f"against   transformers {transformers.__version__}")
+    race({"project": project, "Trainer": trainer}, settings, flags.rounds, flags.steps, flags.processes)

@@ -1,0 +1,130 @@
+"""What keeping attention inside documents costs: the project's way against others, on one layer's attention.
+
+    python -m scripts.benchmark.measure.document_mask
+    python -m scripts.benchmark.measure.document_mask --heads=12 --rounds=20
+
+Forward and backward of attention over rows of documents whose lengths are log-normal. In each round every contender
+computes once, and ratios are taken within rounds, so that a machine that is slow for a while is slow for all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretraining.model.attention import causal_attention, document_attention, locate_documents
+from scripts.benchmark.common import Number, announce, device, flag_parser, markdown_table, synchronize
+
+ROWS = ((1, 4096), (8, 256))  # B, S
+MEAN_LENGTHS = (60, 600)
+HEAD_DIM = 64
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def draw_lengths(rows: int, length: int, mean: int) -> tuple[int, ...]:
+    """Lengths of the documents that fill rows; the last of a row is cut at its end."""
+    generator = np.random.default_rng(0)
+    lengths = []
+    for _ in range(rows):
+        left = length
+        while left:
+            drawn = int(generator.lognormal(np.log(mean) - 0.5, 1.0))
+            lengths.append(min(left, max(1, drawn)))
+            left -= lengths[-1]
+    return tuple(lengths)
+
+
+def with_dense_mask(lengths: tuple[int, ...], rows: int) -> Attend:
+    """A mask of all pairs of a row's tokens."""
+    documents_BS = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(rows, -1)
+    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    mask_B1SS = (same_BSS & torch.ones_like(same_BSS[0]).tril())[:, None].to(device())
+
+    def attend(q_BSHE: Tensor, k_BSHE: Tensor, v_BSHE: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSHE, v_BSHE))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1SS).transpose(1, 2)
+
+    return attend
+
+
+def padded(lengths: tuple[int, ...], largest_ratio: float) -> Attend:
+    """One call for all documents of similar lengths, padded at their ends, which causal attention does not look at."""
+    sizes = np.array(lengths)
+    begins = np.cumsum(sizes) - sizes
+    order = np.argsort(-sizes, kind="stable")
+    groups, places = [], np.empty(sizes.sum(), dtype=np.int64)
+    first, used = 0, 0
+    while first < len(order):
+        longest = sizes[order[first]]
+        group = order[first:][sizes[order[first:]] * largest_ratio >= longest]
+        inside = np.minimum(np.arange(longest), sizes[group][:, None] - 1)
+        groups.append(torch.from_numpy(begins[group][:, None] + inside).to(device()))
+        for number, document in enumerate(group):
+            places[begins[document] :][: sizes[document]] = used + number * longest + np.arange(sizes[document])
+        first, used = first + len(group), used + groups[-1].numel()
+    places_N = torch.from_numpy(places).to(device())
+
+    def attend(q_BSHE: Tensor, k_BSHE: Tensor, v_BSHE: Tensor) -> Tensor:
+        flat = [x.flatten(0, 1) for x in (q_BSHE, k_BSHE, v_BSHE)]
+        mixed = [
+            causal_attention(*(x.index_select(0, group.flatten()).unflatten(0, group.shape) for x in flat))
+            for group in groups
+        ]
+        return torch.cat([each.flatten(0, 1) for each in mixed]).index_select(0, places_N).view_as(q_BSHE)
+
+    return attend
+
+
+def seconds_of(attend: Attend, inputs: list[Tensor], gradient: Tensor) -> float:
+    """Forward and backward once."""
+    synchronize()
+    began = time.perf_counter()
+    torch.autograd.grad(attend(*inputs), inputs, gradient)
+    synchronize()
+    return time.perf_counter() - began
+
+
+def measure(rows: int, length: int, mean: int, heads: int, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
+    """A line of the table: milliseconds of the project's way, and how many times as long the others take."""
+    lengths = draw_lengths(rows, length, mean)
+    *inputs, gradient = (torch.randn(rows, length, heads, HEAD_DIM, device=device(), dtype=dtype) for _ in range(4))
+    inputs = [each.requires_grad_() for each in inputs]
+    documents = locate_documents(lengths, inputs[0], HEAD_DIM)
+    assert documents is not None
+    contenders: list[Attend] = [
+        lambda q, k, v: document_attention(q, k, v, documents),
+        causal_attention,
+        with_dense_mask(lengths, rows),
+        *(padded(lengths, ratio) for ratio in (1.25, 2.0)),
+    ]
+    expected = contenders[2](*inputs)
+    for attend in (contenders[0], *contenders[3:]):
+        torch.testing.assert_close(attend(*inputs), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
+    turns = [[seconds_of(attend, inputs, gradient) for attend in contenders] for _ in range(rounds + 1)][1:]
+    ratios = (statistics.median(turn[other] / turn[0] for turn in turns) for other in range(1, len(contenders)))
+    own = statistics.median(turn[0] for turn in turns)
+    name = f"{rows} x {length}, mean {mean}: {len(lengths)} documents, {str(dtype).removeprefix('torch.')}"
+    return (name, f"{1000 * own:.1f} ms", *(f"{ratio:.1f}x" for ratio in ratios))
+
+
+if __name__ == "__main__":
+    flags = flag_parser(
+        "Attention inside documents: the project's way against others.",
+        rounds=Number(10, "rounds that count"),
+        heads=Number(4, f"heads of {HEAD_DIM}"),
+    ).parse_args()
+    announce()
+    lines = [
+        measure(*rows, mean, flags.heads, dtype, flags.rounds)
+        for dtype in (torch.float32, torch.bfloat16)
+        for rows in ROWS
+        for mean in MEAN_LENGTHS
+    ]
+    header = ("rows, documents", "the project's way", "whole rows", "dense mask", "padded, to 1.25 times", "to 2 times")
+    print("\n" + markdown_table(header, lines))

@@ -1,0 +1,290 @@
+"""How fast the loader is on one core, how small its state, how quick a resume, and what it takes of a training step.
+
+    python -m scripts.benchmark.measure.loader
+    python -m scripts.benchmark.measure.loader --folder=/data/benchmark     keeps the made-up documents
+
+Tokens/s are those of `next(loader)`, on files in the page cache. All contenders take turns in one process that is bound
+to one core, and what is shown is the median over turns, with quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretraining.config.batch import BatchPlan
+from pretraining.config.training import DataConfig
+from pretraining.data.batch import MicroBatch
+from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
+from pretraining.data.loader import Loader
+from pretraining.data.storage.dataset_files import list_datasets
+from scripts.benchmark.common import ROOT, Number, announce, flag_parser, markdown_table, spread
+from scripts.benchmark.documents import (
+    SEQ_LENGTH,
+    VOCABULARY,
+    read_documents,
+    take_turns,
+    token_files,
+    use_one_core,
+    write_documents,
+)
+
+MEAN_TOKENS = (600, 60)
+GLOBAL_BATCHES = (8, 64, 512)
+MICRO_BATCH = 8
+SHARDS = 1024
+DATASETS = 20
+LINKS = tuple(f"link{number:02d}" for number in range(DATASETS))
+"""Names of as many datasets, all of the same files."""
+PACKINGS = ("greedy", "first_fit", "best_fit")
+STEPS = (10, 10**9)
+DEMO_VOCABULARY = 4096
+Work = Callable[[], int]
+MAIN = ROOT / "main_training.py"
+
+
+def settings_of(folder: Path, *datasets: str, **changes: Any) -> DataConfig:
+    """How datasets are read: in the calling thread and with documents told apart, if nothing else is said."""
+    settings = DataConfig(
+        data_path=str(folder),
+        datasets=datasets,
+        seq_length=SEQ_LENGTH,
+        logical_shards=SHARDS,
+        document_mask=True,
+        num_workers=0,
+        index_path=str(folder / ".index"),
+    )
+    return replace(settings, **changes)
+
+
+def open_data(config: DataConfig) -> OpenedDatasets:
+    """Datasets with their indices, which are made where they are missing."""
+    listing = list_datasets(config)
+    build_indices(listing, config)
+    return open_datasets(listing, config)
+
+
+def open_loader(config: DataConfig, opened: OpenedDatasets, global_batch: int, ranks: int = 1) -> Loader:
+    """A loader of rank 0, with a memory of its own in which there is nothing yet."""
+    share = global_batch // ranks
+    plan = BatchPlan(global_batch, min(share, MICRO_BATCH), max(1, share // MICRO_BATCH), ranks)
+    return build_loader(OpenedDatasets(opened.datasets), config, plan, 0, seed=0, vocab_size=VOCABULARY)
+
+
+def tokens_of(micro_batch: MicroBatch) -> int:
+    """Tokens that a model would take, without padding."""
+    if micro_batch.lengths_B is None:
+        return micro_batch.tokens_BT.size(0) * SEQ_LENGTH
+    return int(micro_batch.lengths_B.clamp(max=SEQ_LENGTH).sum())
+
+
+def reading(
+    config: DataConfig, opened: OpenedDatasets, global_batch: int, then: Callable[[MicroBatch], object] | None = None
+) -> Work:
+    """A contender that takes steps from a loader: a turn takes a sample of every shard, and at least 8 steps.
+
+    Args:
+        config: of the data.
+        opened: the same.
+        global_batch: samples a step.
+        then: done with every micro-batch.
+    """
+    loader = open_loader(config, opened, global_batch)
+    steps = max(8, SHARDS * len(opened.datasets) // global_batch)
+
+    def work() -> int:
+        tokens = 0
+        with loader:  # ends its threads, so that none reads ahead in the turns of others
+            for _ in range(steps):
+                for micro_batch in next(loader).micro_batches:
+                    tokens += tokens_of(micro_batch)
+                    if then is not None:
+                        then(micro_batch)
+        return tokens
+
+    return work
+
+
+def copying(tokens: np.ndarray, global_batch: int) -> Work:
+    """A contender that copies tokens which lie end to end in memory, a step at a time."""
+    size, steps, at = global_batch * SEQ_LENGTH, max(8, SHARDS // global_batch), 0
+
+    def work() -> int:
+        nonlocal at
+        for _ in range(steps):
+            at = at + size if at + 2 * size <= len(tokens) else 0
+            batch = np.empty(size, dtype=tokens.dtype)
+            np.copyto(batch, tokens[at : at + size])
+        return steps * size
+
+    return work
+
+
+def measure_reading(folder: Path, mean: int, rounds: int) -> None:
+    """Print tokens/s of every way to read documents of some length."""
+    apart, mixed, ahead = (
+        settings_of(folder, f"mean{mean}", **changes) for changes in ({}, {"document_mask": False}, {"num_workers": 1})
+    )
+    packed = {mode: settings_of(folder, f"mean{mean}", packing=mode) for mode in PACKINGS}
+    opened, opened_packed = open_data(apart), {mode: open_data(config) for mode, config in packed.items()}
+    tokens = np.concatenate(list(read_documents(token_files(folder / f"mean{mean}"))))
+    ways: dict[str, Callable[[int], Work]] = {
+        "documents told apart": lambda size: reading(apart, opened, size),
+        "not told apart": lambda size: reading(mixed, opened, size),
+        "told apart; inputs, labels, positions made too": lambda size: reading(
+            apart, opened, size, MicroBatch.model_inputs
+        ),
+        "told apart; num_workers=1": lambda size: reading(ahead, opened, size),
+        **{f"told apart; packing={mode}": partial(reading, packed[mode], opened_packed[mode]) for mode in PACKINGS},
+        "numpy copies as many tokens": lambda size: copying(tokens, size),
+    }
+    print_rates(f"documents of {mean} tokens", ways, rounds)
+
+
+def measure_many(folder: Path, rounds: int) -> None:
+    """Print tokens/s of a mixture of many datasets."""
+    config = settings_of(folder, *LINKS)
+    opened = open_data(config)
+    print_rates(
+        f"{DATASETS} datasets, documents of {MEAN_TOKENS[0]} tokens",
+        {"documents told apart": lambda size: reading(config, opened, size)},
+        rounds,
+    )
+
+
+def print_rates(heading: str, ways: Mapping[str, Callable[[int], Work]], rounds: int) -> None:
+    """Let ways to read, each with every number of samples a step, take turns, and print tokens/s."""
+    contenders = {(way, size): make(size) for way, make in ways.items() for size in GLOBAL_BATCHES}
+    rates = take_turns(contenders, rounds)
+    rows = [
+        (way, *(" / ".join(spread([rate / 1e6 for rate in rates[way, size]], ".0f")) for size in GLOBAL_BATCHES))
+        for way in ways
+    ]
+    header = (heading, *(f"{size} samples a step" for size in GLOBAL_BATCHES))
+    print(f"\nmillions of tokens/s, median / quartiles of {rounds} turns\n\n{markdown_table(header, rows)}", flush=True)
+
+
+def measure_state(folder: Path, rounds: int) -> None:
+    """Print the size of the state, what a process keeps in memory, and how long a resume takes."""
+    cases = {(count, step): settings_of(folder, *LINKS[:count]) for count in (1, DATASETS) for step in STEPS}
+    before = _resident_mib()
+    loader = open_loader(cases[DATASETS, STEPS[0]], open_data(cases[DATASETS, STEPS[0]]), 512, ranks=8)
+    for _ in range(DATASETS * SHARDS // 512 * 2):
+        next(loader)
+    kept = _resident_mib() - before
+    states = {step: _state_at(loader, step) for step in STEPS}
+    print(f"\nstate of {DATASETS} datasets x {SHARDS} shards: {len(json.dumps(states[STEPS[-1]])):,} bytes of JSON")
+    print(f"memory of rank 0 of 8, once all of its shards are visited: {kept:.0f} MiB more than before")
+
+    def resuming(config: DataConfig, step: int) -> float:
+        loader = open_loader(config, open_data(config), 512, ranks=8)
+        state = _state_at(loader, step)
+        began = time.perf_counter()
+        loader.load_state_dict(state)
+        next(loader)
+        return 1000 * (time.perf_counter() - began)
+
+    times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    for _ in range(rounds + 1):
+        for (count, step), config in cases.items():
+            times[count, step].append(resuming(config, step))
+    rows = [
+        (f"{count} dataset{'s' * (count > 1)}, step {step:,}", *spread(times[count, step][1:], ".1f"))
+        for count, step in cases
+    ]
+    print("\nfrom a state to the first batch (64 of 512 samples), nothing in memory yet\n")
+    print(markdown_table(("", "ms", "quartiles"), rows), flush=True)
+
+
+def measure_share(folder: Path, steps: int) -> None:
+    """Print the loader's share of the steps of a training run, as metrics.jsonl has it."""
+    rows = []
+    for workers in (0, 1):
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as run:
+            settings = {
+                "recipe": "demo",
+                "data_path": folder,
+                "datasets": "demo",
+                "index_path": folder / ".index",
+                "tokenizer_path": "none",
+                "held_out_fraction": 0,
+                "eval_interval": 1_000_000,
+                "num_workers": workers,
+                "num_steps": steps,
+                "report_interval": 10,
+                "document_mask": "true",
+                "ckpt_save_path": run,
+            }
+            command = [sys.executable, str(MAIN), *(f"{name}={value}" for name, value in settings.items())]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                sys.exit(f"the training run failed:\n{done.stdout}")
+            reports = [json.loads(line) for line in Path(run, "logs/metrics.jsonl").read_text().splitlines()]
+        reports = [report for report in reports if "data_share" in report][1:]
+        share = [100 * report["data_share"] for report in reports]
+        step_ms = statistics.median(1000 * report["step_seconds"] for report in reports)
+        rows.append((f"num_workers={workers}", *spread(share, ".3f"), f"{step_ms:.0f}"))
+    print(f"\nwaiting for data in a run of the demo's model, {steps} steps\n")
+    print(markdown_table(("", "% of a step", "quartiles", "ms a step"), rows), flush=True)
+
+
+def _state_at(loader: Loader, step: int) -> dict[str, Any]:
+    """The state of a run after this many steps."""
+    mixture = loader.reader.mixture
+    counts = {"next_sample": mixture.first_sample(step), "counts": mixture.counts_before_step(step)}
+    return {**loader.state_dict(), **counts}
+
+
+def _resident_mib() -> float:
+    """Memory of the process, what it has mapped of files included."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def prepare(folder: Path, tokens: int) -> None:
+    """Make the documents that are not there yet."""
+    for mean in MEAN_TOKENS:
+        write_documents(folder / f"mean{mean}", mean, tokens)
+    write_documents(folder / "demo", 600, tokens // 20, DEMO_VOCABULARY)
+    for link in LINKS:
+        if not (folder / link).exists():
+            (folder / link).symlink_to(f"mean{MEAN_TOKENS[0]}", target_is_directory=True)
+    (folder / ".index").mkdir(exist_ok=True)
+
+
+def main() -> None:
+    parser = flag_parser(
+        "The loader on one core.",
+        tokens=Number(200_000_000, "of each dataset", least=1_000_000),
+        rounds=Number(9, "turns that count"),
+        steps=Number(100, "of the training runs, in reports of 10, the first to warm up", least=20),
+    )
+    parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
+    flags = parser.parse_args()
+    use_one_core()
+    announce()
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
+        folder = flags.folder or Path(temporary)
+        prepare(folder, flags.tokens)
+        measure_state(folder, flags.rounds)
+        for mean in MEAN_TOKENS:
+            measure_reading(folder, mean, flags.rounds)
+        measure_many(folder, flags.rounds)
+        measure_share(folder, flags.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+r"""Which settings are fastest here? Trains every combination of them on made-up data; writes a table and a picture.
+
+    python -m scripts.benchmark.measure.sweep --vary=batch_size:4,8,16 --vary=sharding_strategy:ddp,fsdp --processes=8 \
+        --model_variant=1b --seq_length=4096 --output=runs/sweep
+    python -m scripts.benchmark.measure.sweep --vary=sharding_strategy:ddp,zero2,fsdp --processes=2 \
+        --model_variant=tiny --vocab_size=4096 --seq_length=256 --batch_size=2                  # on a CPU
+
+`--vary=<setting>:<value>,<value>` may be given several times; all combinations are tried. Any other --name=value is the
+same for all. Each run is a job of its own, as a user would start it, and its numbers are those of its metrics.jsonl:
+the median of all reports after the first, over all rounds. In a round every combination has its turn, so that a machine
+that is slow for a while is slow for all. What is refused, or does not fit into memory, stands in the table with the
+reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmark.bars import Bar, draw_bars
+from scripts.benchmark.common import ROOT, Number, announce, flag_parser, markdown_table, spread
+
+EVERY = 5
+COMMON = (
+    "use_dummy_dataset=true",
+    f"report_interval={EVERY}",
+    "checkpoint_interval=0",
+    "tracker=none",
+    "progress=plain",
+)
+MEASURED = ("tokens/s/GPU", "quartiles", "step, ms", "MFU", "peak GiB", "loss")
+
+
+@dataclass
+class Combination:
+    """One choice of the varied settings, and what its runs reported.
+
+    Attributes:
+        settings: name -> value of those that vary.
+        reports: lines of metrics.jsonl, the first of each run left out.
+        failure: why there are none.
+    """
+
+    settings: dict[str, str]
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens a second of one GPU, in each report."""
+        return [report["tokens_per_second_per_gpu"] for report in self.reports]
+
+    def row(self) -> tuple[str, ...]:
+        """Of the table."""
+        if self.failure is not None:
+            return (*self.settings.values(), self.failure, *[""] * (len(MEASURED) - 1))
+        steps, _ = spread([1000 * report["step_seconds"] for report in self.reports], ",.0f")
+        shares = [report["mfu"] for report in self.reports if report["mfu"] is not None]
+        peak = max(report["memory_gib"] for report in self.reports)
+        return (
+            *self.settings.values(),
+            *spread(self.speeds, ",.0f"),
+            steps,
+            spread(shares, ".1%")[0] if shares else "-",
+            f"{peak:.1f}",
+            f"{self.reports[-1]['loss']:.4f}",
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the sweep of a command line."""
+    parser = flag_parser(
+        "Train every combination of settings, and compare.",
+        processes=Number(1, "of each run, on this machine"),
+        rounds=Number(1, "turns of each combination"),
+        steps=Number(30, "of each turn, in reports of 5, the first to warm up", least=10),
+    )
+    parser.add_argument("--vary", action="append", type=_varied, required=True, metavar="SETTING:VALUE,VALUE")
+    parser.add_argument(
+        "--output", type=Path, help="folder for sweep.md, sweep.jsonl and sweep.svg (default: only print)"
+    )
+    flags, rest = parser.parse_known_args(arguments)
+    same = [argument.lstrip("-") for argument in rest]
+    announce()
+    combinations = list(_combinations(flags.vary))
+    for number in range(1, flags.rounds + 1):
+        for combination in combinations:
+            if combination.failure is None:
+                _take_turn(combination, same, flags.processes, flags.steps)
+            print(f"round {number}  {_name(combination)}: {combination.failure or combination.row()[-6]}", flush=True)
+    table = markdown_table((*combinations[0].settings, *MEASURED), [each.row() for each in combinations])
+    print("\n" + table)
+    if flags.output is not None:
+        _write(flags.output, table, combinations, f"{' '.join(same)}, {flags.processes} processes")
+
+
+def _varied(text: str) -> tuple[str, list[str]]:
+    name, colon, values = text.partition(":")
+    if not (name.isidentifier() and colon and all(values.split(","))):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form setting:value,value")
+    return name, values.split(",")
+
+
+def _combinations(varied: Sequence[tuple[str, list[str]]]) -> Iterator[Combination]:
+    names = [name for name, _ in varied]
+    for values in itertools.product(*(values for _, values in varied)):
+        yield Combination(dict(zip(names, values, strict=True)))
+
+
+def _take_turn(combination: Combination, same: Sequence[str], processes: int, steps: int) -> None:
+    """Run a combination once, and note its reports or why there are none."""
+    launcher = [] if processes == 1 else ["scripts/torchrun.py", "--standalone", f"--nproc-per-node={processes}"]
+    with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
+        run, log = Path(folder, "run"), Path(folder, "log")
+        # More steps than are measured: the run is killed before it saves, which would take long for a large model.
+        settings = [*COMMON, *same, f"num_steps={100 * steps}", f"ckpt_save_path={run}"]
+        settings += [f"{name}={value}" for name, value in combination.settings.items()]
+        command = [sys.executable, *launcher, "main_training.py", *settings]
+        with log.open("w") as file:
+            job = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        reports: list[dict[str, Any]] = []
+        while len(reports) < steps // EVERY and job.poll() is None:
+            time.sleep(0.2)
+            reports = _reports_of(run)
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+        elif job.returncode != 0:
+            combination.failure = _reason(log.read_text())
+            return
+    combination.reports += reports[1 : steps // EVERY]
+
+
+def _reports_of(run: Path) -> list[dict[str, Any]]:
+    path = run / "logs" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n") and "step_seconds" in line]
+
+
+def _reason(errors: str) -> str:
+    """The line that says why a run has failed."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    told = [line for line in lines if re.match(r"error:|torch\.OutOfMemoryError|\w+Error:", line)]
+    return (told or lines or ["failed without a word"])[0].removeprefix("error: ").replace("|", "/")
+
+
+def _name(combination: Combination) -> str:
+    return " ".join(f"{name}={value}" for name, value in combination.settings.items())
+
+
+def _write(folder: Path, table: str, combinations: Sequence[Combination], what: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sweep.md").write_text(table + "\n")
+    with (folder / "sweep.jsonl").open("w") as file:
+        for each in combinations:
+            record = {"settings": each.settings, "failure": each.failure, "reports": each.reports}
+            file.write(json.dumps(record) + "\n")
+    bars = [Bar(_name(each), each.speeds, each.failure) for each in combinations]
+    (folder / "sweep.svg").write_text(draw_bars(f"tokens/s/GPU: {what}", bars))
+    print(f"\nwritten to {folder}: sweep.md, sweep.jsonl, sweep.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Where messages for people are shown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from pretraining.launch.terminal import PACKAGE, TerminalHandler, log_to_terminal, showing_through
+
+log = logging.getLogger(f"{PACKAGE}.some.module")
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    logger = logging.getLogger(PACKAGE)
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:], logger.level = handlers, level
+
+
+@pytest.mark.parametrize(("rank", "out"), [(0, "step 1\n"), (3, "")])
+def test_rank_0_says_what_is_meant_for_all_and_every_rank_warns_with_its_number(
+    rank: int, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_to_terminal(rank)
+    log.info("step %d", 1)
+    log.warning("disk %s", "slow")
+    log.debug("nothing")
+    assert capsys.readouterr() == (out, f"rank {rank}: disk slow\n")
+
+
+def test_a_second_call_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_terminal(1)
+    log_to_terminal(0)
+    log.info("once")
+    assert capsys.readouterr() == ("once\n", "")
+
+
+def test_a_live_line_takes_messages_for_a_while_but_not_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_terminal(0)
+    lines: list[str] = []
+    with showing_through(lines.append):
+        log.info("above the line")
+        log.warning("beside it")
+    log.info("again here")
+    assert lines == ["above the line"]
+    assert capsys.readouterr() == ("again here\n", "rank 0: beside it\n")
+
+
+def test_a_reader_that_has_gone_ends_the_program_and_other_trouble_does_not() -> None:
+    handler: TerminalHandler = log_to_terminal(0)
+
+    def gone(line: str) -> None:
+        raise BrokenPipeError
+
+    def broken(line: str) -> None:
+        raise RuntimeError(line)
+
+    handler.show = gone
+    with pytest.raises(BrokenPipeError):
+        log.info("to nobody")
+    handler.show = broken
+    log.info("the display has failed")  # logging prints the traceback itself

@@ -1,0 +1,88 @@
+"""Writing token files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pretraining.tools.prepare import token_files
+from pretraining.tools.prepare.token_files import Counts, TokenWriter, token_dtype
+
+UINT16 = np.dtype(np.uint16)
+
+
+def read(path: Path) -> pa.Table:
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
+def test_a_row_a_document_in_record_batches_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_files, "BATCH_TOKENS", 10)
+    lengths = [3, 0, 12, 1, 1, 4, 9]
+    documents = [np.arange(length, dtype=np.uint16) for length in lengths]
+    with TokenWriter(tmp_path, UINT16, tokens_per_file=1000) as writer:
+        for document in documents:
+            writer.write(document)
+    table = read(tmp_path / "part_000000.arrow")
+    assert table.column_names == ["tokens"]
+    assert table.schema.field("tokens").type == pa.list_(pa.uint16())
+    assert table["tokens"].to_pylist() == [document.tolist() for document in documents]
+    assert [len(chunk) for chunk in table["tokens"].chunks] == [3, 4]
+
+
+def test_a_new_file_begins_at_the_first_document_after_so_many_tokens(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path, UINT16, tokens_per_file=5) as writer:
+        for length in (4, 3, 20, 1):
+            writer.write(np.zeros(length, dtype=UINT16))
+    assert [(file.name, file.documents, file.tokens) for file in writer.files] == [
+        ("part_000000.arrow", 2, 7),
+        ("part_000001.arrow", 1, 20),
+        ("part_000002.arrow", 1, 1),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [file.name for file in writer.files]
+    assert [(tmp_path / file.name).stat().st_size for file in writer.files] == [file.bytes for file in writer.files]
+
+
+def test_a_file_that_is_not_finished_never_has_its_name(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), TokenWriter(tmp_path, UINT16, tokens_per_file=5) as writer:
+        writer.write(np.zeros(7, dtype=UINT16))
+        writer.write(np.zeros(2, dtype=UINT16))
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["part_000000.arrow"]
+
+
+def test_files_that_follow_earlier_ones_are_as_if_written_at_once(tmp_path: Path) -> None:
+    documents = [np.full(length, length, dtype=UINT16) for length in (4, 3, 5, 1, 2)]
+    for folder in ("once", "twice"):
+        (tmp_path / folder).mkdir()
+    with TokenWriter(tmp_path / "once", UINT16, tokens_per_file=5, prefix="x_") as writer:
+        assert [writer.write(document) for document in documents] == [False, True, True, False, False]
+    once = writer.files
+    with TokenWriter(tmp_path / "twice", UINT16, tokens_per_file=5, prefix="x_") as writer:
+        assert not writer.write(documents[0]) and writer.write(documents[1])
+    with TokenWriter(tmp_path / "twice", UINT16, tokens_per_file=5, prefix="x_", files=writer.files) as writer:
+        for document in documents[2:]:
+            writer.write(document)
+    assert writer.files == once
+    assert [file.name for file in once] == ["x_000000.arrow", "x_000001.arrow", "x_000002.arrow"]
+    for file in once:
+        assert (tmp_path / "once" / file.name).read_bytes() == (tmp_path / "twice" / file.name).read_bytes()
+
+
+def test_no_documents_no_file(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path, UINT16, tokens_per_file=5):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokens_take_two_bytes_where_the_vocabulary_allows() -> None:
+    assert token_dtype(65_536) == np.uint16
+    assert token_dtype(65_537) == np.uint32
+
+
+def test_counts_add_up() -> None:
+    a, b = Counts(1, 2, 3, 4, 5, 6), Counts(documents=10, tokens=20)
+    assert a + b == Counts(11, 22, 3, 4, 5, 6)
+    assert a + b - b == a
