@@ -35,7 +35,6 @@ def choose_start_point(
     The run's folder is there afterwards, and its status says where it starts.
 
     Args:
-        config: the settings.
         status: told of the start.
         damaged: checkpoints that were tried, and what is wrong with them.
 
@@ -66,7 +65,6 @@ def restore(
         start: what was chosen; the model is left alone where that is None.
         model: filled.
         parameters: of the model, by name.
-        config: the settings.
         status: told where the start begins.
 
     Returns:
