@@ -3,9 +3,9 @@
     training thread   start -> step, poll -> step, poll -> ... -> `poll` says done, or raises what went wrong
     saving thread     write, commit, talking to the other ranks over a process group of its own
 
-Ranks must take note of the end at the same step: one that leaves the loop alone would leave the others waiting in a
-collective. So while a save is under way, each `poll` offers whether this rank's thread has ended and reads what all had
-offered a step ago; nobody waits for anybody.
+Ranks must see the end at the same step: one that leaves the loop alone would leave the others waiting in a collective.
+So while a save is under way, each `poll` offers whether this rank's thread has ended and reads what all had offered a
+step ago; no rank waits for another.
 
 What is written is a second copy (`Staging`) of what this process writes. Its memory, on the host, is taken at the first
 save and used again for every other. On a GPU it is pinned, and the copies run beside the next step; only the next
@@ -37,7 +37,7 @@ class BackgroundSave:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a save was started whose end nobody took note of yet; the same on every rank."""
+        """Whether a save was started whose end `poll` and `wait` have not seen yet; the same on every rank."""
         return self._thread is not None
 
     def start(self, save: Callable[[dist.ProcessGroup], None]) -> None:

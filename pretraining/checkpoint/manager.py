@@ -52,7 +52,7 @@ class CheckpointContents:
     """The parts of a run that go into its checkpoints.
 
     Attributes:
-        config: the settings.
+        config: the settings of the run.
         parameters: by name, as sharded.
         optimizer: over these parameters.
         loader: of the training's batches; its position is kept.
@@ -178,11 +178,7 @@ class CheckpointManager:
             self._background.close()
 
     def maybe_save(self, state: TrainState, evaluation_loss: float | None) -> None:
-        """Save if it is time to; note the end of an earlier save.
-
-        Args:
-            state: of the run, after a step.
-            evaluation_loss: of an evaluation after this step.
+        """Save if it is time to; note the end of an earlier save. Call it after each step, and its evaluation if any.
 
         Raises:
             CheckpointError: this save, or an earlier one that ran beside the training, has failed; on every rank alike.
@@ -197,10 +193,6 @@ class CheckpointManager:
 
     def save_now(self, state: TrainState, kind: str) -> None:
         """Save this step, unless it is saved already, and return when the checkpoint is committed.
-
-        Args:
-            state: of the run, after a step.
-            kind: as in `Manifest`.
 
         Raises:
             CheckpointError: as `maybe_save`.

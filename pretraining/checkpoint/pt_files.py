@@ -133,8 +133,7 @@ def write_file(
     """Write a file as torch.save does, flushed to disk, with one tensor in memory at a time.
 
     Args:
-        path: of the file.
-        kinds: of the tensors in it; each has memory of its own.
+        kinds: of its tensors; each has memory of its own.
         arrange: makes the file's content of the tensors by name, which stand in it in the order of `kinds`.
         values: the tensors, in that order.
 

@@ -134,7 +134,6 @@ class TensorFiles:
     """Tensors in the files of a folder, whole or in chunks.
 
     Args:
-        folder: of the files.
         files: a file whose size and checksum are known is compared with them before the first chunk is taken from it.
         read_header: reads what such a file holds.
 
@@ -244,7 +243,6 @@ def load_tensors(
     Tensors of the files that are not asked for are not kept, but their files are compared, too.
 
     Args:
-        folder: of the files.
         files: all of them; those with size and checksum are compared.
         tensors: the same names on every rank.
         read_header: reads what such a file holds.
@@ -359,11 +357,7 @@ def _fill(
     tensors: Mapping[str, torch.Tensor],
     converts: bool,
 ) -> tuple[list[str], list[str]]:
-    """Read this rank's part of every tensor.
-
-    Returns:
-        The files that were read wholly and compared, and what is wrong with those that were read.
-    """
+    """Read this rank's part of every tensor; returns the files that were compared, and the faults of those read."""
     reads = _plan(folder, headers, tensors, converts)
     whole = {name for name in reads if _is_whole(reads[name], headers[name], files[name])}
 
@@ -467,7 +461,6 @@ def read_chunk(descriptor: int, read: ReadItem, crc32: int | None = None) -> int
     """Read a part of a stored chunk into its place; the type is converted.
 
     Args:
-        descriptor: of the open file.
         read: what, and where to.
         crc32: of the file up to the part, which is then the whole chunk; None = do not compute one.
 

@@ -383,7 +383,6 @@ def write_tensors(
     """Write tensors into a safetensors file, flushed to disk; what was there before is replaced.
 
     Args:
-        path: of the file.
         kinds: of the tensors, in order.
         values: the tensors in the same order; one is held at a time.
         metadata: beside the tensors.

@@ -68,12 +68,7 @@ def verify_checkpoints(config: VerifyConfig) -> None:
 
 
 def faults_of(path: Path, threads: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, a line a fault; everything in it is read.
-
-    Args:
-        path: of a folder with a manifest.
-        threads: that read files.
-    """
+    """What is wrong with a checkpoint, a line a fault; everything in it is read, on as many threads."""
     try:
         manifest = read_document(path)
         parameters = {name: tuple(size) for name, size in parameter_shapes(shape_of(manifest)).items()}

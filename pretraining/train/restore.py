@@ -36,7 +36,6 @@ def choose_start_point(
     The run's folder is there afterwards, and its status says where it starts.
 
     Args:
-        config: the settings.
         status: told of the start.
         damaged: checkpoints that were tried, and what is wrong with them.
 
@@ -67,7 +66,6 @@ def restore(
         start: what was chosen; the model is left alone where that is None.
         model: filled.
         parameters: of the model, by name.
-        config: the settings.
         status: told where the start begins.
 
     Returns:
