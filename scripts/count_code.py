@@ -34,8 +34,9 @@ def count(path: Path) -> Count:
     text = path.read_text(encoding="utf-8")
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        is_documentable = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if is_documentable and ast.get_docstring(node) is not None:
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if ast.get_docstring(node) is not None:
             documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in documented)
     return Count(sum(1 for line in lines if line and not line.startswith("#")), len(documented))

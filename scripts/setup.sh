@@ -118,7 +118,7 @@ setup_main() {
     environment=$(setup_find_environment "$root") || exit 1
     stamp=$environment/.pretraining-setup
     if [[ ! -f $stamp || $(setup_fingerprint "$environment" "$root") != "$(<"$stamp")" ]]; then
-        # Jobs that start at the same time install once: whoever waited for the lock finds the work done.
+        # Jobs that start at the same time install once: those that waited for the lock find the work done.
         if command -v flock >/dev/null; then
             exec 9>"$environment/.pretraining-setup.lock"
             flock 9

@@ -1,8 +1,8 @@
 """Kills a training run at random moments, again and again, and compares its end with that of an uninterrupted run.
 
-    python scripts/soak.py                                        # 200 kills, 2 processes, a tiny model on the CPU
-    python scripts/soak.py --kills=1000 --folder=/shared/scratch  # on the file system that is to be trusted
-    python scripts/soak.py --elastic                              # other processes, another strategy at each start
+    python -m scripts.soak                                        # 200 kills, 2 processes, a tiny model on the CPU
+    python -m scripts.soak --kills=1000 --folder=/shared/scratch  # on the file system that is to be trusted
+    python -m scripts.soak --elastic                              # other processes, another strategy at each start
 
     reference  a run to its end, twice: equal, or nothing below would mean anything
     tortured   start -> kill -> check what is there -> start again -> ... -> the end -> compare; a new run, until N
@@ -32,11 +32,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from soak_compare import differences
-from soak_job import Job, Shot, View
 
 from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.tools.verify_checkpoints import faults_of
+from scripts.soak_compare import differences
+from scripts.soak_job import Job, Shot, View
 
 # Small enough for many starts, with an interval of every kind.
 RUN = (

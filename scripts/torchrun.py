@@ -5,7 +5,7 @@ whatever the worker returned, and a signal with another traceback. That buries w
 
 - a worker exits with a code: it has said what is wrong, so nothing is added, and the job exits with the same code;
 - a signal ends a worker, which could not say anything: one line says which and where; exit code 128 + number;
-- SIGTERM or SIGUSR1 comes: the workers get it, and as long as they need to save (whoever sent it knows when to kill);
+- SIGTERM or SIGUSR1 comes: the workers get it, and as long as they need to save (its sender knows when to kill);
   further ones are ignored, and the exit code is theirs: 75, the run is saved and can be gone on with;
 - another signal comes: the workers get it and 30 seconds; exit code 128 + number.
 
@@ -133,7 +133,7 @@ def run(arguments: list[str]) -> int:
     for log in LOGS:
         logging.getLogger(f"torch.distributed.{log}").addFilter(is_news)
     multiprocessing.SubprocessContext = Workers  # type: ignore[misc]
-    # --time_limit counts from here, also in workers that are started anew.
+    # --time_limit counts from here, also in workers that are started again.
     os.environ.setdefault("PRETRAINING_STARTED_AT", str(time.time()))
     try:
         main([f"--signals-to-handle={OTHER_SIGNALS}", *arguments])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from helpers import ROOT, run_command
+from helpers import run_command
+
+from scripts import soak
 
 SHORT = ["--num_steps=12", "--kills=2"]
-
-
-@pytest.fixture
-def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    return importlib.import_module("soak")
 
 
 def assert_ended_equal(said: str, folder: Path) -> None:
@@ -30,7 +24,8 @@ def assert_ended_equal(said: str, folder: Path) -> None:
 def test_a_run_that_is_killed_twice_ends_equal_and_leaves_nothing(tmp_path: Path) -> None:
     command: list[str | Path] = [
         sys.executable,
-        ROOT / "scripts" / "soak.py",
+        "-m",
+        "scripts.soak",
         f"--folder={tmp_path}",
         *SHORT,
         "--whom=rank,all",
@@ -39,13 +34,13 @@ def test_a_run_that_is_killed_twice_ends_equal_and_leaves_nothing(tmp_path: Path
 
 
 def test_the_same_with_other_processes_at_each_start_ends_equal_to_rounding(
-    soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     soak.main([f"--folder={tmp_path}", *SHORT, "--whom=all", "--elastic"])
     assert_ended_equal(capsys.readouterr().out, tmp_path)
 
 
-def test_a_run_that_fails_by_itself_is_told_and_kept(soak: ModuleType, tmp_path: Path) -> None:
+def test_a_run_that_fails_by_itself_is_told_and_kept(tmp_path: Path) -> None:
     with pytest.raises(
         SystemExit, match=r"BROKEN: .*reference, which nothing was done to, ended with \[1, 1\]"
     ) as ending:
@@ -62,16 +57,14 @@ def test_a_run_that_fails_by_itself_is_told_and_kept(soak: ModuleType, tmp_path:
         ("--ckpt-name=tokens", "--ckpt_name is set here"),
     ],
 )
-def test_what_it_cannot_do_is_refused(
-    flag: str, message: str, soak: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_cannot_do_is_refused(flag: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         soak.main([flag])
     assert message in capsys.readouterr().err
 
 
 def test_a_start_that_hangs_is_told(
-    soak: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hang_from_the_third_start_on(run: Path, logs: list[Path], settings: list[str], limit_seconds: float) -> object:
         if logs[0].name.startswith("3-"):

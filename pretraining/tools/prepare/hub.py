@@ -62,8 +62,7 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
     """Find out what a split consists of.
 
     Args:
-        split: to be read.
-        wanted_bytes: size of a range of rows, where it is rows that are cut.
+        wanted_bytes: size of a range of rows, where the split is cut by rows.
 
     Raises:
         DataError: the library is missing, or there is no such dataset, configuration or split.
@@ -99,11 +98,9 @@ def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -
     """Read some shards (streamed) or rows (saved to disk) of a split.
 
     Args:
-        split: to be read.
-        column: that holds the documents.
         begin: first shard or row.
         end: the one after the last.
-        size: bytes that they stand for.
+        size: bytes on disk that they stand for.
 
     Raises:
         DataError: they cannot be read, or the column holds neither text nor token ids.
@@ -141,7 +138,7 @@ def _tables(split: HubSplit, opened: Dataset | IterableDataset, column: str, row
             table = next(batches)
         except StopIteration:
             return
-        except Exception as error:  # whatever a file format's reader or the network raises
+        except Exception as error:  # a file format's reader and the network raise errors of many kinds
             raise DataError(f"{split} cannot be read: {_first_line(error)}") from error
         yield table
 

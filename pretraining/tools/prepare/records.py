@@ -285,7 +285,7 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
         if not (folder.parent / TOKENIZER_FILE).exists() or tokenizer is None:
             raise DataError(
                 f"{folder.parent / TOKENIZER_FILE}, with which {folder} was encoded, is gone. Put it back, or delete "
-                f"{folder} to prepare it anew"
+                f"{folder} to prepare it again"
             )
         wanted["tokenizer"], made["tokenizer"] = tokenizer.sha256, summary.tokenizer
     differences = describe_differences(made, wanted)
@@ -312,7 +312,7 @@ def _check_sizes(folder: Path, token_files: Sequence[TokenFile]) -> None:
         if size != token_file.bytes:
             now = "is gone" if size is None else f"has {size:,} bytes"
             raise DataError(
-                f"{path} {now}, {token_file.bytes:,} bytes were written. Delete {folder} and prepare it anew"
+                f"{path} {now}, {token_file.bytes:,} bytes were written. Delete {folder} and prepare it again"
             )
 
 
@@ -354,4 +354,4 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _way_out(folder: Path) -> str:
-    return f"Choose another --dataset or --output_path, or delete {folder} to prepare it anew"
+    return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"

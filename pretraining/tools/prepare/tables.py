@@ -28,10 +28,8 @@ def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = N
     """Read the documents of a table.
 
     Args:
-        file: of kind `parquet` or `arrow`.
-        column: that holds them.
         begin: first row group (Parquet) or record batch (Arrow) to read.
-        end: the one after the last; none = to the end.
+        end: the one after the last; None = to the end.
 
     Raises:
         DataError: the file cannot be read, has no such column, or the column holds something else.
@@ -57,7 +55,7 @@ def column_type(file: InputFile, column: str) -> pa.DataType:
 
 
 def ranges_of_table(file: InputFile, wanted_bytes: int) -> list[tuple[int, int | None, int]]:
-    """Cut a table into (begin, end, bytes) of about so many bytes on disk; whole where it cannot be cut.
+    """Cut a table into (begin, end, bytes), each of about the wanted bytes on disk; one range where it cannot be cut.
 
     Raises:
         DataError: the file cannot be read.
@@ -121,8 +119,6 @@ def pieces_of_rows(rows: pa.Array, column: str, place: str, first_row: int, byte
     """Some rows of a column as pieces.
 
     Args:
-        rows: of the column.
-        column: its name.
         place: what the rows are of, for messages.
         first_row: number of the first one.
         bytes_read: bytes on disk that the rows stand for.
@@ -146,7 +142,7 @@ def _texts(rows: pa.Array, column: str, place: str, first_row: int) -> Iterator[
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{place}, row {row:,}: column {column!r} is not UTF-8 at byte {error.start:,} of the text "
-                f"(0x{error.object[error.start]:02x}). Write the file anew with valid text"
+                f"(0x{error.object[error.start]:02x}). Write the file again with valid text"
             ) from error
         for part, ends in cut_text(text or ""):
             yield part, ends, row
@@ -161,7 +157,7 @@ def _token_lists(rows: pa.Array, column: str, place: str, first_row: int) -> Ite
         row = int(np.searchsorted(ends, missing, side="right"))
         raise DataError(
             f"{place}, row {first_row + row:,}: column {column!r} has a missing token (null) at position "
-            f"{missing - int(ends[row] - lengths[row]):,}. Write the file anew without it"
+            f"{missing - int(ends[row] - lengths[row]):,}. Write the file again without it"
         )
     tokens = values.to_numpy(zero_copy_only=False)
     for row, (begin, end) in enumerate(zip(ends - lengths, ends, strict=True), start=first_row):

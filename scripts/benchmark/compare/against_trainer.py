@@ -28,7 +28,7 @@ from scripts.benchmark.common import batches_in_memory, device, initial_model, p
 from scripts.benchmark.race import Turn, parse_race, project, race
 
 
-class Rows(torch.utils.data.Dataset):
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences in memory; the labels are shifted already, so that both sides learn from as many.
 
     The Trainer deals its batches out to the ranks one by one, so micro-batches of different ranks take turns here.

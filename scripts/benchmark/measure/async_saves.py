@@ -71,10 +71,9 @@ def compare(folder: Path, config: TrainConfig, runs: int) -> None:
     ]
     header = ("seconds", "blocked, first save", "blocked, later", f"longer next {FOLLOWING} steps", "a step before")
     print("\n" + markdown_table(header, rows))
-    blocked, whole = (
-        [of(ours) / of(theirs) for ours, theirs in zip(costs[True], costs[False], strict=True)]
-        for of in (lambda cost: cost.blocked, lambda cost: cost.blocked + cost.slowed)
-    )
+    pairs = list(zip(costs[True], costs[False], strict=True))
+    blocked = [ours.blocked / theirs.blocked for ours, theirs in pairs]
+    whole = [(ours.blocked + ours.slowed) / (theirs.blocked + theirs.slowed) for ours, theirs in pairs]
     print(f"\nblocked, beside / in place: {_with_quartiles(blocked)}, median of {runs} runs")
     print(f"blocked and longer steps, beside / in place: {_with_quartiles(whole)}", flush=True)
 
@@ -98,7 +97,7 @@ def _train_and_save(folder: Path, config: TrainConfig, processes: Processes, asy
             waited.append(ended[-1] - began)
 
         manager.maybe_save = timed  # type: ignore[method-assign]
-        manager._policy = replace(manager._policy, interval=_At(FIRST_SAVE, SECOND_SAVE))  # type: ignore[arg-type]
+        manager._interval = _At(FIRST_SAVE, SECOND_SAVE)  # type: ignore[assignment]
         train_loop(run)
     steps = [end - before - wait for before, end, wait in zip(ended, ended[1:], waited[1:], strict=False)]  # from 2 on
     ahead, after = (steps[first - 2 : first - 2 + FOLLOWING] for first in (SECOND_SAVE - FOLLOWING, SECOND_SAVE + 1))

@@ -77,7 +77,8 @@ def draw(size: Size, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
 
 
 def gradients_of(loss_of: LossOf, inputs: list[Tensor], labels_N: Tensor) -> tuple[Tensor, ...]:
-    loss_sum = loss_of(*inputs, labels_N)
+    hidden_ND, head_VD = inputs
+    loss_sum = loss_of(hidden_ND, head_VD, labels_N)
     return torch.autograd.grad(loss_sum / labels_N.numel(), inputs)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pretraining.data.batch import StepBatch
-from pretraining.observability.profiler import STEPS_OF_A_PROFILE, StepProfiler
+from pretraining.observability.profiler import STEPS_OF_A_PROFILE, Profiler
 from pretraining.progress import TrainState
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
@@ -39,7 +39,7 @@ SETTINGS = (
 EVERY = 20
 
 
-class TimedProfiler:
+class TimedProfiler(Profiler):
     """A profiler, and the processor seconds of steps without what it does after them, and of that.
 
     Args:
@@ -47,7 +47,7 @@ class TimedProfiler:
         last_step: after which the run is over.
     """
 
-    def __init__(self, profiler: StepProfiler, last_step: int) -> None:
+    def __init__(self, profiler: Profiler, last_step: int) -> None:
         self._profiler = profiler
         self._last_step = last_step
         self._began = 0.0

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.config.variants import DEFAULT_VARIANT, parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.observability.out_of_memory import is_out_of_memory
 from scripts.benchmark.common import Number, Over, announce, device, markdown_table, parse, read_settings, train_project
@@ -62,12 +62,12 @@ def measure(settings: list[str], steps: int) -> tuple[str, ...] | None:
     reports = [json.loads(line) for line in lines][1:]
 
     def median(name: str) -> float:
-        return statistics.median(report[name] for report in reports)
+        return float(statistics.median(report[name] for report in reports))
 
     shape = resolve_shape(config.model)
     dtype = compute_dtype(config.parallel, device())
     return (
-        config.model.model_variant,
+        config.model.model_variant or DEFAULT_VARIANT,
         f"{parameter_count(shape) / 1e6:,.0f}M",
         str(shape.num_hidden_layers),
         str(config.data.seq_length),

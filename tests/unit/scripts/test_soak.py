@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import ROOT
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_path
 from pretraining.checkpoint.writer import plan_save, remove_checkpoint, save_checkpoint
+from scripts import soak, soak_compare, soak_job
 
 pytestmark = pytest.mark.usefixtures("single_process")
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[SimpleNamespace]:
-    """The modules of the script, which find each other as they do where it runs."""
-    names = ("soak", "soak_compare", "soak_job")
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-        for name in names:
-            sys.modules.pop(name, None)
 
 
 def write_run(
@@ -61,17 +45,15 @@ def smallest_change(saved: dict[str, torch.Tensor]) -> None:
     saved["lm_head.weight"][3] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
 
 
-def test_runs_that_ended_alike_differ_in_nothing(scripts: SimpleNamespace, tmp_path: Path) -> None:
-    assert scripts.soak_compare.differences(write_run(tmp_path / "a"), write_run(tmp_path / "b")) == []
+def test_runs_that_ended_alike_differ_in_nothing(tmp_path: Path) -> None:
+    assert soak_compare.differences(write_run(tmp_path / "a"), write_run(tmp_path / "b")) == []
 
 
-def test_a_single_bit_of_the_last_checkpoint_is_named_and_is_rounding_where_layouts_change(
-    scripts: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_single_bit_of_the_last_checkpoint_is_named_and_is_rounding_where_layouts_change(tmp_path: Path) -> None:
     reference, run = write_run(tmp_path / "a"), write_run(tmp_path / "b", smallest_change)
-    (fault,) = scripts.soak_compare.differences(reference, run)
+    (fault,) = soak_compare.differences(reference, run)
     assert fault.startswith("step_2_ckp: lm_head.weight differs in 1 of 4 elements")
-    assert scripts.soak_compare.differences(reference, run, exact=False) == []
+    assert soak_compare.differences(reference, run, exact=False) == []
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -90,18 +72,15 @@ def test_other_tensors_are_named(
     change: Callable[[dict[str, torch.Tensor]], object],
     fault: str,
     exact: bool,
-    scripts: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
-    faults = scripts.soak_compare.differences(write_run(tmp_path / "a"), write_run(tmp_path / "b", change), exact)
+    faults = soak_compare.differences(write_run(tmp_path / "a"), write_run(tmp_path / "b", change), exact)
     assert len(faults) == 1 and fault in faults[0]
 
 
-def test_other_metrics_are_named_and_lines_that_are_missing_or_there_twice(
-    scripts: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_other_metrics_are_named_and_lines_that_are_missing_or_there_twice(tmp_path: Path) -> None:
     reference, run = write_run(tmp_path / "a"), write_run(tmp_path / "b", loss=3.0000000001)
-    differences = scripts.soak_compare.differences
+    differences = soak_compare.differences
     assert differences(reference, run) == ["metrics.jsonl, report of step 2: loss is 3.0000000001 in place of 3.0"]
     assert differences(reference, run, exact=False) == []
     write_lines(run, [{"step": 1, "loss": 4.0}, {"step": 1, "loss": 4.0}, {"step": 2, "loss": 3.0}])
@@ -111,11 +90,9 @@ def test_other_metrics_are_named_and_lines_that_are_missing_or_there_twice(
     ]
 
 
-def test_other_manifests_another_best_and_checkpoints_that_are_missing_or_too_many_are_named(
-    scripts: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_other_manifests_another_best_and_checkpoints_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     reference, run = write_run(tmp_path / "a"), write_run(tmp_path / "b", evaluation_loss=2.5)
-    differences = scripts.soak_compare.differences
+    differences = soak_compare.differences
     assert differences(reference, run) == ["step_2_ckp: evaluation_loss is 2.5 in place of None"]
     more = write_run(tmp_path / "c")
     save(more, 0)
@@ -132,19 +109,19 @@ def test_other_manifests_another_best_and_checkpoints_that_are_missing_or_too_ma
 
 
 def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_newest_be_no_older(
-    scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripts.soak, "faults_of", lambda path, threads: [])
+    monkeypatch.setattr(soak, "faults_of", lambda path, threads: [])
     run = write_run(tmp_path / "run")
-    scripts.soak.check_checkpoints(run, before=2)
-    with pytest.raises(scripts.soak.Broken, match="was of step 3, and is now of 2"):
-        scripts.soak.check_checkpoints(run, before=3)
+    soak.check_checkpoints(run, before=2)
+    with pytest.raises(soak.Broken, match="was of step 3, and is now of 2"):
+        soak.check_checkpoints(run, before=3)
     remove_checkpoint(checkpoint_path(run, 2))
-    with pytest.raises(scripts.soak.Broken, match="best leads to step_2_ckp, which is no checkpoint"):
-        scripts.soak.check_checkpoints(run, before=1)
-    monkeypatch.setattr(scripts.soak, "faults_of", lambda path, threads: [f"{path.name} is damaged"])
-    with pytest.raises(scripts.soak.Broken, match="step_1_ckp is damaged"):
-        scripts.soak.check_checkpoints(run, before=1)
+    with pytest.raises(soak.Broken, match="best leads to step_2_ckp, which is no checkpoint"):
+        soak.check_checkpoints(run, before=1)
+    monkeypatch.setattr(soak, "faults_of", lambda path, threads: [f"{path.name} is damaged"])
+    with pytest.raises(soak.Broken, match="step_1_ckp is damaged"):
+        soak.check_checkpoints(run, before=1)
 
 
 @pytest.mark.parametrize(
@@ -165,20 +142,19 @@ def test_what_a_kill_hits_shows_in_the_runs_folder(
     unfinished: tuple[str, ...],
     steps: tuple[int, ...],
     place: str,
-    scripts: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
-    begun = scripts.soak_job.View(frozenset({"step_3_ckp"}), frozenset({"step_6_ckp.old.tmp"}), ())
+    begun = soak_job.View(frozenset({"step_3_ckp"}), frozenset({"step_6_ckp.old.tmp"}), ())
     for name in (*(f"step_{step}_ckp" for step in committed), *unfinished, BEST):
         (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
     log = tmp_path / "log"
     log.write_text("start       at step 3\n" + "".join(f"step {step}/9  loss 1\n" for step in steps))
-    view = scripts.soak_job.View.of(tmp_path, log)
+    view = soak_job.View.of(tmp_path, log)
     assert view.steps == steps and view.place(begun, last_step=9) == place
 
 
-def test_a_shot_waits_for_its_event(scripts: SimpleNamespace) -> None:
-    job: ModuleType = scripts.soak_job
+def test_a_shot_waits_for_its_event() -> None:
+    job = soak_job
     begun = job.View(frozenset({"step_3_ckp"}), frozenset({"step_6_ckp.old.tmp"}), ())
     view = job.View(frozenset({"step_3_ckp", "step_6_ckp"}), frozenset({"step_8_ckp.new.tmp"}), (4, 5, 6, 7))
 

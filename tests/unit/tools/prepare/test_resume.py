@@ -1,4 +1,4 @@
-"""A call that was killed is gone on with: nothing is lost, nothing is doubled, nothing is encoded again."""
+"""After a kill the same call goes on: nothing is lost, nothing is doubled, nothing is encoded again."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_whole(
     assert contents(Path(config.output_path)) == wanted
 
 
-def test_with_other_settings_the_unfinished_parts_are_made_anew(config: PrepareConfig) -> None:
+def test_with_other_settings_the_unfinished_parts_are_made_again(config: PrepareConfig) -> None:
     assert prepare_killed(config, "after", 14)
     other = replace(config, tokens_per_file=500, vocab_size=280)
     wanted = expected(other)
@@ -147,7 +147,7 @@ def test_with_other_settings_the_unfinished_parts_are_made_anew(config: PrepareC
     assert contents(Path(config.output_path)) == wanted
 
 
-def test_with_changed_input_only_its_own_parts_are_made_anew(config: PrepareConfig, tmp_path: Path) -> None:
+def test_with_changed_input_only_its_own_parts_are_made_again(config: PrepareConfig, tmp_path: Path) -> None:
     train_tokenizer(TEXTS, 300).save(tmp_path)
     config = replace(config, tokenizer_path=str(tmp_path))
     assert prepare_killed(config, "after", 20)
@@ -163,7 +163,7 @@ def test_with_changed_input_only_its_own_parts_are_made_anew(config: PrepareConf
 @pytest.mark.parametrize(
     "damage", ["files/part_000000_000000.arrow", "units/unit_000000.json", "plan.json", "tokenizer.json"]
 )
-def test_what_a_failing_disk_has_spoilt_is_made_anew(config: PrepareConfig, damage: str) -> None:
+def test_what_a_failing_disk_has_spoilt_is_made_again(config: PrepareConfig, damage: str) -> None:
     wanted = expected(config)
     assert prepare_killed(config, "after", 14)
     (Path(config.output_path) / ".in.preparing" / damage).write_text("[")

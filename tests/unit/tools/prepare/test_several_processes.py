@@ -21,7 +21,7 @@ from pretraining.tools.prepare.prepare import prepare
 TEXTS = [f"Document {n} for several machines. " * 9 for n in range(60)]
 UNIT_BYTES = 2500
 
-# The command with small units; as rank KILL_RANK it is killed before so many files got their names.
+# The command with small units; a process is killed before its KILL_AFTER-th file gets its name.
 PROGRAM = f"""
 import os, signal, sys
 from pathlib import Path
