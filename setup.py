@@ -18,6 +18,7 @@ setup(
     package_data={"pretraining": ["py.typed", "config/recipes/*.yaml"]},
     install_requires=[
         "torch>=2.11,<2.14",
+        "torchdata>=0.11",
         "pyarrow>=17",
         "fire>=0.7",
         "numpy>=2.0",

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT, plain_environment
 from unit.data.token_files import loader, make_root, opened, plan, rows
 
 from pretraining.config.data import DataConfig
@@ -199,6 +203,48 @@ def test_an_error_comes_with_its_own_type_at_its_step_and_again_if_asked_again(
             assert made.state_dict()["next_sample"] == 22
         monkeypatch.undo()
         assert next(made).step == 2
+
+
+def test_a_thread_that_ends_itself_is_told_of(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchReader, "read", lambda self, step: sys.exit("by itself"))
+    with loader(replace(config, num_workers=2), plan(11)) as made, pytest.raises(SystemExit, match="by itself"):
+        next(made)
+
+
+LEFT_OPEN = """
+import sys, time
+from pretraining.config.data import DataConfig
+from unit.data.token_files import loader, plan
+made = loader(DataConfig(use_dummy_dataset=True, seq_length=8, num_workers=2), plan(4))
+if sys.argv[1] == "hanging":
+    read = made.reader.read
+    made.reader.read = lambda step: time.sleep(1000) if step else read(step)
+next(made)
+print("taken")
+"""
+
+
+@pytest.mark.parametrize("threads_are", ["idle", "hanging"])
+def test_a_loader_that_is_left_open_does_not_disturb_the_end_of_the_program(threads_are: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, threads_are],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=plain_environment({"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}),
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "taken\n", "")
+
+
+def test_threads_of_the_loader_leave_the_threads_of_torch_alone(config: DataConfig) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with loader(replace(config, num_workers=2), plan(11)) as threaded:
+            next(threaded)
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
