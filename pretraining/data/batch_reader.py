@@ -10,8 +10,9 @@ shards, and keeps few blocks in memory. The sorted batch is the same for any num
 from __future__ import annotations
 
 import copy
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,8 @@ from pretraining.data.sampling.mixture import Mixture
 from pretraining.data.sampling.samples import Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -215,14 +218,9 @@ MOST_IN_A_ROW = 256
 
 
 class Quarantine:
-    """Notes samples that cannot be read; may be used by several threads.
+    """Counts and logs samples that cannot be read; safe to use from several threads."""
 
-    Args:
-        note: shows a line to the user.
-    """
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = self._in_a_row = 0
 
@@ -242,9 +240,11 @@ class Quarantine:
         if in_a_row >= MOST_IN_A_ROW:
             raise DataError(f"{in_a_row} samples in a row cannot be read, which is no case for quarantine: {problem}")
         if count <= LINES_SHOWN:
-            self._note(f"quarantined, its labels are left out: {problem}")
+            log.warning("quarantined, its labels are left out: %s", problem)
         elif count.bit_count() == 1:  # 32, 64, 128 ...: a run of months is told, and does not drown in it
-            self._note(f"quarantined: {count:,} samples so far. `pretrain verify` names every fault of the files")
+            log.warning(
+                "quarantined: %s samples so far. `pretrain verify` names every fault of the files", f"{count:,}"
+            )
 
     def end_row(self) -> None:
         """Note that samples could be read."""

@@ -10,7 +10,6 @@ With `use_dummy_dataset` the first three are left out and `opened` is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -85,27 +84,22 @@ class OpenedDatasets:
         return sum(dataset.pass_tokens("held_out") for dataset in self.datasets)
 
 
-def build_indices(
-    listing: Listing, config: DataConfig, workers: int | None = None, say: Callable[[str], None] = lambda line: None
-) -> None:
+def build_indices(listing: Listing, config: DataConfig, workers: int | None = None) -> None:
     """Make the index of every dataset that has no valid one, and count its samples where documents are packed.
 
     Safe to call in several processes at once.
 
     Args:
-        listing: what to index.
-        config: how documents are read.
         workers: threads that look at files, and processes that pack; None = as many as cores.
-        say: told, in lines for the user, what is built and why.
 
     Raises:
         DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.
     """
     for files in listing.datasets:
-        index = build_index(files, _index_settings(files, config), config.index_path, workers, say)
+        index = build_index(files, _index_settings(files, config), config.index_path, workers)
         if config.packing != "stream":
             places = _index_places(files, config)
-            build_bin_counts(files.name, index, places, config.seq_length, config.packing, workers, say)
+            build_bin_counts(files.name, index, places, config.seq_length, config.packing, workers)
 
 
 def open_datasets(listing: Listing, config: DataConfig) -> OpenedDatasets:
@@ -143,7 +137,6 @@ def build_loader(
     vocab_size: int,
     split: SplitName = "train",
     limit_steps: int | None = None,
-    note: Callable[[str], None] = lambda line: None,
 ) -> Loader:
     """Make the loader of one data-parallel rank.
 
@@ -156,7 +149,6 @@ def build_loader(
         vocab_size: of the model; a token that is not below it is an error.
         split: "train", or "held_out" for evaluation.
         limit_steps: end after so many steps; `rewind` begins again with the same samples. None = never end.
-        note: told, in lines for the user, of samples that are quarantined; maybe from another thread.
 
     Raises:
         ConfigError: weights do not match the datasets, or bos_token or sep_token is not in the vocabulary.
@@ -182,7 +174,7 @@ def build_loader(
         logical_shards=config.logical_shards,
         vocab_size=vocab_size,
         document_mask=config.document_mask,
-        quarantine=Quarantine(note) if config.bad_documents == "quarantine" else None,
+        quarantine=Quarantine() if config.bad_documents == "quarantine" else None,
     )
     order = describe_order(
         {source.name: source.fingerprint() for source in sources},

@@ -10,11 +10,14 @@ named, as what follows from there cannot be trusted; of wrong tokens every row i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,13 @@ from pretraining.config.commands import VerifyConfig
 from pretraining.config.data import DataConfig
 from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
-from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
+from pretraining.launch.terminal import showing_through
 from pretraining.tools.prepare.encoding_progress import LINE_INTERVAL_SECONDS
 from pretraining.tools.prepare.records import MANIFEST_FILE
 from pretraining.tools.prepare.writer import TokenFile, file_checksum
+
+log = logging.getLogger(__name__)
 
 FAULTS_SHOWN = 100
 """Rows of a file that are named one by one; of a file of another tokenizer nearly all would be."""
@@ -67,55 +72,52 @@ class _Record:
     faults: tuple[str, ...] = ()
 
 
-def verify(
-    config: VerifyConfig,
-    show: Callable[[str], None] = print,
-    note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> None:
-    """Check the token files of datasets.
-
-    Args:
-        config: which files, and what their tokens must be below.
-        show: prints a fault, as it is found, or a line of the summary.
-        note: prints progress.
+def verify(config: VerifyConfig) -> None:
+    """Check the token files of datasets: print each fault as it is found, at the end a summary; log progress.
 
     Raises:
         DataError: there are faults, or there is nothing to check.
     """
     assert config.data_path is not None
-    data = DataConfig(data_path=config.data_path, datasets=config.datasets, col_name=config.col_name)
-    listing = list_datasets(data)
+    listing = list_datasets(DataConfig(data_path=config.data_path, datasets=config.datasets, col_name=config.col_name))
     total_bytes = sum(sum(files.sizes) for files in listing.datasets)
-    progress = _Progress(total_bytes, note)
-    faults = faulty_files = file_count = 0
-    summary = []
+    faults = _Faults()
     for folder in _emptied_folders(config, [files.name for files in listing.datasets]):
-        show(f"{folder} has a {MANIFEST_FILE}, but its token files are gone")
-        faults, faulty_files = faults + 1, faulty_files + 1
-    for files in listing.datasets:
-        record = _read_record(files)
-        missing = _missing_files(files, record)
-        for fault in (*record.faults, *missing):
-            show(fault)
-        faults += len(record.faults) + len(missing)
-        faulty_files += len(record.faults) + len(missing)
-        reports = []
-        for report in _check_files(files, record, config):
-            for fault in report.faults:
-                show(fault)
-            faults += len(report.faults)
-            faulty_files += bool(report.faults)
-            reports.append(report)
-            progress.add(report.bytes)
-        file_count += len(reports)
-        summary.append(_describe(files, record, reports, config))
-    if faults:
+        faults.add([f"{folder} has a {MANIFEST_FILE}, but its token files are gone"])
+    progress, file_count, summary = _Progress(total_bytes), 0, []
+    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for what is found
+        for files in listing.datasets:
+            record = _read_record(files)
+            for fault in (*record.faults, *_missing_files(files, record)):
+                faults.add([fault])
+            reports = []
+            for report in _check_files(files, record, config):
+                faults.add(report.faults)
+                reports.append(report)
+                progress.add(report.bytes)
+            file_count += len(reports)
+            summary.append(_describe(files, record, reports, config))
+    if faults.count:
         raise DataError(
-            f"{faults:,} faults in {faulty_files:,} files ({file_count:,} were read); they are listed above"
+            f"{faults.count:,} faults in {faults.files:,} files ({file_count:,} were read); they are listed above"
         )
     for line in summary:
-        show(line)
-    show(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
+        print(line)
+    print(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
+
+
+class _Faults:
+    """Prints faults and counts them."""
+
+    def __init__(self) -> None:
+        self.count = self.files = 0
+
+    def add(self, faults: Sequence[str]) -> None:
+        """Take the faults of one file, if it has any."""
+        for fault in faults:
+            print(fault)
+        self.count += len(faults)
+        self.files += bool(faults)
 
 
 def check_file(
@@ -167,7 +169,8 @@ def _check_files(files: DatasetFiles, record: _Record, config: VerifyConfig) -> 
             )
         return report
 
-    return map_in_order(check, range(len(files.paths)), config.num_workers or min(32, os.cpu_count() or 1))
+    with ThreadPoolExecutor(config.num_workers or min(32, os.cpu_count() or 1)) as pool:
+        yield from pool.map(check, range(len(files.paths)))
 
 
 def _changes(path: str, size: int, checksum: str, written: TokenFile | None) -> list[str]:
@@ -277,11 +280,8 @@ def _describe(files: DatasetFiles, record: _Record, reports: list[FileReport], c
 class _Progress:
     """A line now and then, of how much is read."""
 
-    def __init__(
-        self, total_bytes: int, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total_bytes
-        self._note = note
         self._clock = clock
         self._read = 0
         self._began = self._shown = clock()
@@ -292,4 +292,4 @@ class _Progress:
         if now - self._shown >= LINE_INTERVAL_SECONDS:
             self._shown = now
             done, rate = self._read / max(self._total, 1), self._read / (now - self._began)
-            self._note(f"verifying: {done:.0%} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s")
+            log.info("verifying: %s", f"{done:.0%} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s")

@@ -87,7 +87,7 @@ def build_run(
     origin = choose_start_point(config, shape, status)
     abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
     processes.pulse.step = origin.step if origin is not None else 0
-    data = open_data(config, processes, say=print)
+    data = open_data(config, processes)
 
     mesh = mesh if mesh is not None else _build_mesh(config, processes)
     model = build_model(shape, config, mesh, processes.device, initialize=False)

@@ -10,13 +10,14 @@ lengths of its block again whenever it is needed.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +29,8 @@ import numpy as np
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
 from pretraining.errors import DataError
+
+log = logging.getLogger(__name__)
 
 BLOCKS_A_PROCESS = 1024
 """Blocks that are worth a process of its own: it takes about as long to start as to count so many."""
@@ -60,7 +63,6 @@ def build_bin_counts(
     seq_length: int,
     packing: str,
     workers: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> BinCounts:
     """Return the bins of a dataset, counted first where that was not done yet.
 
@@ -71,7 +73,6 @@ def build_bin_counts(
         seq_length: S.
         packing: one of `PACKINGS`.
         workers: processes that count at most; None = as many as cores.
-        say: told, in a line for the user, what is counted.
 
     Raises:
         DataError: a process that counts ends early, or there is no place to write the counts.
@@ -79,7 +80,13 @@ def build_bin_counts(
     found = find_bin_counts(index, places, seq_length, packing)
     if found is not None:
         return found
-    say(f"packing dataset '{name}': {len(index.documents):,} documents into samples of {seq_length} tokens, {packing}")
+    log.info(
+        "packing dataset '%s': %s documents into samples of %d tokens, %s",
+        name,
+        f"{len(index.documents):,}",
+        seq_length,
+        packing,
+    )
     counts = _count_in_processes(name, index, seq_length, packing, workers)
     found = find_bin_counts(index, places, seq_length, packing)
     if found is not None:  # another job made them meanwhile, and may have them mapped

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import tempfile
 import zlib
@@ -44,6 +45,8 @@ from pretraining.data.storage.index import (
 )
 from pretraining.errors import DataError
 
+log = logging.getLogger(__name__)
+
 _PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
 _FILES_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 24  # of tiny files, handing over each one would cost as much as reading it
@@ -55,7 +58,6 @@ def build_index(
     settings: IndexSettings,
     index_path: str | None = None,
     workers: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Index:
     """Return the dataset's index, made first where there is no valid one.
 
@@ -65,7 +67,6 @@ def build_index(
         index_path: folder for indices; None = beside the data, or in the user's cache folder where that cannot be
             written to.
         workers: threads that look at files; None = as many as cores, at most 32.
-        say: told, in lines for the user, what is built and why.
 
     Raises:
         DataError: a file cannot be used, or there is no place to write the index.
@@ -76,8 +77,8 @@ def build_index(
     places = index_places(files, settings, index_path)
     change = _what_changed(files, settings, places)
     if change:
-        say(f"dataset '{files.name}': files changed since it was indexed ({change})")
-    say(f"indexing dataset '{files.name}': {len(files.paths):,} files, {sum(files.sizes) / 2**30:.2f} GiB")
+        log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
+    log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
     refused = []
     for place in places:
         try:
@@ -102,7 +103,7 @@ def build_index(
             Path(temporary).unlink(missing_ok=True)
         contradictions = describe_contradictions(files, held)
         if contradictions:
-            say(contradictions)
+            log.info(contradictions)
         return index or Index(place)
     raise DataError(f"no place to write the index of dataset '{files.name}': {'; '.join(refused)}: give --index_path")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +29,15 @@ FIRST, SECOND = "part_000000_000000.arrow", "part_000000_000001.arrow"
 
 
 def faults_of(config: VerifyConfig) -> list[str]:
-    lines: list[str] = []
-    with pytest.raises(DataError, match=r"\d+ faults in \d+ files"):
-        verify(config, lines.append, note=lambda line: None)
-    return lines
+    with redirect_stdout(StringIO()) as out, pytest.raises(DataError, match=r"\d+ faults in \d+ files"):
+        verify(config)
+    return out.getvalue().splitlines()
 
 
 def summary_of(config: VerifyConfig) -> list[str]:
-    lines: list[str] = []
-    verify(config, lines.append, note=lambda line: None)
-    return lines
+    with redirect_stdout(StringIO()) as out:
+        verify(config)
+    return out.getvalue().splitlines()
 
 
 @pytest.fixture
@@ -228,14 +230,14 @@ def test_a_file_that_grows_meanwhile_is_a_fault(tmp_path: Path) -> None:
     ]
 
 
-def test_progress_is_a_line_now_and_then() -> None:
-    notes: list[str] = []
+def test_progress_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
     times = iter([0.0, LINE_INTERVAL_SECONDS / 2, LINE_INTERVAL_SECONDS])
-    progress = verify_module._Progress(3 * 10**9, notes.append, clock=lambda: next(times))
+    progress = verify_module._Progress(3 * 10**9, clock=lambda: next(times))
     progress.add(10**9)
-    assert not notes
+    assert not caplog.messages
     progress.add(5 * 10**8)
-    assert notes == ["verifying: 50% of 3.00 GB, 100 MB/s"]
+    assert caplog.messages == ["verifying: 50% of 3.00 GB, 100 MB/s"]
 
 
 def test_a_folder_without_data_is_one_error(tmp_path: Path) -> None:

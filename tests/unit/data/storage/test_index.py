@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,13 @@ def test_which_documents_are_held_out_is_the_same_in_every_release() -> None:
     assert np.flatnonzero(held_out_mask(settings, "part.arrow", 60)).tolist() == [5, 17, 51]
 
 
-def test_it_is_built_once(tmp_path: Path) -> None:
+def test_it_is_built_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
-    said: list[str] = []
-    first = build_index(files(tmp_path), SETTINGS, say=said.append)
+    caplog.set_level(logging.INFO, "pretraining")
+    first = build_index(files(tmp_path), SETTINGS)
     changed = first.path.stat().st_mtime_ns
-    assert build_index(files(tmp_path), SETTINGS, say=said.append).path.stat().st_mtime_ns == changed
-    assert len(said) == 1 and said[0].startswith("indexing dataset 'web': 1 files")
+    assert build_index(files(tmp_path), SETTINGS).path.stat().st_mtime_ns == changed
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("indexing dataset 'web': 1 files")
 
 
 def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
@@ -138,17 +139,17 @@ def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
     assert find_index(files(tmp_path), different[1], None) is None
 
 
-def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
+def test_changed_files_are_indexed_anew_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
     write_documents(tmp_path / "web/y.arrow", [[1]])
     build_index(files(tmp_path), SETTINGS)
     write_documents(tmp_path / "web/x.arrow", [[1] * 999])
     (tmp_path / "web/y.arrow").rename(tmp_path / "web/z.arrow")
     assert find_index(files(tmp_path), SETTINGS, None) is None
-    said: list[str] = []
-    index = build_index(files(tmp_path), SETTINGS, say=said.append)
+    caplog.set_level(logging.INFO, "pretraining")
+    index = build_index(files(tmp_path), SETTINGS)
     change = "added: z.arrow; removed: y.arrow; changed in size: x.arrow"
-    assert said[0] == f"dataset 'web': files changed since it was indexed ({change})"
+    assert caplog.messages[0] == f"dataset 'web': files changed since it was indexed ({change})"
     assert index.header["changes"] == change and lengths_of(index) == [999, 1]
 
 
