@@ -20,8 +20,8 @@ import torch
 
 from pretraining.config.batch import BatchPlan
 from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
-from pretraining.data.sampling.samples import Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.errors import DataError
 
@@ -205,12 +205,6 @@ class _Rows:
         ]
 
 
-# TODO(merge): was pretraining.data.batch_reader
-# Samples that cannot be read, where a run is to go on without them: slots keep their places and lose their labels.
-#
-# Single faults are lived with. Where nothing can be read any more, as when a file system is gone, that ends the run all
-# the same: it would go on for days and learn nothing.
-
 LINES_SHOWN = 20
 """Samples that are named one by one; of a dataset of another tokenizer every one would be."""
 MOST_IN_A_ROW = 256
@@ -218,7 +212,11 @@ MOST_IN_A_ROW = 256
 
 
 class Quarantine:
-    """Counts and logs samples that cannot be read; safe to use from several threads."""
+    """Counts and logs samples that cannot be read; safe to use from several threads.
+
+    Their slots keep their places and lose their labels, so that no other sample moves. A run lives with single faults
+    so; where nothing can be read any more, as when a file system is gone, it ends: it would learn nothing for days.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -17,12 +17,11 @@ from typing import Any, Literal
 from pretraining.config.batch import BatchPlan
 from pretraining.config.data import DataConfig
 from pretraining.data.batch_reader import BatchReader, Quarantine
-from pretraining.data.dummy import DummySamples
 from pretraining.data.loader import Loader
 from pretraining.data.resume import READING_SETTINGS, describe_order
+from pretraining.data.samples import DummySamples, Samples, StoredSamples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
-from pretraining.data.sampling.packed_samples import BinCache, PackedSamples, bin_cache
-from pretraining.data.sampling.samples import Samples, StreamSamples
+from pretraining.data.sampling.packing import BinCache, bin_cache
 from pretraining.data.sampling.token_stream import OrderCache, order_cache
 from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles, Listing
@@ -224,12 +223,17 @@ def _samples(
 ) -> Samples:
     virtual = (config.bos_token, config.sep_token)
     reader = DocumentReader(dataset.files, dataset.index, virtual, vocab_size, opened.open_files)
-    parts = (dataset.files, dataset.index, split, reader)
-    pieces, orders = config.logical_shards, opened.orders
-    if dataset.counts is None:
-        return StreamSamples(*parts, seq_length=config.seq_length, logical_shards=pieces, seed=seed, cache=orders)
-    return PackedSamples(
-        *parts, counts=dataset.counts, logical_shards=pieces, seed=seed, orders=orders, cache=opened.bins
+    return StoredSamples(
+        dataset.files,
+        dataset.index,
+        split,
+        reader,
+        dataset.counts,
+        seq_length=config.seq_length,
+        logical_shards=config.logical_shards,
+        seed=seed,
+        orders=opened.orders,
+        bins=opened.bins,
     )
 
 

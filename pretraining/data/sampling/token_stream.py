@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from pretraining.data.recently_used import RecentlyUsed
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
+from pretraining.data.threads import RecentlyUsed
 
 SAMPLES_A_SHARD = 8
 """A dataset is cut into fewer than `logical_shards` pieces where these would hold less than so many samples: a sample

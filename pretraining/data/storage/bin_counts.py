@@ -28,6 +28,7 @@ import numpy as np
 
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
+from pretraining.data.threads import usable_cores
 from pretraining.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, 
     These are programs of their own: unlike those of `multiprocessing` they never run the caller's main module again.
     """
     blocks = len(index.split(SPLITS[0]).block_bounds) - 1
-    processes = min(workers or _cores(), blocks // BLOCKS_A_PROCESS)
+    processes = min(workers or usable_cores(), blocks // BLOCKS_A_PROCESS)
     if processes < 2:
         return count_bins(index, seq_length, packing, 0, blocks)
     ranges = list(pairwise(blocks * number // processes for number in range(processes + 1)))
@@ -149,10 +150,6 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, 
                 )
             parts.append(np.frombuffer(output, dtype="<i8").reshape(len(SPLITS), end - begin))
     return np.concatenate(parts, axis=1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _places(index: Index, places: Sequence[Path], seq_length: int, packing: str) -> list[Path]:

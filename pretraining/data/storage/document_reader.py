@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretraining.data.recently_used import RecentlyUsed
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.arrow import MAGIC
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
+from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 
 _STRETCH_BYTES_A_SPAN = 4096

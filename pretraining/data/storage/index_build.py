@@ -14,12 +14,11 @@ import logging
 import os
 import tempfile
 import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from contextlib import closing
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypeVar
 
 import numpy as np
 
@@ -43,9 +42,12 @@ from pretraining.data.storage.index import (
     open_any_index,
     split_lengths,
 )
+from pretraining.data.threads import map_in_order, usable_cores
 from pretraining.errors import DataError
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
@@ -219,40 +221,35 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
     return bounds, np.array(checksums, dtype="<u4")
 
 
-def _in_parallel(look: Callable[[int], Any], files: DatasetFiles, workers: int | None) -> Iterator[Any]:
+def _in_parallel(look: Callable[[int], Result], files: DatasetFiles, workers: int | None) -> Iterator[Result]:
     """What `look` returns for the number of each file, in order; not many files ahead of what is taken.
 
     Raises:
         DataError: naming every file that cannot be used, up to a number of them.
     """
-    threads = workers or min(32, os.cpu_count() or 1)
+
+    def look_at(numbers: range) -> list[Result | DataError]:
+        return [_result_or_problem(look, number) for number in numbers]
+
     problems: list[str] = []
-
-    def look_at(numbers: range) -> list[Any]:
-        results = []
-        for number in numbers:
-            try:
-                results.append(look(number))
-            except DataError as error:
-                results.append(error)
-        return results
-
-    waiting: deque[Future[list[Any]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="index") as pool:
-        remaining = _groups(files.sizes)
-        for numbers in islice(remaining, 2 * threads + 1):
-            waiting.append(pool.submit(look_at, numbers))
-        while waiting and len(problems) < _PROBLEMS_SHOWN:
-            for result in waiting.popleft().result():
-                if isinstance(result, DataError):
-                    problems.append(str(result))
-                elif not problems:
-                    yield result
-            waiting.extend(pool.submit(look_at, numbers) for numbers in islice(remaining, 1))
-        for future in waiting:
-            future.cancel()
+    threads = workers or min(32, usable_cores())
+    with closing(map_in_order(look_at, _groups(files.sizes), threads)) as groups:
+        for result in chain.from_iterable(groups):
+            if isinstance(result, DataError):
+                problems.append(str(result))
+            elif not problems:
+                yield result
+            if len(problems) == _PROBLEMS_SHOWN:
+                break
     if problems:
-        raise DataError("\n".join(problems[:_PROBLEMS_SHOWN]))
+        raise DataError("\n".join(problems))
+
+
+def _result_or_problem(look: Callable[[int], Result], number: int) -> Result | DataError:
+    try:
+        return look(number)
+    except DataError as problem:
+        return problem
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[range]:
@@ -267,25 +264,17 @@ def _groups(sizes: Sequence[int]) -> Iterator[range]:
         yield range(begin, len(sizes))
 
 
-# TODO(merge): was pretraining.data.storage.index_build
-# What becomes of documents at their ends, before anything else sees them.
-#
-#     stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
-#     kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document as trained
-#
-# Nothing is written: what is kept is a range of what is stored, and virtual tokens are flags in the index. Only the
-# ends
-# of documents are read, those of all the documents of a file together.
-
 _LOOKED_AT_ONCE = 1 << 20
 
 
 def documents_as_trained(layout: DocumentLayout, settings: IndexSettings) -> np.ndarray:
     """The documents of a file as the index has them, [n] `DOCUMENT`, but for the split that they belong to.
 
-    Args:
-        layout: where they are stored.
-        settings: which tokens are stripped and which virtual ones are put around the rest.
+        stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
+        kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document
+
+    Nothing is written: what is kept is a range of what is stored, and virtual tokens are flags in the index. Only the
+    ends of documents are read, those of all the documents of a file together.
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
     begins, ends = _strip(tokens, begins, begins + layout.lengths, settings.strip_tokens)
@@ -354,22 +343,17 @@ def _is_any_of(tokens: np.ndarray, wanted: Collection[int]) -> np.ndarray:
     return found
 
 
-# TODO(merge): was pretraining.data.storage.index_build
-# What a counts file says of a dataset's files, compared with what they hold.
-#
-# fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`,
-# and
-# takes the documents of each file from it. Here everything is counted in the files themselves. Where such a table is
-# there all the same, it tells of files that were cut short, swapped or lost since it was made.
-
 _FILES_SHOWN = 3
 
 
 def describe_contradictions(files: DatasetFiles, held: Mapping[str, tuple[int, int]]) -> str | None:
     """Say in a line how the counts files contradict what a dataset's files hold; None where nothing does.
 
+    fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`,
+    and takes the documents of each file from it. Here everything is counted in the files themselves. Where there is
+    such a table, it tells of files that were cut short, swapped or lost since it was made.
+
     Args:
-        files: the dataset.
         held: documents and tokens that are stored in each file, by path.
     """
     lines = []

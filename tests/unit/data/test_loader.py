@@ -16,7 +16,6 @@ from pretraining.config.data import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.dataset import build_loader
-from pretraining.data.sampling.samples import StreamSamples
 from pretraining.errors import DataError
 
 
@@ -153,7 +152,6 @@ def test_held_out_samples_are_the_same_each_time_and_none_is_trained_on(config: 
         for step in range(60):
             slots = made.reader.slots(step)
             for number, source in enumerate(made.reader.sources):
-                assert isinstance(source, StreamSamples)
                 its = slots.datasets == number
                 spans = source.spans(slots.shards[its], slots.numbers[its])
                 documents[split].update((source.name, document) for document in spans.documents.tolist())
