@@ -298,7 +298,14 @@ class VerifyConfig:
         "every token must be below it; none = that of the tokenizer in prepare.json, or no check where there is none",
         minimum=1,
     )
+    file_type: str = setting("auto", "format of the token files, as for training")
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
+    sep_token: int | None = setting(
+        None, "token id that ends documents, for files that need it to find them", minimum=0
+    )
+    token_dtype: str | None = setting(
+        None, "type of the tokens in .bin files without a header", choices=("uint16", "uint32")
+    )
     num_workers: int | None = setting(None, "threads that read files; none or 0 = one a core", minimum=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,7 +59,13 @@ class DataConfig:
     num_workers: int = setting(
         1, "threads that read ahead in each process; 0 = read in the training loop. The data is the same", minimum=0
     )
-    file_type: str = setting("arrow", "format of the token files", choices=("arrow",))
+    file_type: str = setting(
+        "auto",
+        "format of the token files: auto (by suffix), arrow, npy, bin, or a class of your own as package.module:Class",
+    )
+    token_dtype: str | None = setting(
+        None, "type of the tokens in .bin files without a header, such as nanoGPT's", choices=("uint16", "uint32")
+    )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     tokenizer_path: str | None = setting(None, "folder or tokenizer.json, to print generated samples as text")
     held_out_fraction: float = setting(
@@ -90,6 +97,30 @@ class DataConfig:
         """
         ranges = (parse_range(text, smallest=0) for text in self.skip_samples)
         return [(first, last + 1) for first, last in ranges]
+
+
+TOKEN_FORMATS = {
+    "arrow": "pretraining.data.storage.arrow:ArrowFormat",
+    "npy": "pretraining.data.storage.flat_files:NpyFormat",
+    "bin": "pretraining.data.storage.flat_files:BinFormat",
+}
+"""Formats of token files, by the name that `file_type` gives them."""
+
+
+def format_problems(data: DataConfig) -> Iterator[str]:
+    """What is wrong with the format of the token files: it is known, or a user's own."""
+    name, known = data.file_type, ("auto", *TOKEN_FORMATS)
+    if "parquet" in name.lower():
+        yield (
+            f"--file_type={name}: training does not read Parquet. Make token files of it first: "
+            f"pretrain prepare --input_path={data.data_path} --output_path=<folder>"
+        )
+    elif name not in known and ":" not in name:
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        yield f"--file_type={name} must be {', '.join(known)} or a class of your own as package.module:Class{hint}"
+    if data.token_dtype is not None and name in ("arrow", "npy"):
+        yield f"--token_dtype={data.token_dtype} is for *.bin files; *.{name} files say the type of their tokens"
 
 
 def source_problems(data: DataConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from pretraining.config.data import skip_problems, source_problems, weights_problems
+from pretraining.config.data import format_problems, skip_problems, source_problems, weights_problems
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.parallel import checkpointing_problems, float8_problems, precision_problems
 from pretraining.config.profiler import profiling_problems, step_problems
@@ -104,6 +104,11 @@ def _durations(config: TrainConfig) -> list[tuple[str, Duration | None]]:
 @_rule("data_path", "use_dummy_dataset")
 def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
     yield from source_problems(config.data)
+
+
+@_rule("file_type", "token_dtype", "data_path")
+def _the_format_of_token_files_is_known(config: TrainConfig) -> Problems:
+    yield from format_problems(config.data)
 
 
 @_rule("use_dummy_dataset", *_DURATIONS)

@@ -18,7 +18,7 @@ from pretraining.config.batch import BatchPlan
 from pretraining.config.data import DataConfig
 from pretraining.data.batch_reader import BatchReader, Quarantine
 from pretraining.data.loader import Loader
-from pretraining.data.resume import READING_SETTINGS, describe_order
+from pretraining.data.resume import RARE_READING_SETTINGS, READING_SETTINGS, describe_order
 from pretraining.data.samples import DummySamples, Samples, StoredSamples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
 from pretraining.data.sampling.packing import BinCache, bin_cache
@@ -28,6 +28,7 @@ from pretraining.data.storage.dataset_files import DatasetFiles, Listing
 from pretraining.data.storage.document_reader import DocumentReader, OpenFiles, open_files
 from pretraining.data.storage.index import Index, IndexSettings, find_index, index_places
 from pretraining.data.storage.index_build import build_index
+from pretraining.data.storage.token_format import load_format
 from pretraining.errors import ConfigError, DataError
 
 SplitName = Literal["train", "held_out"]
@@ -95,7 +96,8 @@ def build_indices(listing: Listing, config: DataConfig, workers: int | None = No
         DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.
     """
     for files in listing.datasets:
-        index = build_index(files, _index_settings(files, config), config.index_path, workers)
+        token_format = load_format(files.file_type, config)
+        index = build_index(files, token_format, _index_settings(files, config), config.index_path, workers)
         if config.packing != "stream":
             places = _index_places(files, config)
             build_bin_counts(files.name, index, places, config.seq_length, config.packing, workers)
@@ -205,13 +207,15 @@ def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
         bos_token=config.bos_token,
         strip_tokens=tuple(sorted(set(config.strip_tokens))),
         min_length=config.min_length,
+        format=load_format(files.file_type, config).identity,
     )
 
 
 def _reading_settings(config: DataConfig) -> dict[str, Any]:
-    """`READING_SETTINGS` as JSON gives them back."""
+    """`READING_SETTINGS`, and those of `RARE_READING_SETTINGS` that are given, as JSON gives them back."""
     values = {name: getattr(config, name) for name in READING_SETTINGS}
-    return {**values, "strip_tokens": sorted(set(config.strip_tokens))}
+    rare = {name: getattr(config, name) for name in RARE_READING_SETTINGS if getattr(config, name) is not None}
+    return {**values, **rare, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
 def _index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
@@ -222,7 +226,8 @@ def _samples(
     dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, vocab_size: int, split: SplitName
 ) -> Samples:
     virtual = (config.bos_token, config.sep_token)
-    reader = DocumentReader(dataset.files, dataset.index, virtual, vocab_size, opened.open_files)
+    token_format = load_format(dataset.files.file_type, config)
+    reader = DocumentReader(dataset.files, token_format, dataset.index, virtual, vocab_size, opened.open_files)
     return StoredSamples(
         dataset.files,
         dataset.index,

@@ -26,6 +26,8 @@ READING_SETTINGS = (
     "packing",
 )
 """How documents are read and make samples: the same for all datasets, throughout a run."""
+RARE_READING_SETTINGS = ("token_dtype",)
+"""The same, of settings that are left out of the state where they are not given."""
 _NAMES_SHOWN = 12
 _LARGEST_NUMBER = 1 << 62
 _LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
@@ -239,7 +241,8 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
             problems.append(f"{name} was {saved[name]} and is {order[name]}{note}")
     # Fingerprints hold digests of these; here they have values, and hold for datasets that were not there before.
     reading = [name for name in READING_SETTINGS if saved.get(name, order.get(name)) != order.get(name)]
-    problems += [f"{name} was {saved[name]} and is {order[name]}" for name in reading]
+    reading += [name for name in RARE_READING_SETTINGS if saved.get(name) != order.get(name)]
+    problems += [f"{name} was {saved.get(name)} and is {order.get(name)}" for name in reading]
     problems += [
         _changed(name, before[name], now[name], changes)
         for name in sorted(before.keys() & now.keys())
@@ -263,7 +266,7 @@ def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], chang
             text += f" ({changes[name]})"
         return f"{text}; new files belong in a new dataset of their own"
     if before.get("settings") != now.get("settings"):
-        return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)} differs"
+        return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)}, file_type differs"
     fields = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return f"dataset '{name}' differs: " + ", ".join(
         f"{key} was {before.get(key)} and is {now.get(key)}" for key in fields

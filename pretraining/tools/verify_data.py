@@ -25,8 +25,8 @@ import numpy as np
 
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.data import DataConfig
-from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
+from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import DataError
 from pretraining.launch.terminal import showing_through
 from pretraining.tools.prepare.encoding_progress import LINE_INTERVAL_SECONDS
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 FAULTS_SHOWN = 100
 """Rows of a file that are named one by one; of a file of another tokenizer nearly all would be."""
 _TOKENS_AT_ONCE = 1 << 22
+_SHARED_SETTINGS = ("data_path", "datasets", "file_type", "col_name", "sep_token", "token_dtype")
+"""Settings that mean the same for training."""
 
 
 @dataclass
@@ -79,7 +81,8 @@ def verify(config: VerifyConfig) -> None:
         DataError: there are faults, or there is nothing to check.
     """
     assert config.data_path is not None
-    listing = list_datasets(DataConfig(data_path=config.data_path, datasets=config.datasets, col_name=config.col_name))
+    data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
+    listing = list_datasets(data)
     total_bytes = sum(sum(files.sizes) for files in listing.datasets)
     faults = _Faults()
     for folder in _emptied_folders(config, [files.name for files in listing.datasets]):
@@ -91,7 +94,7 @@ def verify(config: VerifyConfig) -> None:
             for fault in (*record.faults, *_missing_files(files, record)):
                 faults.add([fault])
             reports = []
-            for report in _check_files(files, record, config):
+            for report in _check_files(files, record, config, load_format(files.file_type, data)):
                 faults.add(report.faults)
                 reports.append(report)
                 progress.add(report.bytes)
@@ -121,14 +124,12 @@ class _Faults:
 
 
 def check_file(
-    path: str, size: int, column: str, vocab_size: int | None = None, written: TokenFile | None = None
+    path: str, size: int, token_format: TokenFormat, vocab_size: int | None = None, written: TokenFile | None = None
 ) -> FileReport:
     """Read a token file wholly.
 
     Args:
-        path: of the file.
         size: in bytes when it was listed.
-        column: of the token lists.
         vocab_size: every token is below it; None = not checked.
         written: what `prepare` wrote, where it did.
     """
@@ -144,7 +145,7 @@ def check_file(
     report.faults += _changes(path, report.bytes, checksum, written)
     report.compared = written is not None and written.crc32 is not None
     try:
-        layout = read_document_layout(path, column)
+        layout = token_format.documents(path)
     except DataError as error:
         report.faults.append(str(error))
         return report
@@ -154,15 +155,15 @@ def check_file(
     return report
 
 
-def _check_files(files: DatasetFiles, record: _Record, config: VerifyConfig) -> Iterator[FileReport]:
+def _check_files(
+    files: DatasetFiles, record: _Record, config: VerifyConfig, token_format: TokenFormat
+) -> Iterator[FileReport]:
     """The reports of a dataset's files, in their order."""
     vocab_size = record.vocab_size if config.vocab_size is None else config.vocab_size
 
     def check(number: int) -> FileReport:
         name = files.paths[number]
-        report = check_file(
-            files.path(number), files.sizes[number], config.col_name, vocab_size, record.files.get(name)
-        )
+        report = check_file(files.path(number), files.sizes[number], token_format, vocab_size, record.files.get(name))
         if record.files and name not in record.files:
             report.faults.insert(
                 0, f"{files.path(number)} was not made by `pretrain prepare`: {MANIFEST_FILE} has it not"
@@ -191,8 +192,7 @@ def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> li
     """A fault for each row with tokens beyond the vocabulary."""
     if vocab_size >= 1 << 8 * layout.width:
         return []
-    content = np.memmap(path, dtype=np.uint8, mode="r")
-    tokens = content[: len(content) // layout.width * layout.width].view(f"<u{layout.width}")
+    tokens = layout.tokens
     rows = np.flatnonzero(layout.lengths)
     rows = rows[np.argsort(layout.offsets[rows], kind="stable")]
     begins = layout.offsets[rows] // layout.width

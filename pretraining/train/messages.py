@@ -155,6 +155,7 @@ _UNREMARKABLE = {
         "gc_interval",
         "num_workers",
         "data_path",
+        "file_type",
         "index_path",
         "tokenizer_path",
         "sample_prompt",

@@ -1,6 +1,6 @@
 """Making the index of a dataset: all its files are looked at, in parallel, and the result is renamed into place.
 
-    files --read_document_layout, on threads--> documents --in order--> temporary file --block totals, header--> rename
+    files --TokenFormat.documents, on threads--> documents --in order--> temporary file --block totals, header--> rename
 
 Any number of processes may build the same index at once: each writes its own temporary file, they are all equal, and
 the first that is done stays. Memory does not grow with the dataset.
@@ -14,8 +14,9 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, TypeVar
@@ -23,7 +24,6 @@ from typing import IO, TypeVar
 import numpy as np
 
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
-from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
 from pretraining.data.storage.dataset_files import COUNTS_FILES, DatasetFiles, describe_changes
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
@@ -42,6 +42,7 @@ from pretraining.data.storage.index import (
     open_any_index,
     split_lengths,
 )
+from pretraining.data.storage.token_format import DocumentLayout, TokenFormat
 from pretraining.data.threads import map_in_order, usable_cores
 from pretraining.errors import DataError
 
@@ -57,6 +58,7 @@ _LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may c
 
 def build_index(
     files: DatasetFiles,
+    token_format: TokenFormat,
     settings: IndexSettings,
     index_path: str | None = None,
     workers: int | None = None,
@@ -91,7 +93,8 @@ def build_index(
             continue
         try:
             with os.fdopen(descriptor, "w+b") as file:
-                held = _write_index(file, files, settings, change, workers)
+                documents = _in_parallel(partial(_read_file, files, token_format, settings), files, workers)
+                held = _write_index(file, files, settings, change, documents)
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
@@ -135,9 +138,13 @@ def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Pat
 
 
 def _write_index(
-    file: IO[bytes], files: DatasetFiles, settings: IndexSettings, change: str, workers: int | None
+    file: IO[bytes],
+    files: DatasetFiles,
+    settings: IndexSettings,
+    change: str,
+    documents_of_files: Iterable[tuple[np.ndarray, int, int]],
 ) -> dict[str, tuple[int, int]]:
-    """Write a whole index; return documents and tokens that each file holds, by path."""
+    """Write a whole index of what `_read_file` gives; return documents and tokens that each file holds, by path."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -148,9 +155,7 @@ def _write_index(
     first_documents: list[int] = [0]
     token_bytes: list[int] = []
     held: dict[str, tuple[int, int]] = {}
-    for documents, width, stored_tokens in _in_parallel(
-        lambda number: _read_file(files, settings, number), files, workers
-    ):
+    for documents, width, stored_tokens in documents_of_files:
         held[files.paths[len(token_bytes)]] = (len(documents), stored_tokens)
         file.write(documents.tobytes())
         first_documents.append(first_documents[-1] + len(documents))
@@ -185,10 +190,12 @@ def _write_index(
     return held
 
 
-def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tuple[np.ndarray, int, int]:
+def _read_file(
+    files: DatasetFiles, token_format: TokenFormat, settings: IndexSettings, number: int
+) -> tuple[np.ndarray, int, int]:
     """The documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
     path = files.path(number)
-    layout = read_document_layout(path, settings.column)
+    layout = token_format.documents(path)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
     if len(too_long):
         row = too_long[0]

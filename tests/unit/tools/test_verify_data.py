@@ -18,6 +18,8 @@ import pytest
 from unit.data.token_files import make_root, random_documents, write_documents
 
 from pretraining.config.commands import PrepareConfig, VerifyConfig
+from pretraining.config.data import DataConfig
+from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.errors import DataError
 from pretraining.tools import verify_data as verify_module
 from pretraining.tools.prepare.encoding_progress import LINE_INTERVAL_SECONDS
@@ -224,7 +226,7 @@ def test_a_file_that_cannot_be_read_is_a_fault(tmp_path: Path, monkeypatch: pyte
 def test_a_file_that_grows_meanwhile_is_a_fault(tmp_path: Path) -> None:
     write_documents(tmp_path / "x.arrow", [[1]])
     size = (tmp_path / "x.arrow").stat().st_size
-    report = verify_module.check_file(str(tmp_path / "x.arrow"), size - 1, "tokens")
+    report = verify_module.check_file(str(tmp_path / "x.arrow"), size - 1, ArrowFormat(DataConfig()))
     assert report.faults == [
         f"{tmp_path}/x.arrow has changed since it was listed: it had {size - 1:,} bytes, now {size:,}"
     ]
