@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pretraining.config.batch import BatchPlan
+from pretraining.config.data import DataConfig
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
@@ -53,11 +54,7 @@ class BatchReader:
         mixture: which of them gives each sample; earlier phases may have used others.
         plan: how the global batch is cut.
         rank: data-parallel rank.
-        seq_length: S.
-        logical_shards: the scale on which shards of datasets with fewer are compared.
         vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
-        document_mask: whether to say where documents begin.
-        quarantine: for samples that cannot be read, whose slots then have no labels; None = they are errors.
     """
 
     def __init__(
@@ -66,22 +63,17 @@ class BatchReader:
         mixture: Mixture,
         plan: BatchPlan,
         rank: int,
-        *,
-        seq_length: int,
-        logical_shards: int,
+        config: DataConfig,
         vocab_size: int,
-        document_mask: bool = False,
-        quarantine: Quarantine | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self._use(mixture)
         self._plan = plan
         self._begin, self._end = plan.share(rank)
-        self._seq_length = seq_length
-        self._logical_shards = logical_shards
+        self._config = config
         self._dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
-        self._document_mask = document_mask
-        self._quarantine = quarantine
+        self._quarantine = Quarantine() if config.bad_documents == "quarantine" else None
+        # Read straight into pinned memory: a copy less than pinning what was read.
         self._pin = torch.cuda.is_available()
 
     def with_mixture(self, mixture: Mixture) -> BatchReader:
@@ -113,7 +105,8 @@ class BatchReader:
             for run in np.split(places, np.flatnonzero(np.diff(within[places]) != 1) + 1):
                 first = int(within[run[0]])
                 shards[run], numbers[run] = source.samples(first, first + len(run))
-            scaled[places] = shards[places] * self._logical_shards // source.shards
+            # Shards of datasets that are cut into fewer are compared on the same scale.
+            scaled[places] = shards[places] * self._config.logical_shards // source.shards
         order = np.lexsort((datasets, scaled))  # stable: equal slots stay in the order of their samples
         return Slots(samples[order], datasets[order], shards[order], numbers[order])
 
@@ -127,7 +120,7 @@ class BatchReader:
         assert len(slots.samples) == self._plan.global_batch_size, "the plan is another phase's"
         size = self._plan.micro_batch_size
         tokens_RT = torch.empty(
-            size * self._plan.grad_accum_steps, self._seq_length + 1, dtype=self._dtype, pin_memory=self._pin
+            size * self._plan.grad_accum_steps, self._config.seq_length + 1, dtype=self._dtype, pin_memory=self._pin
         )
         rows = _Rows(tokens_RT.numpy())
         # Slots fill rows from the first on, whatever the micro-batches; the last rows may stay empty.
@@ -136,7 +129,7 @@ class BatchReader:
         for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
             self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), rows)
         lengths = rows.micro_batch_lengths(size)
-        starts = rows.micro_batch_starts(size) if self._document_mask else [None] * len(lengths)
+        starts = rows.micro_batch_starts(size) if self._config.document_mask else [None] * len(lengths)
         micro_batches = [MicroBatch(*parts) for parts in zip(tokens_RT.split(size), lengths, starts, strict=True)]
         return StepBatch(step, self.mixture.first_sample(step), micro_batches)
 

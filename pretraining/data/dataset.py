@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pretraining.config.batch import BatchPlan
 from pretraining.config.data import DataConfig
-from pretraining.data.batch_reader import BatchReader, Quarantine
+from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
-from pretraining.data.resume import RARE_READING_SETTINGS, READING_SETTINGS, describe_order
+from pretraining.data.resume import describe_order
 from pretraining.data.samples import DummySamples, Samples, StoredSamples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
 from pretraining.data.sampling.packing import BinCache, bin_cache
@@ -165,28 +165,9 @@ def build_loader(
         sources = [_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
-    skipped = config.skipped_ranges if split == "train" else []
-    reader = BatchReader(
-        sources,
-        Mixture([phase], Skipped(skipped)),
-        plan,
-        rank,
-        seq_length=config.seq_length,
-        logical_shards=config.logical_shards,
-        vocab_size=vocab_size,
-        document_mask=config.document_mask,
-        quarantine=Quarantine() if config.bad_documents == "quarantine" else None,
-    )
-    order = describe_order(
-        {source.name: source.fingerprint() for source in sources},
-        phase,
-        {} if opened is None else _reading_settings(config),
-        skipped=skipped,
-        seed=seed,
-        seq_length=config.seq_length,
-        logical_shards=config.logical_shards,
-        split=split,
-    )
+    order = describe_order({source.name: source.fingerprint() for source in sources}, phase, config, seed, split)
+    mixture = Mixture([phase], Skipped(order["skipped"]))
+    reader = BatchReader(sources, mixture, plan, rank, config, vocab_size)
     return Loader(reader, order, num_workers=config.num_workers, limit_steps=limit_steps, changes=changes)
 
 
@@ -211,13 +192,6 @@ def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
     )
 
 
-def _reading_settings(config: DataConfig) -> dict[str, Any]:
-    """`READING_SETTINGS`, and those of `RARE_READING_SETTINGS` that are given, as JSON gives them back."""
-    values = {name: getattr(config, name) for name in READING_SETTINGS}
-    rare = {name: getattr(config, name) for name in RARE_READING_SETTINGS if getattr(config, name) is not None}
-    return {**values, **rare, "strip_tokens": sorted(set(config.strip_tokens))}
-
-
 def _index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
     return index_places(files, _index_settings(files, config), config.index_path)
 
@@ -225,21 +199,11 @@ def _index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
 def _samples(
     dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, vocab_size: int, split: SplitName
 ) -> Samples:
-    virtual = (config.bos_token, config.sep_token)
     token_format = load_format(dataset.files.file_type, config)
+    virtual = (config.bos_token, config.sep_token)
     reader = DocumentReader(dataset.files, token_format, dataset.index, virtual, vocab_size, opened.open_files)
-    return StoredSamples(
-        dataset.files,
-        dataset.index,
-        split,
-        reader,
-        dataset.counts,
-        seq_length=config.seq_length,
-        logical_shards=config.logical_shards,
-        seed=seed,
-        orders=opened.orders,
-        bins=opened.bins,
-    )
+    shared = (opened.orders, opened.bins)
+    return StoredSamples(dataset.files, dataset.index, dataset.counts, split, reader, config, seed, *shared)
 
 
 def _weighted_datasets(

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from pretraining.config.data import DataConfig
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
 from pretraining.errors import DataError
 
@@ -34,39 +35,34 @@ _LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
 
 
 def describe_order(
-    sources: Mapping[str, Mapping[str, Any]],
-    phase: Phase,
-    reading: Mapping[str, Any],
-    *,
-    skipped: Sequence[tuple[int, int]] = (),
-    seed: int,
-    seq_length: int,
-    logical_shards: int,
-    split: str,
+    sources: Mapping[str, Mapping[str, Any]], phase: Phase, config: DataConfig, seed: int, split: str
 ) -> dict[str, Any]:
     """Everything that the order of the data depends on, JSON-able.
 
     Args:
         sources: fingerprint of each dataset by name.
         phase: the mixture of a run that begins now.
-        reading: `READING_SETTINGS`; nothing for made-up data.
-        skipped: (first, end) of the samples that are skipped.
         seed: of all orders.
-        seq_length: tokens a sample.
-        logical_shards: pieces of a dataset.
-        split: "train" or "held_out".
+        split: "train" or "held_out"; samples are only ever skipped in training.
     """
     return {
         "version": STATE_VERSION,
         "split": split,
         "seed": seed,
-        "seq_length": seq_length,
-        "logical_shards": logical_shards,
-        **reading,
+        "seq_length": config.seq_length,
+        "logical_shards": config.logical_shards,
+        **({} if config.use_dummy_dataset else _reading_settings(config)),
         "datasets": {name: dict(fingerprint) for name, fingerprint in sources.items()},
         "phases": [asdict(phase)],
-        "skipped": [list(each) for each in skipped],
+        "skipped": [list(each) for each in config.skipped_ranges] if split == "train" else [],
     }
+
+
+def _reading_settings(config: DataConfig) -> dict[str, Any]:
+    """How documents are read and make samples, as JSON gives it back."""
+    values = {name: getattr(config, name) for name in READING_SETTINGS}
+    rare = {name: getattr(config, name) for name in RARE_READING_SETTINGS if getattr(config, name) is not None}
+    return {**values, **rare, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
 def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pretraining.config.data import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.sampling.packing import BinCache, PackedStream, cut_blocks
 from pretraining.data.sampling.sample_order import SampleOrder
@@ -69,9 +70,9 @@ class StoredSamples:
     """The samples of a split of a dataset on disk.
 
     Args:
-        reader: of the documents' tokens.
         counts: of the packed samples of each block; None where documents are streamed.
-        logical_shards: pieces that the dataset is cut into at most.
+        split: "train" or "held_out".
+        reader: of the documents' tokens.
         seed: of all orders.
         orders: shared memory for the orders of blocks and documents.
         bins: shared memory for packed blocks.
@@ -81,16 +82,15 @@ class StoredSamples:
         self,
         files: DatasetFiles,
         index: Index,
+        counts: BinCounts | None,
         split: str,
         reader: DocumentReader,
-        counts: BinCounts | None,
-        *,
-        seq_length: int,
-        logical_shards: int,
+        config: DataConfig,
         seed: int,
         orders: OrderCache,
         bins: BinCache,
     ) -> None:
+        seq_length, logical_shards = config.seq_length, config.logical_shards
         self.name = files.name
         self._reader = reader
         lengths = index.split(split)

@@ -15,7 +15,6 @@ import mmap
 import os
 import subprocess
 import sys
-import tempfile
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, new_file
 from pretraining.data.threads import usable_cores
 from pretraining.errors import DataError
 
@@ -94,8 +93,10 @@ def build_bin_counts(
         return found
     bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
     np.cumsum(counts, axis=1, out=bounds[:, 1:])
-    header = _header(index, seq_length, packing)
-    _save(name, _places(index, places, seq_length, packing), header, bounds.tobytes())
+    content = bounds.tobytes()
+    line = json.dumps({**_header(index, seq_length, packing), "crc32": zlib.crc32(content)}).encode()
+    with new_file(_places(index, places, seq_length, packing), f"the counts of dataset '{name}'") as new:
+        new.file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
     return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
 
 
@@ -175,32 +176,6 @@ def _header(index: Index, seq_length: int, packing: str) -> dict[str, Any]:
         "seq_length": seq_length,
         "packing": packing,
     }
-
-
-def _save(name: str, places: Sequence[Path], header: dict[str, Any], content: bytes) -> None:
-    """Write the counts at the first place that can be written to: aside, then renamed."""
-    line = json.dumps({**header, "crc32": zlib.crc32(content)}).encode()
-    refused = []
-    for place in places:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
-        except OSError as error:
-            refused.append(f"{place.parent} ({error.strerror})")
-            continue
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # as an index's
-            Path(temporary).replace(place)
-        except OSError as error:
-            raise DataError(f"cannot write {place}: {error.strerror or error}") from error
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        return
-    raise DataError(f"no place to write the counts of dataset '{name}': {'; '.join(refused)}: give --index_path")
 
 
 def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:

@@ -26,11 +26,14 @@ import json
 import mmap
 import os
 import struct
+import tempfile
 import weakref
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -269,3 +272,52 @@ def open_any_index(place: Path) -> Index | None:
         return Index(place)
     except (OSError, DataError, ValueError, KeyError, TypeError):
         return None
+
+
+@dataclass
+class NewFile:
+    """A file that is being written.
+
+    Attributes:
+        place: its name, once it is complete.
+        is_wanted: False = let go of it: another job has made it meanwhile.
+    """
+
+    file: IO[bytes]
+    place: Path
+    is_wanted: bool = True
+
+
+@contextmanager
+def new_file(places: Sequence[Path], what: str) -> Iterator[NewFile]:
+    """Write a file at the first of several places that can be written to: complete, or not at all.
+
+    Args:
+        what: the file, for messages: "the index of dataset 'web'".
+
+    Raises:
+        DataError: there is no such place, or the disk is full.
+    """
+    refused = []
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
+            break
+        except OSError as error:
+            refused.append(f"{place.parent} ({error.strerror})")
+    else:
+        raise DataError(f"no place to write {what}: {'; '.join(refused)}: give --index_path")
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            new = NewFile(file, place)
+            yield new
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
+        if new.is_wanted:
+            Path(temporary).replace(place)
+    except OSError as error:
+        raise DataError(f"cannot write {what} at {place}: {error.strerror or error}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)

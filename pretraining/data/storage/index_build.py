@@ -12,7 +12,6 @@ import csv
 import json
 import logging
 import os
-import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -39,6 +38,7 @@ from pretraining.data.storage.index import (
     IndexSettings,
     find_index,
     index_places,
+    new_file,
     open_any_index,
     split_lengths,
 )
@@ -66,8 +66,6 @@ def build_index(
     """Return the dataset's index, made first where there is no valid one.
 
     Args:
-        files: the dataset.
-        settings: how its documents are read.
         index_path: folder for indices; None = beside the data, or in the user's cache folder where that cannot be
             written to.
         workers: threads that look at files; None = as many as cores, at most 32.
@@ -83,34 +81,16 @@ def build_index(
     if change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
-    refused = []
-    for place in places:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
-        except OSError as error:
-            refused.append(f"{place.parent} ({error.strerror})")
-            continue
-        try:
-            with os.fdopen(descriptor, "w+b") as file:
-                documents = _in_parallel(partial(_read_file, files, token_format, settings), files, workers)
-                held = _write_index(file, files, settings, change, documents)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
-            # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
-            index = find_index(files, settings, index_path)
-            if index is None:
-                Path(temporary).replace(place)
-        except OSError as error:
-            raise DataError(f"cannot write the index {place}: {error.strerror or error}") from error
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        contradictions = describe_contradictions(files, held)
-        if contradictions:
-            log.info(contradictions)
-        return index or Index(place)
-    raise DataError(f"no place to write the index of dataset '{files.name}': {'; '.join(refused)}: give --index_path")
+    with new_file(places, f"the index of dataset '{files.name}'") as new:
+        documents = _in_parallel(partial(_read_file, files, token_format, settings), files, workers)
+        held = _write_index(new.file, files, settings, change, documents)
+        # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
+        index = find_index(files, settings, index_path)
+        new.is_wanted = index is None
+    contradictions = describe_contradictions(files, held)
+    if contradictions:
+        log.info(contradictions)
+    return index or Index(new.place)
 
 
 def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
