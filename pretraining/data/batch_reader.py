@@ -52,8 +52,6 @@ class BatchReader:
     Args:
         sources: the datasets, sorted by name.
         mixture: which of them gives each sample; earlier phases may have used others.
-        plan: how the global batch is cut.
-        rank: data-parallel rank.
         vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
     """
 
@@ -178,14 +176,14 @@ class _Rows:
         self._starts.append(spans.places(rows * self.tokens.shape[1]))
 
     def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
-        """`lengths_B` of every micro-batch of so many rows."""
+        """`lengths_B` of every micro-batch, `size` rows each."""
         full = self.tokens.shape[1]
         return [
             None if (lengths == full).all() else torch.from_numpy(lengths) for lengths in self.lengths.reshape(-1, size)
         ]
 
     def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
-        """`document_starts` of every micro-batch of so many rows."""
+        """`document_starts` of every micro-batch, `size` rows each."""
         width = self.tokens.shape[1]
         partly = np.flatnonzero(self.lengths < width)  # of an empty row, padding begins at its first place
         starts = np.concatenate([*self._starts, partly * width + self.lengths[partly]])
@@ -218,9 +216,6 @@ class Quarantine:
     def add(self, problem: str) -> None:
         """Note a sample.
 
-        Args:
-            problem: what is wrong with which sample.
-
         Raises:
             DataError: there were too many in a row.
         """
@@ -232,7 +227,7 @@ class Quarantine:
             raise DataError(f"{in_a_row} samples in a row cannot be read, which is no case for quarantine: {problem}")
         if count <= LINES_SHOWN:
             log.warning("quarantined, its labels are left out: %s", problem)
-        elif count.bit_count() == 1:  # 32, 64, 128 ...: a run of months is told, and does not drown in it
+        elif count.bit_count() == 1:  # 32, 64, 128, …: the log of a run of months stays short
             log.warning(
                 "quarantined: %s samples so far. `pretrain verify` names every fault of the files", f"{count:,}"
             )

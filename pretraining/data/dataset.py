@@ -143,10 +143,6 @@ def build_loader(
 
     Args:
         opened: the datasets; None = the dummy dataset.
-        config: how samples are made.
-        plan: how a global batch is cut.
-        rank: data-parallel rank.
-        seed: of all orders.
         vocab_size: of the model; a token that is not below it is an error.
         split: "train", or "held_out" for evaluation.
         limit_steps: end after so many steps; `rewind` begins again with the same samples. None = never end.

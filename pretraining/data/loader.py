@@ -28,7 +28,6 @@ class Loader:
     A context manager that ends its threads; it can be used again after that.
 
     Args:
-        reader: makes the batch of any step.
         order: what the order of the data depends on (`describe_order`), in a run that begins now.
         num_workers: threads that read ahead; 0 = read when asked.
         limit_steps: end after so many steps from the first; None = never end.

@@ -42,7 +42,6 @@ def describe_order(
     Args:
         sources: fingerprint of each dataset by name.
         phase: the mixture of a run that begins now.
-        seed: of all orders.
         split: "train" or "held_out"; samples are only ever skipped in training.
     """
     return {

@@ -56,7 +56,6 @@ class Samples(Protocol):
         """Fill rows of a batch with samples, and with zeros behind them.
 
         Args:
-            spans: of the samples.
             target: [batch rows, S + 1].
             rows: [rows], which rows of it to fill.
 
@@ -72,8 +71,6 @@ class StoredSamples:
     Args:
         counts: of the packed samples of each block; None where documents are streamed.
         split: "train" or "held_out".
-        reader: of the documents' tokens.
-        seed: of all orders.
         orders: shared memory for the orders of blocks and documents.
         bins: shared memory for packed blocks.
     """
@@ -143,7 +140,6 @@ class DummySamples:
     Args:
         logical_shards: samples are dealt to as many shards, so that batches are sorted as those of a dataset are.
         split: "train" or "held_out", which differ.
-        vocab_size: tokens are below it.
     """
 
     name = "dummy"

@@ -49,7 +49,6 @@ def inspect(
     """Show what steps of a run train on.
 
     Args:
-        config: the run, and what to show.
         state: position in the data of the checkpoint that the run goes on from, if any.
         restored_batch: its global batch size.
 
@@ -135,9 +134,7 @@ class Inspector:
     """Looks into the batches of a run.
 
     Args:
-        reader: makes the batches.
         opened: the datasets; None for made-up data.
-        seq_length: S.
         quarantine: whether a sample that cannot be read is shown as such; otherwise it is an error.
     """
 

@@ -179,8 +179,6 @@ class Mixture:
 
     Attributes:
         names: of all datasets of all phases, sorted; results refer to their positions here.
-        phases: as given.
-        skipped: as given.
     """
 
     def __init__(self, phases: Sequence[Phase], skipped: Skipped | None = None) -> None:

@@ -38,7 +38,6 @@ class PackedBlock:
     """The bins of a block; what can be made again from it is not kept, as thousands of blocks are in memory at once.
 
     Attributes:
-        seq_length: S.
         full_pieces: [documents + 1] int64, full pieces of the documents before each, then of all.
         shared: [shared bins] int64, number of each shared bin among all bins; the others are full pieces.
         first_items: [shared bins + 1] int32, the first item of each shared bin, then their number.
@@ -221,11 +220,8 @@ class PackedStream:
     """Where the tokens of each sample are.
 
     Args:
-        lengths: of the documents.
         bounds: [blocks + 1] int64, bins before each block, then all.
         first_blocks: [shards + 1] int64, the first block of each shard, then the number of blocks.
-        seq_length: S.
-        packing: how documents are packed.
         key: parts that make this dataset's orders its own: (seed, dataset).
         orders: memory for the orders of blocks, shared with other streams.
         cache: memory for packed blocks, shared with other streams.

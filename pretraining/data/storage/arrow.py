@@ -162,7 +162,6 @@ class _ArrowFile:
         Args:
             has_nulls: [batches], whether there are bits that tell.
             batch: [rows], of each row.
-            row_in_batch: [rows].
         """
         rows = np.flatnonzero(has_nulls[batch])
         bits = row_in_batch[rows]
@@ -171,7 +170,7 @@ class _ArrowFile:
         return rows[valid == 0]
 
     def _batch_numbers(self, count: int) -> np.ndarray:
-        """Read so many numbers from the metadata of every record batch, [count, batches] int64."""
+        """Read `count` numbers from the metadata of every record batch, [count, batches] int64."""
         begins, sizes = self.footer.offsets, self.footer.metadata_bytes
         batches = len(begins)
         numbers = np.zeros((count, batches), dtype=np.int64)

@@ -3,7 +3,7 @@
     index, S, packing --count_bins, in processes--> bins before each block, for both splits --file, renamed--> mapped
 
 The file is a line of JSON, which says what the counts are of, and the numbers. It is valid for exactly one index, S and
-packing; where it is of another, or damaged, it is made anew. Only counts are kept: what is in a bin follows from the
+packing; where it is of another, or damaged, it is made again. Only counts are kept: what is in a bin follows from the
 lengths of its block again whenever it is needed.
 """
 
@@ -33,7 +33,7 @@ from pretraining.errors import DataError
 log = logging.getLogger(__name__)
 
 BLOCKS_A_PROCESS = 1024
-"""Blocks that are worth a process of its own: it takes about as long to start as to count so many."""
+"""Blocks that are worth a process of its own: to start one takes about as long as to count them."""
 _BLOCKS_LOOKED_AT = 64
 
 
@@ -43,7 +43,6 @@ class BinCounts:
 
     Attributes:
         packing: how documents are packed.
-        seq_length: S.
         bounds: [blocks + 1] int64 for each split, bins before each block, then all.
     """
 
@@ -67,11 +66,7 @@ def build_bin_counts(
     """Return the bins of a dataset, counted first where that was not done yet.
 
     Args:
-        name: of the dataset.
-        index: of its documents.
         places: where its index may be; the counts are put beside it.
-        seq_length: S.
-        packing: one of `PACKINGS`.
         workers: processes that count at most; None = as many as cores.
 
     Raises:

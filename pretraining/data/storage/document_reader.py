@@ -26,7 +26,7 @@ from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 
 _STRETCH_BYTES_A_SPAN = 4096
-"""Reading so many unwanted bytes costs about as much as a read of its own."""
+"""Unwanted bytes whose reading costs about as much as a read of its own."""
 
 
 class OpenFile:
@@ -110,11 +110,8 @@ class DocumentReader:
     """Reads the tokens of a dataset's documents.
 
     Args:
-        token_format: of these files.
-        index: of these files.
         virtual: the tokens that the index counts before and after documents, (bos, sep); None = none.
         vocab_size: every token is below it.
-        opened: files that are open.
     """
 
     def __init__(

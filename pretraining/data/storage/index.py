@@ -267,7 +267,7 @@ def find_index(files: DatasetFiles, settings: IndexSettings, index_path: str | N
 
 
 def open_any_index(place: Path) -> Index | None:
-    """Open whatever index is at a place; None where there is none or it is damaged (it is made anew then)."""
+    """Open whatever index is at a place; None where there is none or it is damaged (it is made again then)."""
     try:
         return Index(place)
     except (OSError, DataError, ValueError, KeyError, TypeError):

@@ -283,10 +283,8 @@ def _strip(
     """Take the tokens of a set off both ends of every document, however many there are.
 
     Args:
-        tokens: of a file.
         begins: [n] int64, place in `tokens` of each document's first token.
         ends: [n] int64, one past its last.
-        strip_tokens: the set.
 
     Returns:
         begins and ends of what is left.

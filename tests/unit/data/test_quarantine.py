@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,11 @@ from pretraining.errors import DataError
 from pretraining.tools.inspect import Inspector
 
 STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def only_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "pretraining")
 
 
 @pytest.fixture
