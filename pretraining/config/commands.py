@@ -216,7 +216,12 @@ class VerifyConfig:
         None,
         "every token must be below it; none = that of the tokenizer in prepare.json, or no check where there is none",
     )
+    file_type: str = setting("auto", "format of the token files, as for training")
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
+    sep_token: NonNegativeInt | None = setting(
+        None, "token id that ends documents, for files that need it to find them"
+    )
+    token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one a core")
 
 

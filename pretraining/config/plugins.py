@@ -1,4 +1,4 @@
-"""What users exchange by name: optimizers, schedules and trackers. No torch.
+"""What users exchange by name: optimizers, schedules, trackers and token formats. No torch.
 
     --optimizer=adamw                 a name of a table here: where its code is, and what it reads
     --optimizer=my_package.lion:Lion  a class or function of the user's own, without registration
@@ -41,6 +41,11 @@ OPTIMIZERS = {
     "adamw": OptimizerEntry("pretraining.optim.optimizer:adamw", ("adam_beta1", "adam_beta2", "adam_epsilon"), 8)
 }
 SCHEDULES = {"cosine": "pretraining.optim.schedules:cosine"}
+TOKEN_FORMATS = {
+    "arrow": "pretraining.data.storage.arrow:ArrowFormat",
+    "npy": "pretraining.data.storage.flat_files:NpyFormat",
+    "bin": "pretraining.data.storage.flat_files:BinFormat",
+}
 TRACKERS = {"tensorboard": "pretraining.observability.trackers:TensorBoard"}
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pretraining.config.commands import InspectConfig, PrepareConfig, VerifyConfig
 from pretraining.config.fields import settings_of, values_of
-from pretraining.config.plugins import OPTIMIZERS, parse_options
+from pretraining.config.plugins import OPTIMIZERS, OWN, TOKEN_FORMATS, parse_options
 from pretraining.config.training import (
     ALL_BLOCKS,
     PER_OPERATION,
@@ -24,7 +24,7 @@ from pretraining.config.training import (
     checkpointed_blocks,
     share_of_blocks,
 )
-from pretraining.config.values import format_value, limit_problem
+from pretraining.config.values import format_value, limit_problem, nearest
 from pretraining.config.variants import VARIANTS, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
@@ -120,6 +120,26 @@ def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
             f"two sources of data: --data_path={data.data_path} and --use_dummy_dataset=true, which makes its tokens "
             "up; give --data_path=none or --use_dummy_dataset=false"
         )
+
+
+@_rule("file_type", "token_dtype", "data_path")
+def _the_format_of_token_files_is_known(config: TrainConfig) -> Problems:
+    data, known = config.data, ("auto", *TOKEN_FORMATS)
+    if "parquet" in data.file_type.lower():
+        yield (
+            f"--file_type={data.file_type}: training does not read Parquet. Make token files of it first: "
+            f"pretrain prepare --input_path={data.data_path} --output_path=<folder>"
+        )
+    elif data.file_type not in known and not OWN.fullmatch(data.file_type):
+        near = nearest(data.file_type, known)
+        hint = f"; did you mean {near}?" if near else ""
+        yield (
+            f"--file_type={data.file_type} must be {', '.join(known)} or a class of your own as "
+            f"package.module:Class{hint}"
+        )
+    if data.token_dtype is not None and data.file_type in ("arrow", "npy"):
+        own = f"*.{data.file_type} files say the type of their tokens"
+        yield f"--token_dtype={data.token_dtype} is for *.bin files; {own}"
 
 
 @_rule("use_dummy_dataset", *_MAY_BE_EPOCHS)

@@ -113,7 +113,15 @@ class DataConfig:
         "threads that read ahead in each process; 0 = read in the training loop. The data is the same",
         silent_change=True,
     )
-    file_type: Literal["arrow"] = setting("arrow", "format of the token files")
+    file_type: str = setting(
+        "auto",
+        "format of the token files: auto (by suffix), arrow, npy, bin, or a class of your own as package.module:Class "
+        "(docs/extending.md)",
+        silent_change=True,
+    )
+    token_dtype: Literal["uint16", "uint32"] | None = setting(
+        None, "type of the tokens in .bin files without a header, such as nanoGPT's"
+    )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     tokenizer_path: str | None = setting(
         None, "folder or tokenizer.json, to print generated samples as text", silent_change=True

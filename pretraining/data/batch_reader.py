@@ -10,19 +10,23 @@ shards, and keeps few blocks in memory. The sorted batch is the same for any num
 from __future__ import annotations
 
 import copy
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pretraining.config.batch import BatchPlan
+from pretraining.config.training import DataConfig
 from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
-from pretraining.data.sampling.samples import Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,7 @@ class BatchReader:
     Args:
         sources: the datasets, sorted by name.
         mixture: which of them gives each sample; earlier phases may have used others.
-        plan: how the global batch is cut.
-        rank: data-parallel rank.
-        seq_length: S.
-        logical_shards: the scale on which shards of datasets with fewer are compared.
         vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
-        document_mask: whether to say where documents begin.
-        quarantine: for samples that cannot be read, whose slots then have no labels; None = they are errors.
     """
 
     def __init__(
@@ -63,22 +61,17 @@ class BatchReader:
         mixture: Mixture,
         plan: BatchPlan,
         rank: int,
-        *,
-        seq_length: int,
-        logical_shards: int,
+        config: DataConfig,
         vocab_size: int,
-        document_mask: bool = False,
-        quarantine: Quarantine | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self._use(mixture)
         self._plan = plan
         self._begin, self._end = plan.share(rank)
-        self._seq_length = seq_length
-        self._logical_shards = logical_shards
+        self._config = config
         self._dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
-        self._document_mask = document_mask
-        self._quarantine = quarantine
+        self._quarantine = Quarantine() if config.bad_documents == "quarantine" else None
+        # Read straight into pinned memory: a copy less than pinning what was read.
         self._pin = torch.cuda.is_available()
 
     def with_mixture(self, mixture: Mixture) -> BatchReader:
@@ -110,7 +103,8 @@ class BatchReader:
             for run in np.split(places, np.flatnonzero(np.diff(within[places]) != 1) + 1):
                 first = int(within[run[0]])
                 shards[run], numbers[run] = source.samples(first, first + len(run))
-            scaled[places] = shards[places] * self._logical_shards // source.shards
+            # Shards of datasets that are cut into fewer are compared on the same scale.
+            scaled[places] = shards[places] * self._config.logical_shards // source.shards
         order = np.lexsort((datasets, scaled))  # stable: equal slots stay in the order of their samples
         return Slots(samples[order], datasets[order], shards[order], numbers[order])
 
@@ -124,7 +118,7 @@ class BatchReader:
         assert len(slots.samples) == self._plan.global_batch_size, "the plan is another phase's"
         size = self._plan.micro_batch_size
         tokens_RT = torch.empty(
-            size * self._plan.grad_accum_steps, self._seq_length + 1, dtype=self._dtype, pin_memory=self._pin
+            size * self._plan.grad_accum_steps, self._config.seq_length + 1, dtype=self._dtype, pin_memory=self._pin
         )
         rows = _Rows(tokens_RT.numpy())
         # Slots fill rows from the first on, whatever the micro-batches; the last rows may stay empty.
@@ -133,7 +127,7 @@ class BatchReader:
         for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
             self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), rows)
         lengths = rows.micro_batch_lengths(size)
-        starts = rows.micro_batch_starts(size) if self._document_mask else [None] * len(lengths)
+        starts = rows.micro_batch_starts(size) if self._config.document_mask else [None] * len(lengths)
         micro_batches = [MicroBatch(*parts) for parts in zip(tokens_RT.split(size), lengths, starts, strict=True)]
         return StepBatch(step, self.mixture.first_sample(step), micro_batches)
 
@@ -182,14 +176,14 @@ class _Rows:
         self._starts.append(spans.places(rows * self.tokens.shape[1]))
 
     def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
-        """`lengths_B` of every micro-batch of so many rows."""
+        """`lengths_B` of every micro-batch, `size` rows each."""
         full = self.tokens.shape[1]
         return [
             None if (lengths == full).all() else torch.from_numpy(lengths) for lengths in self.lengths.reshape(-1, size)
         ]
 
     def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
-        """`document_starts` of every micro-batch of so many rows."""
+        """`document_starts` of every micro-batch, `size` rows each."""
         width = self.tokens.shape[1]
         partly = np.flatnonzero(self.lengths < width)  # of an empty row, padding begins at its first place
         starts = np.concatenate([*self._starts, partly * width + self.lengths[partly]])
@@ -202,12 +196,6 @@ class _Rows:
         ]
 
 
-# TODO(merge): was pretraining.data.batch_reader
-# Samples that cannot be read, where a run is to go on without them: slots keep their places and lose their labels.
-#
-# Single faults are lived with. Where nothing can be read any more, as when a file system is gone, that ends the run all
-# the same: it would go on for days and learn nothing.
-
 LINES_SHOWN = 20
 """Samples that are named one by one; of a dataset of another tokenizer every one would be."""
 MOST_IN_A_ROW = 256
@@ -215,22 +203,18 @@ MOST_IN_A_ROW = 256
 
 
 class Quarantine:
-    """Notes samples that cannot be read; may be used by several threads.
+    """Counts and logs samples that cannot be read; safe to use from several threads.
 
-    Args:
-        note: shows a line to the user.
+    Their slots keep their places and lose their labels, so that no other sample moves. A run lives with single faults
+    so; where nothing can be read any more, as when a file system is gone, it ends: it would learn nothing for days.
     """
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = self._in_a_row = 0
 
     def add(self, problem: str) -> None:
         """Note a sample.
-
-        Args:
-            problem: what is wrong with which sample.
 
         Raises:
             DataError: there were too many in a row.
@@ -242,9 +226,11 @@ class Quarantine:
         if in_a_row >= MOST_IN_A_ROW:
             raise DataError(f"{in_a_row} samples in a row cannot be read, which is no case for quarantine: {problem}")
         if count <= LINES_SHOWN:
-            self._note(f"quarantined, its labels are left out: {problem}")
-        elif count.bit_count() == 1:  # 32, 64, 128 ...: a run of months is told, and does not drown in it
-            self._note(f"quarantined: {count:,} samples so far. `pretrain verify` names every fault of the files")
+            log.warning("quarantined, its labels are left out: %s", problem)
+        elif count.bit_count() == 1:  # 32, 64, 128, …: the log of a run of months stays short
+            log.warning(
+                "quarantined: %s samples so far. `pretrain verify` names every fault of the files", f"{count:,}"
+            )
 
     def end_row(self) -> None:
         """Note that samples could be read."""

@@ -10,26 +10,25 @@ With `use_dummy_dataset` the first three are left out and `opened` is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import DataConfig
-from pretraining.data.batch_reader import BatchReader, Quarantine
-from pretraining.data.dummy import DummySamples
+from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
-from pretraining.data.resume import READING_SETTINGS, describe_order
+from pretraining.data.resume import describe_order
+from pretraining.data.samples import DummySamples, Samples, StoredSamples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
-from pretraining.data.sampling.packed_samples import BinCache, PackedSamples, bin_cache
-from pretraining.data.sampling.samples import Samples, StreamSamples
+from pretraining.data.sampling.packing import BinCache, bin_cache
 from pretraining.data.sampling.token_stream import OrderCache, order_cache
 from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles, Listing
 from pretraining.data.storage.document_reader import DocumentReader, OpenFiles, open_files
 from pretraining.data.storage.index import Index, IndexSettings, find_index, index_places
 from pretraining.data.storage.index_build import build_index
+from pretraining.data.storage.token_format import load_format
 from pretraining.errors import ConfigError, DataError
 
 SplitName = Literal["train", "held_out"]
@@ -85,27 +84,23 @@ class OpenedDatasets:
         return sum(dataset.pass_tokens("held_out") for dataset in self.datasets)
 
 
-def build_indices(
-    listing: Listing, config: DataConfig, workers: int | None = None, say: Callable[[str], None] = lambda line: None
-) -> None:
+def build_indices(listing: Listing, config: DataConfig, workers: int | None = None) -> None:
     """Make the index of every dataset that has no valid one, and count its samples where documents are packed.
 
     Safe to call in several processes at once.
 
     Args:
-        listing: what to index.
-        config: how documents are read.
         workers: threads that look at files, and processes that pack; None = as many as cores.
-        say: told, in lines for the user, what is built and why.
 
     Raises:
         DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.
     """
     for files in listing.datasets:
-        index = build_index(files, _index_settings(files, config), config.index_path, workers, say)
+        token_format = load_format(files.file_type, config)
+        index = build_index(files, token_format, _index_settings(files, config), config.index_path, workers)
         if config.packing != "stream":
             places = _index_places(files, config)
-            build_bin_counts(files.name, index, places, config.seq_length, config.packing, workers, say)
+            build_bin_counts(files.name, index, places, config.seq_length, config.packing, workers)
 
 
 def open_datasets(listing: Listing, config: DataConfig) -> OpenedDatasets:
@@ -143,20 +138,14 @@ def build_loader(
     vocab_size: int,
     split: SplitName = "train",
     limit_steps: int | None = None,
-    note: Callable[[str], None] = lambda line: None,
 ) -> Loader:
     """Make the loader of one data-parallel rank.
 
     Args:
         opened: the datasets; None = the dummy dataset.
-        config: how samples are made.
-        plan: how a global batch is cut.
-        rank: data-parallel rank.
-        seed: of all orders.
         vocab_size: of the model; a token that is not below it is an error.
         split: "train", or "held_out" for evaluation.
         limit_steps: end after so many steps; `rewind` begins again with the same samples. None = never end.
-        note: told, in lines for the user, of samples that are quarantined; maybe from another thread.
 
     Raises:
         ConfigError: weights do not match the datasets, or bos_token or sep_token is not in the vocabulary.
@@ -172,28 +161,9 @@ def build_loader(
         sources = [_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
-    skipped = config.skipped_ranges if split == "train" else []
-    reader = BatchReader(
-        sources,
-        Mixture([phase], Skipped(skipped)),
-        plan,
-        rank,
-        seq_length=config.seq_length,
-        logical_shards=config.logical_shards,
-        vocab_size=vocab_size,
-        document_mask=config.document_mask,
-        quarantine=Quarantine(note) if config.bad_documents == "quarantine" else None,
-    )
-    order = describe_order(
-        {source.name: source.fingerprint() for source in sources},
-        phase,
-        {} if opened is None else _reading_settings(config),
-        skipped=skipped,
-        seed=seed,
-        seq_length=config.seq_length,
-        logical_shards=config.logical_shards,
-        split=split,
-    )
+    order = describe_order({source.name: source.fingerprint() for source in sources}, phase, config, seed, split)
+    mixture = Mixture([phase], Skipped(order["skipped"]))
+    reader = BatchReader(sources, mixture, plan, rank, config, vocab_size)
     return Loader(reader, order, num_workers=config.num_workers, limit_steps=limit_steps, changes=changes)
 
 
@@ -214,13 +184,8 @@ def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
         bos_token=config.bos_token,
         strip_tokens=tuple(sorted(set(config.strip_tokens))),
         min_length=config.min_length,
+        format=load_format(files.file_type, config).identity,
     )
-
-
-def _reading_settings(config: DataConfig) -> dict[str, Any]:
-    """`READING_SETTINGS` as JSON gives them back."""
-    values = {name: getattr(config, name) for name in READING_SETTINGS}
-    return {**values, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
 def _index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
@@ -230,15 +195,11 @@ def _index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
 def _samples(
     dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, vocab_size: int, split: SplitName
 ) -> Samples:
+    token_format = load_format(dataset.files.file_type, config)
     virtual = (config.bos_token, config.sep_token)
-    reader = DocumentReader(dataset.files, dataset.index, virtual, vocab_size, opened.open_files)
-    parts = (dataset.files, dataset.index, split, reader)
-    pieces, orders = config.logical_shards, opened.orders
-    if dataset.counts is None:
-        return StreamSamples(*parts, seq_length=config.seq_length, logical_shards=pieces, seed=seed, cache=orders)
-    return PackedSamples(
-        *parts, counts=dataset.counts, logical_shards=pieces, seed=seed, orders=orders, cache=opened.bins
-    )
+    reader = DocumentReader(dataset.files, token_format, dataset.index, virtual, vocab_size, opened.open_files)
+    shared = (opened.orders, opened.bins)
+    return StoredSamples(dataset.files, dataset.index, dataset.counts, split, reader, config, seed, *shared)
 
 
 def _weighted_datasets(

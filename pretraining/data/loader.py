@@ -1,17 +1,21 @@
 """The loader: one `StepBatch` a training step, for ever, for one rank.
 
-Batches are made by a `BatchReader`, which knows no past. The loader only counts the batches that were taken, and lets
-threads read a few steps ahead; so its state never depends on what was fetched, and any number of threads gives the same
-batches in the same order.
+    numbers of steps --BatchReader.read, on num_workers threads, in order--> batches --next(loader)--> training
+
+A `BatchReader` makes the batch of any step and knows no past. The pipeline of `torchdata.nodes` only fetches ahead. The
+loader counts the batches that were taken, and that count is its whole state: any number of threads, and any point at
+which a run stops, gives the same batches in the same order.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any
+
+from torchdata.nodes import BaseNode, ParallelMapper
 
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
@@ -24,7 +28,6 @@ class Loader:
     A context manager that ends its threads; it can be used again after that.
 
     Args:
-        reader: makes the batch of any step.
         order: what the order of the data depends on (`describe_order`), in a run that begins now.
         num_workers: threads that read ahead; 0 = read when asked.
         limit_steps: end after so many steps from the first; None = never end.
@@ -51,8 +54,7 @@ class Loader:
         self._workers = num_workers
         self._limit = limit_steps
         self._next_step = 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future[StepBatch]] = deque()
+        self._ahead: _ReadAhead | None = None
 
     @property
     def next_step(self) -> int:
@@ -74,11 +76,12 @@ class Loader:
         if self._workers == 0:
             batch = self.reader.read(self._next_step)
         else:
-            self._read_ahead()
+            if self._ahead is None:
+                self._ahead = _ReadAhead(self.reader, self._next_step, self._limit, self._workers)
             try:
-                batch = self._ahead.popleft().result()
+                batch = self._ahead.take()
             except BaseException:
-                self._drop_ahead()
+                self.close()
                 raise
         self._next_step += 1
         return batch
@@ -96,22 +99,21 @@ class Loader:
             DataError: the state is of another order of the data.
         """
         resumed = resume(state, self._order_of_new_run, self._changes)
-        self._drop_ahead()
+        self.close()
         self.reader = self._reader_of_new_run.with_mixture(resumed.mixture)
         self._order, self._next_step, self.changes_at_resume = resumed.order, resumed.step, resumed.changes
 
     def rewind(self) -> None:
         """Begin again with the first step, as if no state had been loaded."""
-        self._drop_ahead()
+        self.close()
         self.reader, self._order = self._reader_of_new_run, self._order_of_new_run
         self._next_step, self.changes_at_resume = 0, ()
 
     def close(self) -> None:
-        """End the threads."""
-        self._drop_ahead()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+        """End the threads, and forget what they have read ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def __enter__(self) -> Loader:
         return self
@@ -121,17 +123,56 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _read_ahead(self) -> None:
-        """Keep a step under way for every thread, and one more."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="data")
-        while len(self._ahead) <= self._workers:
-            step = self._next_step + len(self._ahead)
-            if self._limit is not None and step >= self._limit:
-                break
-            self._ahead.append(self._pool.submit(self.reader.read, step))
 
-    def _drop_ahead(self) -> None:
-        for future in self._ahead:
-            future.cancel()
-        self._ahead.clear()
+class _ReadAhead:
+    """The batches from a step on, read on threads: at most two for each thread are under way or waiting to be taken."""
+
+    def __init__(self, reader: BatchReader, first_step: int, end_step: int | None, threads: int) -> None:
+        read = partial(_read_or_fail, reader)
+        # Without snapshots: the pipeline's own state is never asked for.
+        self._batches = ParallelMapper(
+            _Steps(first_step, end_step), read, threads, method="thread", snapshot_frequency=0
+        )
+        # A loader that is left open must not keep the interpreter from a clean end.
+        self.close = weakref.finalize(self, _end_threads, self._batches)
+
+    def take(self) -> StepBatch:
+        """The next batch; what reading it raised, a thread's `SystemExit` too, is raised here."""
+        batch = next(self._batches)
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
+
+
+class _Steps(BaseNode[int]):
+    """Numbers of steps, from the first to the last; None = for ever."""
+
+    def __init__(self, first: int, end: int | None) -> None:
+        super().__init__()
+        self._next, self._end = first, end
+
+    def next(self) -> int:
+        if self._next == self._end:
+            raise StopIteration
+        self._next += 1
+        return self._next - 1
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+
+def _read_or_fail(reader: BatchReader, step: int) -> StepBatch | BaseException:
+    """Return what is raised; torchdata would raise a text about it in its place, and hang on a thread's SystemExit."""
+    try:
+        return reader.read(step)
+    except BaseException as error:
+        return error
+
+
+def _end_threads(batches: ParallelMapper[StepBatch | BaseException]) -> None:
+    # torchdata 0.11 has no public way to end the threads but the destructor of what runs them, and that fails while the
+    # interpreter ends: it must be gone before.
+    pipeline = batches._it
+    if pipeline._it is not None:  # it is made by the first `next`
+        pipeline._it._shutdown()
+        pipeline._it = None

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from pretraining.config.training import DataConfig
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
 from pretraining.errors import DataError
 
@@ -26,45 +27,41 @@ READING_SETTINGS = (
     "packing",
 )
 """How documents are read and make samples: the same for all datasets, throughout a run."""
+RARE_READING_SETTINGS = ("token_dtype",)
+"""The same, of settings that are left out of the state where they are not given."""
 _NAMES_SHOWN = 12
 _LARGEST_NUMBER = 1 << 62
 _LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
 
 
 def describe_order(
-    sources: Mapping[str, Mapping[str, Any]],
-    phase: Phase,
-    reading: Mapping[str, Any],
-    *,
-    skipped: Sequence[tuple[int, int]] = (),
-    seed: int,
-    seq_length: int,
-    logical_shards: int,
-    split: str,
+    sources: Mapping[str, Mapping[str, Any]], phase: Phase, config: DataConfig, seed: int, split: str
 ) -> dict[str, Any]:
     """Everything that the order of the data depends on, JSON-able.
 
     Args:
         sources: fingerprint of each dataset by name.
         phase: the mixture of a run that begins now.
-        reading: `READING_SETTINGS`; nothing for made-up data.
-        skipped: (first, end) of the samples that are skipped.
-        seed: of all orders.
-        seq_length: tokens a sample.
-        logical_shards: pieces of a dataset.
-        split: "train" or "held_out".
+        split: "train" or "held_out"; samples are only ever skipped in training.
     """
     return {
         "version": STATE_VERSION,
         "split": split,
         "seed": seed,
-        "seq_length": seq_length,
-        "logical_shards": logical_shards,
-        **reading,
+        "seq_length": config.seq_length,
+        "logical_shards": config.logical_shards,
+        **({} if config.use_dummy_dataset else _reading_settings(config)),
         "datasets": {name: dict(fingerprint) for name, fingerprint in sources.items()},
         "phases": [asdict(phase)],
-        "skipped": [list(each) for each in skipped],
+        "skipped": [list(each) for each in config.skipped_ranges] if split == "train" else [],
     }
+
+
+def _reading_settings(config: DataConfig) -> dict[str, Any]:
+    """How documents are read and make samples, as JSON gives it back."""
+    values = {name: getattr(config, name) for name in READING_SETTINGS}
+    rare = {name: getattr(config, name) for name in RARE_READING_SETTINGS if getattr(config, name) is not None}
+    return {**values, **rare, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
 def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:
@@ -239,7 +236,8 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
             problems.append(f"{name} was {saved[name]} and is {order[name]}{note}")
     # Fingerprints hold digests of these; here they have values, and hold for datasets that were not there before.
     reading = [name for name in READING_SETTINGS if saved.get(name, order.get(name)) != order.get(name)]
-    problems += [f"{name} was {saved[name]} and is {order[name]}" for name in reading]
+    reading += [name for name in RARE_READING_SETTINGS if saved.get(name) != order.get(name)]
+    problems += [f"{name} was {saved.get(name)} and is {order.get(name)}" for name in reading]
     problems += [
         _changed(name, before[name], now[name], changes)
         for name in sorted(before.keys() & now.keys())
@@ -263,7 +261,7 @@ def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], chang
             text += f" ({changes[name]})"
         return f"{text}; new files belong in a new dataset of their own"
     if before.get("settings") != now.get("settings"):
-        return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)} differs"
+        return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)}, file_type differs"
     fields = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return f"dataset '{name}' differs: " + ", ".join(
         f"{key} was {before.get(key)} and is {now.get(key)}" for key in fields

@@ -1,18 +1,22 @@
-"""Work on threads, in order."""
+"""What the threads of a process share: work in order, and a bounded memory of what was used last."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
-def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+def map_in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], threads: int
+) -> Generator[Result, None, None]:
     """Like `map`, on threads, never more than a few items ahead of what is taken."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map")
     waiting: deque[Future[Result]] = deque()
@@ -30,3 +34,41 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], thre
 def usable_cores() -> int:
     """Cores that this process may run on, where the system tells, else those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class RecentlyUsed(Generic[Value]):
+    """Keeps values up to a total cost; past it, those that were not used for longest go first.
+
+    Values must be pure functions of their keys: two threads that miss at once both make the value, and either may be
+    kept.
+
+    Args:
+        limit: total cost that is kept. The newest value always stays, whatever it costs.
+        cost: of a value, in the unit of the limit.
+    """
+
+    def __init__(self, limit: int, cost: Callable[[Value], int]) -> None:
+        self._limit = limit
+        self._cost = cost
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._lock = threading.Lock()
+        self.total_cost = 0
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return the value of a key, made if it is not there."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make()
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value
+                self.total_cost += self._cost(value)
+                while self.total_cost > self._limit and len(self._values) > 1:
+                    _, dropped = self._values.popitem(last=False)
+                    self.total_cost -= self._cost(dropped)
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)

@@ -23,6 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretraining.errors import DataError
+from pretraining.files import write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -68,11 +69,9 @@ class Tokenizer:
         return hashlib.sha256(self.definition).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the files that `load_tokenizer` and AutoTokenizer read into a folder, each aside and renamed."""
+        """Write the files that `load_tokenizer` and AutoTokenizer read into a folder."""
         for name, content in ((TOKENIZER_CONFIG_FILE, self.config), (TOKENIZER_FILE, self.definition)):
-            aside = folder / f".{name}.tmp"
-            aside.write_bytes(content)
-            aside.replace(folder / name)
+            write_atomic(folder / name, content)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -9,9 +9,11 @@ reports do, from 1: step N is the batch that update N trained on, which the load
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,21 +25,117 @@ from pretraining.config.training import BatchConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
 from pretraining.data.dataset import OpenedDataset, OpenedDatasets, build_indices, build_loader, open_datasets
-from pretraining.data.sampling.samples import Samples
+from pretraining.data.samples import Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import VIRTUAL_BOS
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import ConfigError, DataError
+from pretraining.launch.terminal import showing_through
+
+log = logging.getLogger(__name__)
+
+SAMPLES_COUNTED = 20_000
+"""Samples of a dataset in which a summary counts documents one by one: a second or two."""
+
+_IDS_SHOWN = 12
+_CHARACTERS_SHOWN = 200
+
+
+def inspect(
+    config: InspectConfig,
+    state: Mapping[str, Any] | None = None,
+    restored_batch: int | None = None,
+) -> None:
+    """Show what steps of a run train on.
+
+    Args:
+        state: position in the data of the checkpoint that the run goes on from, if any.
+        restored_batch: its global batch size.
+
+    Raises:
+        ConfigError: the settings contradict each other.
+        DataError: the data cannot be read, or is not in the order that the checkpoint was trained in.
+    """
+    check_config(config)
+    asked = config.inspect
+    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
+        inspector = _open(config, state, restored_batch)
+    if asked.steps is None:
+        _print_slots(config, inspector)
+        return
+    first, last = asked.step_range
+    summaries = inspector.summary(first, last)
+    if asked.json:
+        for summary in summaries:
+            print(json.dumps({"first_step": first, "last_step": last, **asdict(summary)}))
+    else:
+        print("\n".join(describe_summaries(first, last, config.data.seq_length, summaries)))
+
+
+def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch: int | None) -> Inspector:
+    """The batches that training would read."""
+    ranks = config.inspect.world_size or 1
+    size = _global_batch_size(config.batch, ranks, restored_batch)
+    if config.inspect.world_size is None and config.batch.global_batch_size is None and restored_batch is None:
+        log.info("A step is %d sequences, as on one GPU: give --world_size or --global_batch_size if it is not.", size)
+    opened = None
+    if not config.data.use_dummy_dataset:
+        listing = list_datasets(config.data)
+        build_indices(listing, config.data)
+        opened = open_datasets(listing, config.data)
+    vocab_size = resolve_shape(config.model).vocab_size
+    loader = build_loader(opened, config.data, _plan_of(size, ranks), 0, config.run.seed, vocab_size)
+    if state is not None:
+        loader.load_state_dict(state)  # refuses another order
+    quarantine = config.data.bad_documents == "quarantine"
+    return Inspector(loader.reader, opened, config.data.seq_length, quarantine=quarantine)
+
+
+def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
+    asked, ranks = config.inspect, config.inspect.world_size or 1
+    step = asked.step
+    if asked.sample_id is not None:
+        sample_step = inspector.step_of_sample(asked.sample_id)
+        if step is not None and step != sample_step:
+            raise ConfigError(f"--sample_id={asked.sample_id} is in step {sample_step}, not in --step={step}")
+        step = sample_step
+    assert step is not None  # check_inspect_config asks for one of them
+    size = inspector.global_batch_size(step)
+    share = _plan_of(size, ranks).share(asked.rank) if asked.rank is not None else None
+    decode = None
+    if asked.tokens and not asked.json and config.data.tokenizer_path is not None:
+        decode = load_tokenizer(config.data.tokenizer_path).decode
+    if not asked.json:
+        place = f"rank {asked.rank} of {ranks}" if asked.rank is not None else "all ranks"
+        print(
+            f"step {step}, {place}: the global batch has {size} slots of {config.data.seq_length} tokens and one more"
+        )
+    shown = 0
+    for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
+        shown += 1
+        print(json.dumps(slot.document()) if asked.json else "\n".join(slot.describe(decode)))
+    if asked.sample_id is not None and not shown:
+        raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
+
+
+def _plan_of(size: int, ranks: int) -> BatchPlan:
+    """How ranks share a global batch; micro-batches do not change which slots they take."""
+    return BatchPlan(size, -(-size // ranks), 1, ranks)
+
+
+def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> int:
+    """Sequences a step; the order of precedence is that of `plan_batch`."""
+    if batch.global_batch_size is not None:
+        return batch.global_batch_size
+    return restored or batch.batch_size * (batch.grad_accum_steps or 1) * ranks
 
 
 class Inspector:
     """Looks into the batches of a run.
 
     Args:
-        reader: makes the batches.
         opened: the datasets; None for made-up data.
-        seq_length: S.
         quarantine: whether a sample that cannot be read is shown as such; otherwise it is an error.
     """
 
@@ -178,96 +276,6 @@ class Inspector:
         return int(np.count_nonzero(begun))
 
 
-def inspect(
-    config: InspectConfig,
-    state: Mapping[str, Any] | None = None,
-    restored_batch: int | None = None,
-    show: Callable[[str], None] = print,
-    note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> None:
-    """Show what steps of a run train on.
-
-    Args:
-        config: the run, and what to show.
-        state: position in the data of the checkpoint that the run goes on from, if any.
-        restored_batch: its global batch size.
-        show: prints a line of the answer.
-        note: prints what is no part of the answer.
-
-    Raises:
-        ConfigError: the settings contradict each other.
-        DataError: the data cannot be read, or is not in the order that the checkpoint was trained in.
-    """
-    check_config(config)
-    asked = config.inspect
-    ranks = asked.world_size or 1
-    size = _global_batch_size(config.batch, ranks, restored_batch)
-    if asked.world_size is None and config.batch.global_batch_size is None and restored_batch is None:
-        note(f"A step is {size} sequences, as on one GPU: give --world_size or --global_batch_size if it is not.")
-    opened = None
-    if not config.data.use_dummy_dataset:
-        listing = list_datasets(config.data)
-        build_indices(listing, config.data, say=note)
-        opened = open_datasets(listing, config.data)
-    loader = build_loader(
-        opened, config.data, _plan_of(size, ranks), 0, config.run.seed, resolve_shape(config.model).vocab_size
-    )
-    if state is not None:
-        loader.load_state_dict(state)  # refuses another order
-    inspector = Inspector(
-        loader.reader, opened, config.data.seq_length, quarantine=config.data.bad_documents == "quarantine"
-    )
-    if asked.steps is not None:
-        first, last = asked.step_range
-        summaries = inspector.summary(first, last)
-        for line in (
-            [json.dumps({"first_step": first, "last_step": last, **asdict(each)}) for each in summaries]
-            if asked.json
-            else describe_summaries(first, last, config.data.seq_length, summaries)
-        ):
-            show(line)
-        return
-    _show_slots(config, inspector, ranks, show)
-
-
-def _show_slots(config: InspectConfig, inspector: Inspector, ranks: int, show: Callable[[str], None]) -> None:
-    asked = config.inspect
-    step = asked.step
-    if asked.sample_id is not None:
-        sample_step = inspector.step_of_sample(asked.sample_id)
-        if step is not None and step != sample_step:
-            raise ConfigError(f"--sample_id={asked.sample_id} is in step {sample_step}, not in --step={step}")
-        step = sample_step
-    assert step is not None  # a rule asks for one of them
-    size = inspector.global_batch_size(step)
-    share = _plan_of(size, ranks).share(asked.rank) if asked.rank is not None else None
-    decode = None
-    if asked.tokens and not asked.json and config.data.tokenizer_path is not None:
-        decode = load_tokenizer(config.data.tokenizer_path).decode
-    if not asked.json:
-        place = f"rank {asked.rank} of {ranks}" if asked.rank is not None else "all ranks"
-        show(f"step {step}, {place}: the global batch has {size} slots of {config.data.seq_length} tokens and one more")
-    shown = 0
-    for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
-        shown += 1
-        for line in [json.dumps(slot.document())] if asked.json else slot.describe(decode):
-            show(line)
-    if asked.sample_id is not None and not shown:
-        raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
-
-
-def _plan_of(size: int, ranks: int) -> BatchPlan:
-    """How ranks share a global batch; micro-batches do not change which slots they take."""
-    return BatchPlan(size, -(-size // ranks), 1, ranks)
-
-
-def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> int:
-    """Sequences a step; the order of precedence is that of `plan_batch`."""
-    if batch.global_batch_size is not None:
-        return batch.global_batch_size
-    return restored or batch.batch_size * (batch.grad_accum_steps or 1) * ranks
-
-
 def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
     """Where the pieces of a sample are on disk."""
     files = dataset.index.files_of(spans.documents)
@@ -278,16 +286,6 @@ def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
     columns = (column.tolist() for column in (files, rows, spans.starts, spans.lengths, ends))
     for file, row, start, length, ends_document in zip(*columns, strict=True):
         yield SpanPlace(dataset.files.path(file), row, start, length, ends_document)
-
-
-# TODO(merge): was pretraining.tools.inspect
-# What `pretrain inspect` finds, and how people and programs are shown it.
-
-SAMPLES_COUNTED = 20_000
-"""Samples of a dataset in which a summary counts documents one by one: a second or two."""
-
-_IDS_SHOWN = 12
-_CHARACTERS_SHOWN = 200
 
 
 @dataclass(frozen=True)

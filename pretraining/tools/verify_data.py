@@ -10,11 +10,14 @@ named, as what follows from there cannot be trusted; of wrong tokens every row i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +25,20 @@ import numpy as np
 
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
-from pretraining.data.threads import map_in_order
+from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import DataError
+from pretraining.launch.terminal import showing_through
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
 from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile, file_checksum
+
+log = logging.getLogger(__name__)
 
 FAULTS_SHOWN = 100
 """Rows of a file that are named one by one; of a file of another tokenizer nearly all would be."""
 _TOKENS_AT_ONCE = 1 << 22
+_SHARED_SETTINGS = ("data_path", "datasets", "file_type", "col_name", "sep_token", "token_dtype")
+"""Settings that mean the same for training."""
 
 
 @dataclass
@@ -66,66 +73,62 @@ class _Record:
     faults: tuple[str, ...] = ()
 
 
-def verify(
-    config: VerifyConfig,
-    show: Callable[[str], None] = print,
-    note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> None:
-    """Check the token files of datasets.
-
-    Args:
-        config: which files, and what their tokens must be below.
-        show: prints a fault, as it is found, or a line of the summary.
-        note: prints progress.
+def verify(config: VerifyConfig) -> None:
+    """Check the token files of datasets: print each fault as it is found, at the end a summary; log progress.
 
     Raises:
         DataError: there are faults, or there is nothing to check.
     """
     assert config.data_path is not None
-    data = DataConfig(data_path=config.data_path, datasets=config.datasets, col_name=config.col_name)
+    data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
     listing = list_datasets(data)
     total_bytes = sum(sum(files.sizes) for files in listing.datasets)
-    progress = _Progress(total_bytes, note)
-    faults = faulty_files = file_count = 0
-    summary = []
+    faults = _Faults()
     for folder in _emptied_folders(config, [files.name for files in listing.datasets]):
-        show(f"{folder} has a {MANIFEST_FILE}, but its token files are gone")
-        faults, faulty_files = faults + 1, faulty_files + 1
-    for files in listing.datasets:
-        record = _read_record(files)
-        missing = _missing_files(files, record)
-        for fault in (*record.faults, *missing):
-            show(fault)
-        faults += len(record.faults) + len(missing)
-        faulty_files += len(record.faults) + len(missing)
-        reports = []
-        for report in _check_files(files, record, config):
-            for fault in report.faults:
-                show(fault)
-            faults += len(report.faults)
-            faulty_files += bool(report.faults)
-            reports.append(report)
-            progress.add(report.bytes)
-        file_count += len(reports)
-        summary.append(_describe(files, record, reports, config))
-    if faults:
+        faults.add([f"{folder} has a {MANIFEST_FILE}, but its token files are gone"])
+    progress, file_count, summary = _Progress(total_bytes), 0, []
+    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for what is found
+        for files in listing.datasets:
+            record = _read_record(files)
+            for fault in (*record.faults, *_missing_files(files, record)):
+                faults.add([fault])
+            reports = []
+            for report in _check_files(files, record, config, load_format(files.file_type, data)):
+                faults.add(report.faults)
+                reports.append(report)
+                progress.add(report.bytes)
+            file_count += len(reports)
+            summary.append(_describe(files, record, reports, config))
+    if faults.count:
         raise DataError(
-            f"{faults:,} faults in {faulty_files:,} files ({file_count:,} were read); they are listed above"
+            f"{faults.count:,} faults in {faults.files:,} files ({file_count:,} were read); they are listed above"
         )
     for line in summary:
-        show(line)
-    show(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
+        print(line)
+    print(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
+
+
+class _Faults:
+    """Prints faults and counts them."""
+
+    def __init__(self) -> None:
+        self.count = self.files = 0
+
+    def add(self, faults: Sequence[str]) -> None:
+        """Take the faults of one file, if it has any."""
+        for fault in faults:
+            print(fault)
+        self.count += len(faults)
+        self.files += bool(faults)
 
 
 def check_file(
-    path: str, size: int, column: str, vocab_size: int | None = None, written: TokenFile | None = None
+    path: str, size: int, token_format: TokenFormat, vocab_size: int | None = None, written: TokenFile | None = None
 ) -> FileReport:
     """Read a token file wholly.
 
     Args:
-        path: of the file.
         size: in bytes when it was listed.
-        column: of the token lists.
         vocab_size: every token is below it; None = not checked.
         written: what `prepare` wrote, where it did.
     """
@@ -141,7 +144,7 @@ def check_file(
     report.faults += _changes(path, report.bytes, checksum, written)
     report.compared = written is not None and written.crc32 is not None
     try:
-        layout = read_document_layout(path, column)
+        layout = token_format.documents(path)
     except DataError as error:
         report.faults.append(str(error))
         return report
@@ -151,22 +154,23 @@ def check_file(
     return report
 
 
-def _check_files(files: DatasetFiles, record: _Record, config: VerifyConfig) -> Iterator[FileReport]:
+def _check_files(
+    files: DatasetFiles, record: _Record, config: VerifyConfig, token_format: TokenFormat
+) -> Iterator[FileReport]:
     """The reports of a dataset's files, in their order."""
     vocab_size = record.vocab_size if config.vocab_size is None else config.vocab_size
 
     def check(number: int) -> FileReport:
         name = files.paths[number]
-        report = check_file(
-            files.path(number), files.sizes[number], config.col_name, vocab_size, record.files.get(name)
-        )
+        report = check_file(files.path(number), files.sizes[number], token_format, vocab_size, record.files.get(name))
         if record.files and name not in record.files:
             report.faults.insert(
                 0, f"{files.path(number)} was not made by `pretrain prepare`: {MANIFEST_FILE} has it not"
             )
         return report
 
-    return map_in_order(check, range(len(files.paths)), config.num_workers or min(32, os.cpu_count() or 1))
+    with ThreadPoolExecutor(config.num_workers or min(32, os.cpu_count() or 1)) as pool:
+        yield from pool.map(check, range(len(files.paths)))
 
 
 def _changes(path: str, size: int, checksum: str, written: TokenFile | None) -> list[str]:
@@ -187,8 +191,7 @@ def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> li
     """A fault for each row with tokens beyond the vocabulary."""
     if vocab_size >= 1 << 8 * layout.width:
         return []
-    content = np.memmap(path, dtype=np.uint8, mode="r")
-    tokens = content[: len(content) // layout.width * layout.width].view(f"<u{layout.width}")
+    tokens = layout.tokens
     rows = np.flatnonzero(layout.lengths)
     rows = rows[np.argsort(layout.offsets[rows], kind="stable")]
     begins = layout.offsets[rows] // layout.width
@@ -276,11 +279,8 @@ def _describe(files: DatasetFiles, record: _Record, reports: list[FileReport], c
 class _Progress:
     """A line now and then, of how much is read."""
 
-    def __init__(
-        self, total_bytes: int, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total_bytes
-        self._note = note
         self._clock = clock
         self._read = 0
         self._began = self._shown = clock()
@@ -291,4 +291,4 @@ class _Progress:
         if now - self._shown >= LINE_INTERVAL_SECONDS:
             self._shown = now
             done, rate = self._read / max(self._total, 1), self._read / (now - self._began)
-            self._note(f"verifying: {done:.0%} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s")
+            log.info("verifying: %s", f"{done:.0%} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import TrainConfig
 from pretraining.data.dataset import OpenedDatasets, SplitName, build_indices, build_loader, open_datasets
@@ -23,7 +21,7 @@ def open_data(config: TrainConfig, processes: Processes) -> OpenedDatasets | Non
         return None
     # Listing 100,000 files costs a shared file system dearly: one process does it for all.
     listing = on_rank_zero(lambda: list_datasets(config.data))
-    on_rank_zero(lambda: build_indices(listing, config.data, say=lambda line: print(line, flush=True)))
+    on_rank_zero(lambda: build_indices(listing, config.data))
     # Where indices lie in a cache folder, nodes may not see each other's; where they do, this finds rank 0's.
     is_first_of_node = processes.local_rank == 0
     on_every_rank(lambda: build_indices(listing, config.data) if is_first_of_node else None)
@@ -50,7 +48,6 @@ def open_loader(
             vocab_size,
             split=split,
             limit_steps=limit_steps,
-            note=lambda line: print(f"rank {rank}: {line}", file=sys.stderr, flush=True),
         )
     )
 

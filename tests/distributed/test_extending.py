@@ -29,7 +29,7 @@ def outside(tmp_path: Path) -> Path:
     """A folder with the modules that the page shows."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     modules = BLOCK.findall(page)
-    assert [name for name, _ in modules] == ["my_optimizers.py", "my_schedules.py", "my_trackers.py"]
+    assert [name for name, _ in modules] == ["my_optimizers.py", "my_schedules.py", "my_trackers.py", "my_formats.py"]
     for name, code in modules:
         (tmp_path / name).write_text(code)
     return tmp_path

@@ -142,6 +142,7 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest.document()))
     (tmp_path / "run/config.yaml").write_text(manifest.config)
+    capsys.readouterr()  # that the datasets were indexed
     asked = ["--tokens", "--json"]
     for source in (
         [f"--ckpt_load_path={tmp_path}/run"],

@@ -179,8 +179,6 @@ class Mixture:
 
     Attributes:
         names: of all datasets of all phases, sorted; results refer to their positions here.
-        phases: as given.
-        skipped: as given.
     """
 
     def __init__(self, phases: Sequence[Phase], skipped: Skipped | None = None) -> None:
@@ -247,15 +245,11 @@ class Mixture:
             yield from self.skipped.taken(begin, last + 1)
 
 
-# TODO(merge): was pretraining.data.sampling.mixture
-# Samples that a run leaves out: ranges of global indices, such as those of batches that made the loss diverge.
-#
-# A sample keeps its index, and its dataset keeps the sample, whether it is skipped or not: steps take the indices that
-# are left, in order. So leaving out what is still to come changes nothing of what was.
-
-
 class Skipped:
-    """Ranges of samples that are left out.
+    """Ranges of samples that a run leaves out, such as those of batches that made the loss diverge.
+
+    A sample keeps its index, and its dataset keeps the sample, whether it is skipped or not: steps take the indices
+    that are left, in order. So leaving out what is still to come changes nothing of what was.
 
     Args:
         ranges: (first, end) of each; they may overlap.

@@ -1,4 +1,4 @@
-"""Which documents share a sample, where documents are packed and not streamed: from the lengths of one block alone.
+"""Which documents share a sample, where documents are packed and not streamed, and which sample comes when.
 
     lengths of a block --cut--> full pieces, each a bin of its own
                        --cut--> short documents and rests of long ones --greedy | first_fit | best_fit--> shared bins
@@ -12,14 +12,23 @@ Bins are numbered in the order of their first items, items in canonical order: d
 Which bins a block has depends on nothing outside it, so the bins of all blocks can be counted ahead (bin_counts.py) and
 made when they are needed: 1024 documents take about half a millisecond. Changing an algorithm changes the samples of
 runs: `ALGORITHM_VERSION` then changes, too.
+
+A shard is a run of whole blocks. Each pass visits its blocks in a keyed order, and the bins of a block in a keyed
+order: every bin once. Only the counts and the one block that a sample lies in are looked at, so finding a sample costs
+the same in the first pass and in the thousandth.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
+from pretraining.data.sampling.token_stream import SAMPLES_A_SHARD, Lengths, OrderCache, Spans
+from pretraining.data.threads import RecentlyUsed
 
 ALGORITHM_VERSION = 1
 
@@ -29,7 +38,6 @@ class PackedBlock:
     """The bins of a block; what can be made again from it is not kept, as thousands of blocks are in memory at once.
 
     Attributes:
-        seq_length: S.
         full_pieces: [documents + 1] int64, full pieces of the documents before each, then of all.
         shared: [shared bins] int64, number of each shared bin among all bins; the others are full pieces.
         first_items: [shared bins + 1] int32, the first item of each shared bin, then their number.
@@ -166,3 +174,130 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 _ALGORITHMS = {"greedy": _next_fit, "first_fit": _first_fit, "best_fit": _best_fit_decreasing}
 PACKINGS = tuple(_ALGORITHMS)
+
+
+@dataclass(frozen=True)
+class OrderedBins:
+    """The bins of a block, and the order in which a pass takes them.
+
+    Attributes:
+        block: what is in them.
+        order: [bins] int32.
+    """
+
+    block: PackedBlock
+    order: np.ndarray
+
+
+BinCache = RecentlyUsed[OrderedBins]
+
+
+def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
+    """A memory for packed blocks, to be shared by all the streams of a process."""
+    return RecentlyUsed(limit_bytes, cost=lambda bins: bins.block.nbytes + bins.order.nbytes + 1024)
+
+
+def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
+    """Cut a dataset between blocks into shards of nearly equal bins; a shard may hold none where blocks are unequal.
+
+    Of `total` bins, shard s of `count` starts with the first block whose first bin is at or after s * total / count.
+
+    Args:
+        bounds: [blocks + 1] int64, bins before each block, then all.
+        logical_shards: how many shards to make at most; there are fewer where these would hold less than
+            `SAMPLES_A_SHARD` bins, or no whole block.
+
+    Returns:
+        [shards + 1] int64, the first block of each shard, then the number of blocks.
+    """
+    total = int(bounds[-1])
+    count = max(1, min(logical_shards, int(np.count_nonzero(np.diff(bounds))), total // SAMPLES_A_SHARD))
+    targets = [-(-shard * total // count) for shard in range(1, count)]
+    return np.array([0, *np.searchsorted(bounds, targets), len(bounds) - 1], dtype=np.int64)
+
+
+class PackedStream:
+    """Where the tokens of each sample are.
+
+    Args:
+        bounds: [blocks + 1] int64, bins before each block, then all.
+        first_blocks: [shards + 1] int64, the first block of each shard, then the number of blocks.
+        key: parts that make this dataset's orders its own: (seed, dataset).
+        orders: memory for the orders of blocks, shared with other streams.
+        cache: memory for packed blocks, shared with other streams.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        bounds: np.ndarray,
+        first_blocks: np.ndarray,
+        seq_length: int,
+        packing: str,
+        key: tuple[int, int],
+        orders: OrderCache,
+        cache: BinCache,
+    ) -> None:
+        self._lengths = lengths
+        self._bounds = bounds
+        self._first_blocks = first_blocks
+        self._seq_length = seq_length
+        self._packing = packing
+        self._key = key
+        self._orders = orders
+        self._cache = cache
+        self.bins = np.diff(bounds[first_blocks])
+
+    def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
+        """The pieces of documents that make samples: at most S + 1 tokens each.
+
+        Args:
+            shards: [rows], numbers of shards that are not empty.
+            samples: [rows], j of each sample, from 0, without end.
+        """
+        nothing = np.zeros(0, dtype=np.int64)
+        documents, starts, lengths, first_spans = [nothing], [nothing], [nothing], [0]
+        passes, positions = np.divmod(samples, self.bins[shards])
+        for shard, pass_number, position in zip(shards.tolist(), passes.tolist(), positions.tolist(), strict=True):
+            blocks, bounds = self._blocks(shard, pass_number)
+            visit = int(bounds.searchsorted(position, "right")) - 1
+            block = int(blocks[visit])
+            bins = self._bins(shard, pass_number, block)
+            pieces = bins.block.bin(int(bins.order[position - int(bounds[visit])]))
+            documents.append(pieces[0] + block * self._lengths.block_documents)
+            starts.append(pieces[1])
+            lengths.append(pieces[2])
+            first_spans.append(first_spans[-1] + len(pieces[0]))
+        return Spans(
+            np.concatenate(documents), np.concatenate(starts), np.concatenate(lengths), np.array(first_spans, np.int64)
+        )
+
+    def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks of a shard in the order of a pass, [n], and the bins before each, [n + 1]."""
+
+        def make() -> tuple[np.ndarray, np.ndarray]:
+            blocks = np.arange(self._first_blocks[shard], self._first_blocks[shard + 1])
+            blocks = blocks[keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)]
+            bounds = np.concatenate(([0], np.cumsum(self._bounds[blocks + 1] - self._bounds[blocks])))
+            return blocks, bounds
+
+        return self._orders.get((self._identity, shard, pass_number), make)
+
+    def _bins(self, shard: int, pass_number: int, block: int) -> OrderedBins:
+        """The bins of a block, and their order in a pass."""
+
+        def make() -> OrderedBins:
+            begin = block * self._lengths.block_documents
+            end = min(begin + self._lengths.block_documents, self._lengths.document_count)
+            packed = pack_block(self._lengths.lengths(begin, end), self._seq_length, self._packing)
+            bins = np.arange(self._bounds[block], self._bounds[block + 1])
+            assert len(bins) == len(packed), "the counts are of other documents"
+            order = keyed_order(derive_key(Purpose.BINS, *self._key, shard, pass_number), bins)
+            return OrderedBins(packed, order.astype(np.int32))
+
+        return self._cache.get((self._identity, shard, pass_number, block), make)
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        """Keeps streams apart that share memory."""
+        return (self._key, self._packing, self._seq_length, len(self._first_blocks))

@@ -20,8 +20,8 @@ from functools import partial
 
 import numpy as np
 
-from pretraining.data.recently_used import RecentlyUsed
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64
+from pretraining.data.threads import RecentlyUsed
 
 _SHORTEST_STRETCH = 64
 """Samples that are found at once; as many as a round has, where that is more."""

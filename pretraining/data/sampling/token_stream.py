@@ -16,12 +16,12 @@ from typing import Protocol
 
 import numpy as np
 
-from pretraining.data.recently_used import RecentlyUsed
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
+from pretraining.data.threads import RecentlyUsed
 
 SAMPLES_A_SHARD = 8
-"""A dataset is cut into fewer than `logical_shards` pieces where these would hold less than so many samples: a sample
-longer than its shard would repeat the same few documents."""
+"""The fewest samples a shard: a dataset is cut into fewer than `logical_shards` pieces where they would hold less. A
+sample longer than its shard would repeat the same few documents."""
 
 
 class Lengths(Protocol):
@@ -106,7 +106,7 @@ def order_cache(limit_bytes: int = 64 * 2**20) -> OrderCache:
 
 
 def shard_count(tokens: int, seq_length: int, logical_shards: int) -> int:
-    """How many pieces a dataset of so many tokens is cut into."""
+    """How many pieces a dataset is cut into."""
     return max(1, min(logical_shards, tokens // (SAMPLES_A_SHARD * seq_length)))
 
 
@@ -136,9 +136,6 @@ class TokenStream:
     """Where the tokens of each sample are.
 
     Args:
-        lengths: of the documents.
-        shards: how they are cut.
-        seq_length: S.
         key: parts that make this dataset's orders its own: (seed, dataset).
         cache: memory for orders, shared with other streams over the same documents.
     """

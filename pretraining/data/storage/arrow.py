@@ -1,22 +1,22 @@
-"""Where each document's tokens lie in an Arrow IPC file, as plain byte offsets.
-
-Training never decodes Arrow: it reads so many tokens at a byte offset. This module finds the offsets once, for the
-index:
+"""Arrow IPC files: where each document's tokens lie, as plain byte offsets.
 
     footer -> record batches -> metadata -> positions of the column's buffers -> list offsets -> bytes of each row
 
 A document is a row, a list of integers. Some tools write a column of plain integers instead: there a record batch is a
 document, its rows are the tokens, and its number stands for the row.
 
-Files of one document a record batch have as many metadata blocks as documents, so these are read together: the first
-one is parsed, and every other one that has the same bytes apart from its numbers (checked byte by byte) has its numbers
-at the same places. The few that differ are parsed singly.
+pyarrow parses the schema, once for all files that share it, and everything else is read here: pyarrow does not say
+where buffers lie, and takes 22 µs a record batch to find out, which is a document in files that other tools write. Such
+files have as many metadata blocks as documents. These are read together: the first one is parsed, and every other one
+that has the same bytes apart from its numbers (checked byte by byte) has its numbers at the same places. The few that
+differ are parsed singly.
+
+Formats are those of the Arrow specification, "IPC File Format" and "Serialization and Interprocess Communication", and
+of FlatBuffers' tables.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,176 +24,11 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 
+from pretraining.config.training import DataConfig
+from pretraining.data.storage.token_format import DocumentLayout, as_tokens, read_bytes
 from pretraining.errors import DataError
 
-_SMALL_FILE_BYTES = 1 << 16
-"""Files up to this size are read as a whole, which is faster than to map them."""
-
-
-@dataclass(frozen=True)
-class DocumentLayout:
-    """The documents of a file, in row order.
-
-    Attributes:
-        offsets: [n] int64, bytes from the start of the file to a document's first token.
-        lengths: [n] int64, in tokens.
-        width: bytes a token.
-        tokens: the file as unsigned integers of this width, a multiple of which is the offset of every document that is
-            not empty.
-    """
-
-    offsets: np.ndarray
-    lengths: np.ndarray
-    width: int
-    tokens: np.ndarray
-
-
-def read_document_layout(path: str, column: str) -> DocumentLayout:
-    """Find the documents of an Arrow IPC file.
-
-    Args:
-        path: of the file.
-        column: name of the column of token lists.
-
-    Raises:
-        DataError: the file is truncated or damaged, has no such column, or the column cannot be read in place.
-    """
-    try:
-        content = _content(path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(content) < 2 * len(MAGIC) + 6:
-        raise DataError(f"{path} is damaged: {len(content)} bytes are no Arrow file")
-    try:
-        footer = read_footer(path, content)
-        place = locate_column(path, footer.schema, column)
-        numbers = batch_numbers(path, content, footer, place)
-        if place.is_flat:
-            offsets, lengths = _batches(path, footer, dict(zip(FLAT_NUMBERS, numbers, strict=True)), place, column)
-        else:
-            numbered = dict(zip(LIST_NUMBERS, numbers, strict=True))
-            offsets, lengths = _rows(path, content, footer, numbered, place, column)
-    except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is damaged: its structure points outside the file") from error
-    return DocumentLayout(offsets, lengths, place.width, _as_integers(content, f"<u{place.width}"))
-
-
-def _content(path: str) -> np.ndarray:
-    """The bytes of a file, read or mapped."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        size = os.fstat(descriptor).st_size
-        if size <= _SMALL_FILE_BYTES:
-            return np.frombuffer(os.read(descriptor, size), dtype=np.uint8)
-        return np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
-    finally:
-        os.close(descriptor)
-
-
-def _as_integers(content: np.ndarray, dtype: str) -> np.ndarray:
-    """A file as integers, without the bytes that are left over at its end."""
-    width = np.dtype(dtype).itemsize
-    return content[: len(content) // width * width].view(dtype)
-
-
-def _rows(
-    path: str,
-    content: np.ndarray,
-    footer: Footer,
-    numbers: dict[str, np.ndarray],
-    place: ColumnPlace,
-    column: str,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and lengths of the rows of a column of lists."""
-    bodies = footer.offsets + footer.metadata_bytes
-    rows = numbers["rows"]
-    needed = (rows + (rows > 0)) * place.offset_bytes
-    _check_inside(path, footer, rows, numbers["offsets_at"], needed)
-    _check_inside(path, footer, rows, numbers["tokens_at"], numbers["tokens_bytes"])
-    has_nulls = numbers["null_rows"] > 0
-    if has_nulls.any():
-        _check_inside(path, footer, rows, numbers["validity_at"], np.where(has_nulls, (rows + 7) // 8, 0))
-    short = numbers["offsets_bytes"] < needed
-    if short.any():
-        raise DataError(f"{path} is damaged: record batch {np.flatnonzero(short)[0]} has fewer list offsets than rows")
-    nulls = np.flatnonzero(numbers["null_tokens"])
-    if len(nulls):
-        raise DataError(
-            f"column '{column}' of {path} has missing tokens (null) in rows from {rows[: nulls[0]].sum()} on"
-        )
-    list_starts, token_starts = bodies + numbers["offsets_at"], bodies + numbers["tokens_at"]
-    _check_aligned(path, rows, list_starts % place.offset_bytes + token_starts % place.width)
-
-    batch = np.repeat(np.arange(len(rows)), rows)  # of each row
-    row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
-    at = (list_starts // place.offset_bytes)[batch] + row_in_batch
-    list_offsets = _as_integers(content, f"<i{place.offset_bytes}")
-    begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
-    wrong = (begins < 0) | (ends < begins) | (ends > (numbers["tokens_bytes"] // place.width)[batch])
-    if wrong.any():
-        row = np.flatnonzero(wrong)[0]
-        raise DataError(f"{path} is damaged: row {row} lies outside the tokens of its record batch")
-    lengths = ends - begins
-    if has_nulls.any():
-        lengths[_null_rows(content, bodies + numbers["validity_at"], has_nulls, batch, row_in_batch)] = 0
-    return token_starts[batch] + begins * place.width, lengths
-
-
-def _batches(
-    path: str, footer: Footer, numbers: dict[str, np.ndarray], place: ColumnPlace, column: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and lengths of the record batches of a column of plain integers."""
-    tokens = numbers["tokens"]
-    _check_inside(path, footer, tokens, numbers["tokens_at"], numbers["tokens_bytes"])
-    short = numbers["tokens_bytes"] < tokens * place.width
-    if short.any():
-        raise DataError(f"{path} is damaged: record batch {np.flatnonzero(short)[0]} has fewer tokens than rows")
-    nulls = np.flatnonzero(numbers["null_tokens"])
-    if len(nulls):
-        raise DataError(f"column '{column}' of {path} has missing tokens (null) in record batch {nulls[0]}")
-    starts = footer.offsets + footer.metadata_bytes + numbers["tokens_at"]
-    _check_aligned(path, tokens, starts % place.width)
-    return starts, tokens
-
-
-def _check_inside(path: str, footer: Footer, rows: np.ndarray, starts: np.ndarray, needed: np.ndarray) -> None:
-    """Refuse buffers that reach out of the bodies of their record batches, before any of them is looked at."""
-    bodies = footer.body_bytes
-    outside = (rows < 0) | (rows > bodies) | (starts < 0) | (needed < 0) | (starts > bodies - needed)
-    if outside.any():
-        raise DataError(f"{path} is damaged: record batch {np.flatnonzero(outside)[0]} reaches beyond its bytes")
-
-
-def _check_aligned(path: str, rows: np.ndarray, remainders: np.ndarray) -> None:
-    if remainders[rows > 0].any():
-        raise DataError(f"{path} is not aligned as the Arrow format asks: write it anew with an Arrow library")
-
-
-def _null_rows(
-    content: np.ndarray, starts: np.ndarray, has_nulls: np.ndarray, batch: np.ndarray, row_in_batch: np.ndarray
-) -> np.ndarray:
-    """Numbers of the rows that are null; they are empty documents, whatever their offsets say.
-
-    Args:
-        content: the file.
-        starts: [batches], where the bits of each record batch's rows are.
-        has_nulls: [batches], whether these bits are there.
-        batch: of each row.
-        row_in_batch: of each row.
-    """
-    rows = np.flatnonzero(has_nulls[batch])
-    bits = row_in_batch[rows]
-    valid = content[starts[batch[rows]] + bits // 8] >> (bits % 8).astype(np.uint8) & 1
-    return rows[valid == 0]
-
-
-# TODO(merge): was pretraining.data.storage.arrow
-# Which column of an Arrow IPC file holds the tokens, and where its parts stand in the metadata of record batches.
-#
-# Footers of files that one writer made are equal apart from the positions of their record batches. These are blanked
-# out
-# (`Footer.schema`) before the schema is parsed, so that the place of a column is a pure function of the bytes that are
-# left, and is found once for all the files that share them.
+MAGIC = b"ARROW1"
 
 TOKEN_WIDTHS = {
     pa.uint8(): 1,
@@ -206,17 +41,301 @@ TOKEN_WIDTHS = {
 }
 """Bytes a token. Negative numbers read as very large ones, and so as beyond any vocabulary."""
 
+_FLAT_NUMBERS = ("rows", "null_tokens", "tokens_at", "tokens_bytes")
+_LIST_NUMBERS = (
+    *("rows", "null_rows", "null_tokens", "validity_at"),
+    *("offsets_at", "offsets_bytes", "tokens_at", "tokens_bytes"),
+)
+"""What is read from a record batch's metadata, in this order, where the column is of plain integers and where it is of
+lists. Positions count from the start of the batch's body."""
+
 _REMEMBERED_BYTES = 1 << 14
 """A schema is remembered where its footer is not longer; 1024 of them are."""
+_BATCHES_AT_ONCE = 4096
+_BLOCK = np.dtype([("offset", "<i8"), ("metadata_bytes", "<i4"), ("_", "<i4"), ("body_bytes", "<i8")])
 
 
-def locate_column(path: str, schema: bytes, column: str) -> ColumnPlace:
-    """Find the column of the tokens.
+class ArrowFormat:
+    """Arrow IPC files with a column of token lists, `col_name`."""
 
-    Args:
-        path: of the file, for messages.
-        schema: its `Footer.schema`.
-        column: name.
+    suffix, title, ending = ".arrow", "an Arrow file", MAGIC
+    identity = ""  # indices of Arrow files are older than other formats, and keep their names
+
+    def __init__(self, config: DataConfig) -> None:
+        self._column = config.col_name
+
+    def documents(self, path: str) -> DocumentLayout:
+        """Find the documents of a file.
+
+        Raises:
+            DataError: it is truncated or damaged, has no such column, or the column cannot be read in place.
+        """
+        content = read_bytes(path)
+        if len(content) < 2 * len(MAGIC) + 6:
+            raise DataError(f"{path} is damaged: {len(content)} bytes are no Arrow file")
+        try:
+            return _ArrowFile(path, self._column, content).documents()
+        except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} is damaged: its structure points outside the file") from error
+
+
+class _ArrowFile:
+    """A file and what its footer says. Whatever points outside the file raises struct.error or IndexError."""
+
+    def __init__(self, path: str, column: str, content: np.ndarray) -> None:
+        self.path, self.column, self.content = path, column, content
+        self.footer = _read_footer(path, content)
+        self.place = _locate_column(path, self.footer.schema, column)
+        self.bodies = self.footer.offsets + self.footer.metadata_bytes
+        names = _FLAT_NUMBERS if self.place.is_flat else _LIST_NUMBERS
+        self.numbers = dict(zip(names, self._batch_numbers(len(names)), strict=True))
+
+    def documents(self) -> DocumentLayout:
+        """The documents, checked to lie inside their record batches."""
+        numbers = self.numbers
+        self._check_inside(numbers["tokens_at"], numbers["tokens_bytes"])
+        offsets, lengths = self._batches() if self.place.is_flat else self._rows()
+        return DocumentLayout(offsets, lengths, self.place.width, as_tokens(self.content, self.place.width))
+
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and lengths of the rows of a column of lists."""
+        path, place, numbers, bodies = self.path, self.place, self.numbers, self.bodies
+        rows = numbers["rows"]
+        needed = (rows + (rows > 0)) * place.offset_bytes
+        self._check_inside(numbers["offsets_at"], needed)
+        has_nulls = numbers["null_rows"] > 0
+        if has_nulls.any():
+            self._check_inside(numbers["validity_at"], np.where(has_nulls, (rows + 7) // 8, 0))
+        short = numbers["offsets_bytes"] < needed
+        if short.any():
+            raise DataError(f"{path} is damaged: record batch {short.argmax()} has fewer list offsets than rows")
+        nulls = np.flatnonzero(numbers["null_tokens"])
+        if len(nulls):
+            raise DataError(
+                f"column '{self.column}' of {path} has missing tokens (null) in rows from {rows[: nulls[0]].sum()} on"
+            )
+        list_starts, token_starts = bodies + numbers["offsets_at"], bodies + numbers["tokens_at"]
+        self._check_aligned(list_starts % place.offset_bytes + token_starts % place.width)
+
+        batch = np.repeat(np.arange(len(rows)), rows)  # of each row
+        row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
+        at = (list_starts // place.offset_bytes)[batch] + row_in_batch
+        list_offsets = as_tokens(self.content, place.offset_bytes).view(f"<i{place.offset_bytes}")
+        begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
+        wrong = (begins < 0) | (ends < begins) | (ends > (numbers["tokens_bytes"] // place.width)[batch])
+        if wrong.any():
+            raise DataError(f"{path} is damaged: row {wrong.argmax()} lies outside the tokens of its record batch")
+        lengths = ends - begins
+        if has_nulls.any():
+            lengths[self._null_rows(has_nulls, batch, row_in_batch)] = 0
+        return token_starts[batch] + begins * place.width, lengths
+
+    def _batches(self) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and lengths of the record batches of a column of plain integers."""
+        rows = self.numbers["rows"]
+        short = self.numbers["tokens_bytes"] < rows * self.place.width
+        if short.any():
+            raise DataError(f"{self.path} is damaged: record batch {short.argmax()} has fewer tokens than rows")
+        nulls = np.flatnonzero(self.numbers["null_tokens"])
+        if len(nulls):
+            raise DataError(
+                f"column '{self.column}' of {self.path} has missing tokens (null) in record batch {nulls[0]}"
+            )
+        starts = self.bodies + self.numbers["tokens_at"]
+        self._check_aligned(starts % self.place.width)
+        return starts, rows
+
+    def _check_inside(self, starts: np.ndarray, needed: np.ndarray) -> None:
+        """Refuse buffers that reach out of the bodies of their record batches, before any of them is looked at."""
+        rows, body_bytes = self.numbers["rows"], self.footer.body_bytes
+        outside = (rows < 0) | (rows > body_bytes) | (starts < 0) | (needed < 0) | (starts > body_bytes - needed)
+        if outside.any():
+            raise DataError(f"{self.path} is damaged: record batch {outside.argmax()} reaches beyond its bytes")
+
+    def _check_aligned(self, remainders: np.ndarray) -> None:
+        if remainders[self.numbers["rows"] > 0].any():
+            raise DataError(f"{self.path} is not aligned as the Arrow format asks: write it anew with an Arrow library")
+
+    def _null_rows(self, has_nulls: np.ndarray, batch: np.ndarray, row_in_batch: np.ndarray) -> np.ndarray:
+        """Numbers of the rows that are null; they are empty documents, whatever their offsets say.
+
+        Args:
+            has_nulls: [batches], whether there are bits that tell.
+            batch: [rows], of each row.
+        """
+        rows = np.flatnonzero(has_nulls[batch])
+        bits = row_in_batch[rows]
+        starts = (self.bodies + self.numbers["validity_at"])[batch[rows]]
+        valid = self.content[starts + bits // 8] >> (bits % 8).astype(np.uint8) & 1
+        return rows[valid == 0]
+
+    def _batch_numbers(self, count: int) -> np.ndarray:
+        """Read `count` numbers from the metadata of every record batch, [count, batches] int64."""
+        begins, sizes = self.footer.offsets, self.footer.metadata_bytes
+        batches = len(begins)
+        numbers = np.zeros((count, batches), dtype=np.int64)
+        if batches == 0:
+            return numbers
+        first = self._metadata(0)
+        positions, free = self._positions(first)
+        numbers[:, 0] = _read(first, positions)
+        if batches == 1:
+            return numbers
+        fixed = np.ones(len(first), dtype=bool)
+        for begin, end in free:
+            fixed[begin:end] = False
+        expected = np.frombuffer(first, dtype=np.uint8)[fixed]
+        for start in range(1, batches, _BATCHES_AT_ONCE):
+            chunk = np.arange(start, min(start + _BATCHES_AT_ONCE, batches))
+            alike = chunk[sizes[chunk] == len(first)]
+            # batches L (bytes of metadata)
+            metadata = self.content[begins[alike][:, None] + np.arange(len(first))]
+            same = (metadata[:, fixed] == expected).all(axis=1)
+            alike, metadata = alike[same], metadata[same]
+            for number, at in enumerate(positions):
+                numbers[number, alike] = np.ascontiguousarray(metadata[:, at : at + 8]).view("<i8")[:, 0]
+            for batch in np.setdiff1d(chunk, alike, assume_unique=True):
+                single = self._metadata(batch)
+                numbers[:, batch] = _read(single, self._positions(single)[0])
+        return numbers
+
+    def _metadata(self, batch: int) -> bytes:
+        begin = self.footer.offsets[batch]
+        return self.content[begin : begin + self.footer.metadata_bytes[batch]].tobytes()
+
+    def _positions(self, metadata: bytes) -> tuple[list[int], list[tuple[int, int]]]:
+        """Parse a record batch's metadata: where the wanted numbers stand, and all ranges of bytes that are numbers."""
+        begin = 8 if metadata[:4] == b"\xff\xff\xff\xff" else 4  # format V4 has no continuation marker
+        message = _follow(metadata, begin)
+        header, kind = _field(metadata, message, 2), _field(metadata, message, 1)
+        if header is None or kind is None or metadata[kind] != 3:
+            raise DataError(f"{self.path} is damaged: where its footer has a record batch is something else")
+        batch = _follow(metadata, header)
+        if _field(metadata, batch, 3) is not None:
+            raise DataError(
+                f"{self.path} is compressed, so its documents cannot be read in place: write it without compression"
+            )
+        nodes, node_count = _vector(metadata, batch, 1)
+        buffers, buffer_count = _vector(metadata, batch, 2)
+        own_nodes, own_buffers = (1, 2) if self.place.is_flat else (2, 4)
+        if node_count < self.place.node + own_nodes or buffer_count < self.place.buffer + own_buffers:
+            raise IndexError
+        free = [(nodes, nodes + 16 * node_count), (buffers, buffers + 16 * buffer_count)]
+        free += [(at, at + 8) for at in (_field(metadata, message, 3), _field(metadata, batch, 0)) if at is not None]
+        node, buffer = nodes + 16 * self.place.node, buffers + 16 * self.place.buffer
+        # A node is (length, nulls), a buffer (offset, length). Integers have one node, and buffers (validity, values).
+        if self.place.is_flat:
+            return [node, node + 8, buffer + 16, buffer + 24], free
+        # A list has nodes (list, values) and buffers (list's validity, list offsets, values' validity, values).
+        return [node, node + 8, node + 24, buffer, buffer + 16, buffer + 24, buffer + 48, buffer + 56], free
+
+
+@dataclass(frozen=True)
+class _Footer:
+    """What a file's footer says.
+
+    Attributes:
+        offsets: [batches] int64, bytes from the file's start to each record batch.
+        metadata_bytes: [batches] int64, of each.
+        body_bytes: [batches] int64, of each; the body follows the metadata.
+        schema: the footer, a FlatBuffer, with zeros in place of the numbers above: equal for the files of one writer.
+    """
+
+    offsets: np.ndarray
+    metadata_bytes: np.ndarray
+    body_bytes: np.ndarray
+    schema: bytes
+
+
+def _read_footer(path: str, content: np.ndarray) -> _Footer:
+    """Read the footer of a file.
+
+    Raises:
+        DataError: the file does not end as it should, or cannot be read in place.
+    """
+    tail = content[-10:].tobytes()
+    if tail[4:] != MAGIC:
+        if content[:4].tobytes() == b"\xff\xff\xff\xff":
+            raise DataError(f"{path} is an Arrow stream, which has no table of its rows: write it as an Arrow IPC file")
+        raise DataError(f"{path} is truncated or damaged: it does not end as an Arrow file does")
+    (length,) = struct.unpack_from("<i", tail)
+    if not 0 < length <= len(content) - 10 - len(MAGIC):
+        raise DataError(f"{path} is damaged: its footer says that it is {length} bytes long")
+    footer = content[-10 - length : -10].tobytes()
+    root = _follow(footer, 0)
+    schema = _field(footer, root, 1)
+    endianness = None if schema is None else _field(footer, _follow(footer, schema), 0)
+    if endianness is not None and struct.unpack_from("<h", footer, endianness)[0] != 0:
+        raise DataError(f"{path} was written in big-endian order: write it anew on a little-endian machine")
+    if _field(footer, root, 3) is None:
+        nothing = np.zeros(0, dtype=np.int64)
+        return _Footer(nothing, nothing, nothing, footer)
+    begin, count = _vector(footer, root, 3)
+    end = begin + count * _BLOCK.itemsize
+    if end > len(footer):
+        raise IndexError
+    blocks = np.frombuffer(footer, dtype=_BLOCK, count=count, offset=begin)
+    offsets, body_bytes = blocks["offset"], blocks["body_bytes"]
+    metadata_bytes = blocks["metadata_bytes"].astype(np.int64)
+    wrong = (offsets < 0) | (metadata_bytes < 8) | (body_bytes < 0) | (body_bytes > len(content))
+    if (wrong | (offsets > len(content) - metadata_bytes - body_bytes)).any():
+        raise IndexError
+    return _Footer(offsets, metadata_bytes, body_bytes, footer[:begin] + bytes(end - begin) + footer[end:])
+
+
+def _read(metadata: bytes, positions: list[int]) -> list[int]:
+    return [struct.unpack_from("<q", metadata, at)[0] for at in positions]
+
+
+def _follow(buffer: bytes, at: int) -> int:
+    """The position that a FlatBuffer's reference points to."""
+    return at + struct.unpack_from("<I", buffer, at)[0]
+
+
+def _vector(buffer: bytes, table: int, number: int) -> tuple[int, int]:
+    """Where the elements of a field of a FlatBuffer's table begin, and how many there are."""
+    field = _field(buffer, table, number)
+    if field is None:
+        raise IndexError
+    vector = _follow(buffer, field)
+    return vector + 4, struct.unpack_from("<I", buffer, vector)[0]
+
+
+def _field(buffer: bytes, table: int, number: int) -> int | None:
+    """The position of a field of a FlatBuffer's table; None where it is left out and so has its default."""
+    vtable = table - struct.unpack_from("<i", buffer, table)[0]
+    if vtable < 0:
+        raise IndexError
+    (vtable_bytes,) = struct.unpack_from("<H", buffer, vtable)
+    if 4 + 2 * number >= vtable_bytes:
+        return None
+    (offset,) = struct.unpack_from("<H", buffer, vtable + 4 + 2 * number)
+    return table + offset if offset else None
+
+
+@dataclass(frozen=True)
+class _ColumnPlace:
+    """Where the column's parts stand in the metadata of a record batch, and how wide its numbers are.
+
+    Attributes:
+        node, buffer: number of the column's first field node, and of its first buffer.
+        offset_bytes: of a list offset; 0 where the column is not of lists but of plain integers.
+        width: bytes a token.
+    """
+
+    node: int
+    buffer: int
+    offset_bytes: int
+    width: int
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the column is of plain integers: a record batch is a document then."""
+        return self.offset_bytes == 0
+
+
+def _locate_column(path: str, schema: bytes, column: str) -> _ColumnPlace:
+    """Find the column of the tokens by a file's `_Footer.schema`.
 
     Raises:
         DataError: the schema is damaged, has no such column, or one that cannot be read in place.
@@ -229,7 +348,7 @@ def locate_column(path: str, schema: bytes, column: str) -> ColumnPlace:
 
 
 @lru_cache(maxsize=1024)
-def _locate(schema_bytes: bytes, column: str) -> ColumnPlace:
+def _locate(schema_bytes: bytes, column: str) -> _ColumnPlace:
     schema = _parse(schema_bytes)
     names = schema.names
     if column not in names:
@@ -247,7 +366,7 @@ def _locate(schema_bytes: bytes, column: str) -> ColumnPlace:
             break
         nodes, buffers = _parts(field.type)
         node, buffer = node + nodes, buffer + buffers
-    return ColumnPlace(node, buffer, (8 if pa.types.is_large_list(kind) else 4) if is_list else 0, width)
+    return _ColumnPlace(node, buffer, (8 if pa.types.is_large_list(kind) else 4) if is_list else 0, width)
 
 
 def _parse(schema: bytes) -> pa.Schema:
@@ -285,189 +404,3 @@ def _parts(kind: pa.DataType) -> tuple[int, int]:
         )
     parts = [own, *(_parts(child) for child in children)]
     return sum(nodes for nodes, _ in parts), sum(buffers for _, buffers in parts)
-
-
-# TODO(merge): was pretraining.data.storage.arrow
-# Where the record batches of an Arrow IPC file are, and the numbers in their metadata.
-#
-# Formats are those of the Arrow specification, "IPC File Format" and "Serialization and Interprocess Communication",
-# and
-# of FlatBuffers' tables. Whatever points outside the file raises struct.error or IndexError: the caller says that it is
-# damaged.
-
-MAGIC = b"ARROW1"
-FLAT_NUMBERS = ("tokens", "null_tokens", "tokens_at", "tokens_bytes")
-LIST_NUMBERS = (
-    "rows",
-    "null_rows",
-    "null_tokens",
-    "validity_at",
-    "offsets_at",
-    "offsets_bytes",
-    "tokens_at",
-    "tokens_bytes",
-)
-"""What is read from a record batch's metadata, in this order, where the column is of plain integers and where it is of
-lists. Positions count from the start of the batch's body."""
-
-_BATCHES_AT_ONCE = 4096
-_BLOCK = np.dtype([("offset", "<i8"), ("metadata_bytes", "<i4"), ("_", "<i4"), ("body_bytes", "<i8")])
-
-
-@dataclass(frozen=True)
-class ColumnPlace:
-    """Where the column's parts stand in the metadata of a record batch, and how wide its numbers are.
-
-    Attributes:
-        node, buffer: number of the column's first field node, and of its first buffer.
-        offset_bytes: of a list offset; 0 where the column is not of lists but of plain integers.
-        width: bytes a token.
-    """
-
-    node: int
-    buffer: int
-    offset_bytes: int
-    width: int
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the column is of plain integers: a record batch is a document then."""
-        return self.offset_bytes == 0
-
-
-@dataclass(frozen=True)
-class Footer:
-    """What a file's footer says.
-
-    Attributes:
-        offsets: [batches] int64, bytes from the file's start to each record batch.
-        metadata_bytes: [batches] int64, of each.
-        body_bytes: [batches] int64, of each; the body follows the metadata.
-        schema: the footer, a FlatBuffer, with zeros in place of the numbers above.
-    """
-
-    offsets: np.ndarray
-    metadata_bytes: np.ndarray
-    body_bytes: np.ndarray
-    schema: bytes
-
-
-def read_footer(path: str, content: np.ndarray) -> Footer:
-    """Read the footer of a file.
-
-    Raises:
-        DataError: the file does not end as it should, or cannot be read in place.
-    """
-    tail = content[-10:].tobytes()
-    if tail[4:] != MAGIC:
-        if content[:4].tobytes() == b"\xff\xff\xff\xff":
-            raise DataError(f"{path} is an Arrow stream, which has no table of its rows: write it as an Arrow IPC file")
-        raise DataError(f"{path} is truncated or damaged: it does not end as an Arrow file does")
-    (length,) = struct.unpack_from("<i", tail)
-    if not 0 < length <= len(content) - 10 - len(MAGIC):
-        raise DataError(f"{path} is damaged: its footer says that it is {length} bytes long")
-    footer = content[-10 - length : -10].tobytes()
-    root = _follow(footer, 0)
-    schema = _field(footer, root, 1)
-    endianness = None if schema is None else _field(footer, _follow(footer, schema), 0)
-    if endianness is not None and struct.unpack_from("<h", footer, endianness)[0] != 0:
-        raise DataError(f"{path} was written in big-endian order: write it anew on a little-endian machine")
-    field = _field(footer, root, 3)
-    if field is None:
-        nothing = np.zeros(0, dtype=np.int64)
-        return Footer(nothing, nothing, nothing, footer)
-    vector = _follow(footer, field)
-    (count,) = struct.unpack_from("<I", footer, vector)
-    begin, end = vector + 4, vector + 4 + count * _BLOCK.itemsize
-    if end > len(footer):
-        raise IndexError
-    blocks = np.frombuffer(footer, dtype=_BLOCK, count=count, offset=begin)
-    offsets, body_bytes = blocks["offset"], blocks["body_bytes"]
-    metadata_bytes = blocks["metadata_bytes"].astype(np.int64)
-    wrong = (offsets < 0) | (metadata_bytes < 8) | (body_bytes < 0) | (body_bytes > len(content))
-    if (wrong | (offsets > len(content) - metadata_bytes - body_bytes)).any():
-        raise IndexError
-    return Footer(offsets, metadata_bytes, body_bytes, footer[:begin] + bytes(end - begin) + footer[end:])
-
-
-def batch_numbers(path: str, content: np.ndarray, footer: Footer, place: ColumnPlace) -> np.ndarray:
-    """Read `LIST_NUMBERS` or `FLAT_NUMBERS` from the metadata of every record batch, [numbers, batches] int64."""
-    names = FLAT_NUMBERS if place.is_flat else LIST_NUMBERS
-    batches = len(footer.offsets)
-    numbers = np.zeros((len(names), batches), dtype=np.int64)
-    if batches == 0:
-        return numbers
-    begins, ends = footer.offsets, footer.offsets + footer.metadata_bytes
-    first = content[begins[0] : ends[0]].tobytes()
-    positions, free = _positions(path, first, place)
-    numbers[:, 0] = _read(first, positions)
-    if batches == 1:
-        return numbers
-    fixed = np.ones(len(first), dtype=bool)
-    for begin, end in free:
-        fixed[begin:end] = False
-    expected = np.frombuffer(first, dtype=np.uint8)[fixed]
-    for start in range(1, batches, _BATCHES_AT_ONCE):
-        chunk = np.arange(start, min(start + _BATCHES_AT_ONCE, batches))
-        alike = chunk[footer.metadata_bytes[chunk] == len(first)]
-        # batches L (bytes of metadata)
-        metadata = content[begins[alike][:, None] + np.arange(len(first))]
-        same = (metadata[:, fixed] == expected).all(axis=1)
-        alike, metadata = alike[same], metadata[same]
-        for number, at in enumerate(positions):
-            numbers[number, alike] = np.ascontiguousarray(metadata[:, at : at + 8]).view("<i8")[:, 0]
-        for batch in np.setdiff1d(chunk, alike, assume_unique=True):
-            single = content[begins[batch] : ends[batch]].tobytes()
-            numbers[:, batch] = _read(single, _positions(path, single, place)[0])
-    return numbers
-
-
-def _read(metadata: bytes, positions: list[int]) -> list[int]:
-    return [struct.unpack_from("<q", metadata, at)[0] for at in positions]
-
-
-def _positions(path: str, metadata: bytes, place: ColumnPlace) -> tuple[list[int], list[tuple[int, int]]]:
-    """Parse a record batch's metadata: where the numbers asked for stand, and all ranges of bytes that are numbers."""
-    begin = 8 if metadata[:4] == b"\xff\xff\xff\xff" else 4  # format V4 has no continuation marker
-    message = _follow(metadata, begin)
-    header = _field(metadata, message, 2)
-    kind = _field(metadata, message, 1)
-    if header is None or kind is None or metadata[kind] != 3:
-        raise DataError(f"{path} is damaged: where its footer has a record batch is something else")
-    batch = _follow(metadata, header)
-    if _field(metadata, batch, 3) is not None:
-        raise DataError(f"{path} is compressed, so its documents cannot be read in place: write it without compression")
-    nodes_field, buffers_field = _field(metadata, batch, 1), _field(metadata, batch, 2)
-    if nodes_field is None or buffers_field is None:
-        raise IndexError
-    nodes, buffers = _follow(metadata, nodes_field), _follow(metadata, buffers_field)
-    node_count, buffer_count = (struct.unpack_from("<I", metadata, vector)[0] for vector in (nodes, buffers))
-    own_nodes, own_buffers = (1, 2) if place.is_flat else (2, 4)
-    if node_count < place.node + own_nodes or buffer_count < place.buffer + own_buffers:
-        raise IndexError
-    nodes, buffers = nodes + 4, buffers + 4
-    free = [(nodes, nodes + 16 * node_count), (buffers, buffers + 16 * buffer_count)]
-    free += [(at, at + 8) for at in (_field(metadata, message, 3), _field(metadata, batch, 0)) if at is not None]
-    node, buffer = nodes + 16 * place.node, buffers + 16 * place.buffer
-    # A node is (length, nulls), a buffer (offset, length). Integers have one node, and buffers (validity, values).
-    if place.is_flat:
-        return [node, node + 8, buffer + 16, buffer + 24], free
-    # A list has nodes (list, values) and buffers (list's validity, list offsets, values' validity, values).
-    return [node, node + 8, node + 24, buffer, buffer + 16, buffer + 24, buffer + 48, buffer + 56], free
-
-
-def _follow(buffer: bytes, at: int) -> int:
-    """The position that a FlatBuffer's reference points to."""
-    return at + struct.unpack_from("<I", buffer, at)[0]
-
-
-def _field(buffer: bytes, table: int, number: int) -> int | None:
-    """The position of a field of a FlatBuffer's table; None where it is left out and so has its default."""
-    vtable = table - struct.unpack_from("<i", buffer, table)[0]
-    if vtable < 0:
-        raise IndexError
-    (vtable_bytes,) = struct.unpack_from("<H", buffer, vtable)
-    if 4 + 2 * number >= vtable_bytes:
-        return None
-    (offset,) = struct.unpack_from("<H", buffer, vtable + 4 + 2 * number)
-    return table + offset if offset else None

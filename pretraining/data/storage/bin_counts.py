@@ -3,20 +3,20 @@
     index, S, packing --count_bins, in processes--> bins before each block, for both splits --file, renamed--> mapped
 
 The file is a line of JSON, which says what the counts are of, and the numbers. It is valid for exactly one index, S and
-packing; where it is of another, or damaged, it is made anew. Only counts are kept: what is in a bin follows from the
+packing; where it is of another, or damaged, it is made again. Only counts are kept: what is in a bin follows from the
 lengths of its block again whenever it is needed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import subprocess
 import sys
-import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,11 +26,14 @@ from typing import Any
 import numpy as np
 
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, new_file
+from pretraining.data.threads import usable_cores
 from pretraining.errors import DataError
 
+log = logging.getLogger(__name__)
+
 BLOCKS_A_PROCESS = 1024
-"""Blocks that are worth a process of its own: it takes about as long to start as to count so many."""
+"""Blocks that are worth a process of its own: to start one takes about as long as to count them."""
 _BLOCKS_LOOKED_AT = 64
 
 
@@ -40,7 +43,6 @@ class BinCounts:
 
     Attributes:
         packing: how documents are packed.
-        seq_length: S.
         bounds: [blocks + 1] int64 for each split, bins before each block, then all.
     """
 
@@ -60,18 +62,12 @@ def build_bin_counts(
     seq_length: int,
     packing: str,
     workers: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> BinCounts:
     """Return the bins of a dataset, counted first where that was not done yet.
 
     Args:
-        name: of the dataset.
-        index: of its documents.
         places: where its index may be; the counts are put beside it.
-        seq_length: S.
-        packing: one of `PACKINGS`.
         workers: processes that count at most; None = as many as cores.
-        say: told, in a line for the user, what is counted.
 
     Raises:
         DataError: a process that counts ends early, or there is no place to write the counts.
@@ -79,15 +75,23 @@ def build_bin_counts(
     found = find_bin_counts(index, places, seq_length, packing)
     if found is not None:
         return found
-    say(f"packing dataset '{name}': {len(index.documents):,} documents into samples of {seq_length} tokens, {packing}")
+    log.info(
+        "packing dataset '%s': %s documents into samples of %d tokens, %s",
+        name,
+        f"{len(index.documents):,}",
+        seq_length,
+        packing,
+    )
     counts = _count_in_processes(name, index, seq_length, packing, workers)
     found = find_bin_counts(index, places, seq_length, packing)
     if found is not None:  # another job made them meanwhile, and may have them mapped
         return found
     bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
     np.cumsum(counts, axis=1, out=bounds[:, 1:])
-    header = _header(index, seq_length, packing)
-    _save(name, _places(index, places, seq_length, packing), header, bounds.tobytes())
+    content = bounds.tobytes()
+    line = json.dumps({**_header(index, seq_length, packing), "crc32": zlib.crc32(content)}).encode()
+    with new_file(_places(index, places, seq_length, packing), f"the counts of dataset '{name}'") as new:
+        new.file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
     return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
 
 
@@ -119,7 +123,7 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, 
     These are programs of their own: unlike those of `multiprocessing` they never run the caller's main module again.
     """
     blocks = len(index.split(SPLITS[0]).block_bounds) - 1
-    processes = min(workers or _cores(), blocks // BLOCKS_A_PROCESS)
+    processes = min(workers or usable_cores(), blocks // BLOCKS_A_PROCESS)
     if processes < 2:
         return count_bins(index, seq_length, packing, 0, blocks)
     ranges = list(pairwise(blocks * number // processes for number in range(processes + 1)))
@@ -142,10 +146,6 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, 
                 )
             parts.append(np.frombuffer(output, dtype="<i8").reshape(len(SPLITS), end - begin))
     return np.concatenate(parts, axis=1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _places(index: Index, places: Sequence[Path], seq_length: int, packing: str) -> list[Path]:
@@ -171,32 +171,6 @@ def _header(index: Index, seq_length: int, packing: str) -> dict[str, Any]:
         "seq_length": seq_length,
         "packing": packing,
     }
-
-
-def _save(name: str, places: Sequence[Path], header: dict[str, Any], content: bytes) -> None:
-    """Write the counts at the first place that can be written to: aside, then renamed."""
-    line = json.dumps({**header, "crc32": zlib.crc32(content)}).encode()
-    refused = []
-    for place in places:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
-        except OSError as error:
-            refused.append(f"{place.parent} ({error.strerror})")
-            continue
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # as an index's
-            Path(temporary).replace(place)
-        except OSError as error:
-            raise DataError(f"cannot write {place}: {error.strerror or error}") from error
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        return
-    raise DataError(f"no place to write the counts of dataset '{name}': {'; '.join(refused)}: give --index_path")
 
 
 def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:

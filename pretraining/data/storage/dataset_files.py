@@ -1,4 +1,4 @@
-"""Which token files there are: `data_path/<dataset>/**/*.arrow`, listed once a job.
+"""Which token files there are: `data_path/<dataset>/**/*.arrow` (or another format's), listed once a job.
 
 A `Listing` is small, picklable and the same on every host: names relative to the dataset's folder, sorted by their code
 points, with sizes. Rank 0 makes it and broadcasts it, so that a hundred thousand files are asked for once and not by
@@ -14,8 +14,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
-from pretraining.errors import DataError
+from pretraining.data.storage.token_format import format_class
+from pretraining.errors import ConfigError, DataError
 
 COUNTS_FILES = "meta/*counts*.csv"
 """What other tools write beside their datasets: how many documents and tokens there are in each file."""
@@ -32,6 +34,7 @@ class DatasetFiles:
         paths: relative to the folder, with forward slashes, sorted.
         sizes: in bytes.
         digest: 128 bits of hexadecimal over paths and sizes.
+        file_type: their format, as `load_format` takes it.
     """
 
     name: str
@@ -39,6 +42,7 @@ class DatasetFiles:
     paths: tuple[str, ...]
     sizes: tuple[int, ...]
     digest: str
+    file_type: str
 
     def path(self, number: int) -> str:
         """Absolute path of the file with this number in the canonical order."""
@@ -53,38 +57,39 @@ class Listing:
 
 
 def list_datasets(config: DataConfig) -> Listing:
-    """Find the token files of the configured datasets.
-
-    Args:
-        config: `data_path`, `datasets` (empty: every sub-folder with token files, except a `meta` that holds counts of
-            them) and `file_type`.
+    """Find the token files of the configured datasets: without `datasets`, of every sub-folder that holds some.
 
     Raises:
-        DataError: a folder is missing or holds no token files.
+        DataError: a folder is missing, holds no token files, or files of two formats.
+        ConfigError: there is no such format.
     """
     if config.data_path is None:
         raise DataError("no data: give --data_path=<folder with a sub-folder a dataset>, or --use_dummy_dataset=true")
     root = Path(config.data_path).expanduser().absolute()
     if not root.is_dir():
         raise DataError(f"data_path {root} is not a folder; {_what_is_in(root.parent)}")
-    suffix = f".{config.file_type}"
+    formats = _suffixes(config.file_type)
     if config.datasets:
         names = [name.strip("/") for name in config.datasets]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise DataError(f"--datasets names {', '.join(twice)} more than once")
-        found = {name: _scan(_existing(root, name), suffix) for name in names}
+        found = {name: _scan(_existing(root, name), formats) for name in names}
         for name, files in found.items():
             if not files:
-                raise DataError(f"dataset '{name}' has no *{suffix} files in {root / name}; {_what_is_in(root / name)}")
+                kinds = _patterns(formats)
+                raise DataError(f"dataset '{name}' has no {kinds} files in {root / name}; {_what_is_in(root / name)}")
     else:
         has_counts = any(root.glob(COUNTS_FILES))
         names = [name for name in _sub_folders(root) if not (has_counts and name == "meta")]
-        found = {name: _scan(root / name, suffix) for name in names}
+        found = {name: _scan(root / name, formats) for name in names}
         found = {name: files for name, files in found.items() if files}
         if not found:
-            raise DataError(_nothing_found(root, suffix))
-    return Listing(tuple(_dataset(root, name, found[name]) for name in sorted(found)))
+            raise DataError(_nothing_found(root, formats))
+    datasets = tuple(_dataset(root, name, found[name], formats) for name in sorted(found))
+    if config.token_dtype is not None and {files.file_type for files in datasets} <= {"arrow", "npy"}:
+        raise ConfigError(f"--token_dtype={config.token_dtype} is for *.bin files, and there are none: leave it out")
+    return Listing(datasets)
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
@@ -96,17 +101,36 @@ def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
     return "; ".join(f"{what}: {_shortened(paths)}" for what, paths in changes if paths)
 
 
-def _dataset(root: Path, name: str, files: dict[str, int]) -> DatasetFiles:
+def _suffixes(file_type: str) -> dict[str, str]:
+    """How files of each format that is looked for end, by the format's name."""
+    return {name: format_class(name).suffix for name in (TOKEN_FORMATS if file_type == "auto" else (file_type,))}
+
+
+def _patterns(formats: dict[str, str]) -> str:
+    *others, last = (f"*{suffix}" for suffix in formats.values())
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _dataset(root: Path, name: str, files: dict[str, int], formats: dict[str, str]) -> DatasetFiles:
+    counts = {kind: sum(path.endswith(suffix) for path in files) for kind, suffix in formats.items()}
+    kinds = [kind for kind, count in counts.items() if count]
+    if len(kinds) > 1:
+        held = " and ".join(f"{counts[kind]:,} *{formats[kind]}" for kind in kinds)
+        raise DataError(
+            f"dataset '{name}' holds files of two kinds in {root / name}: {held}. Say which are its tokens, as in "
+            f"--file_type={kinds[0]}, or give each kind a dataset of its own"
+        )
     paths = tuple(sorted(files))
     sizes = tuple(files[path] for path in paths)
     digest = hashlib.blake2b(digest_size=16)
     for path, size in zip(paths, sizes, strict=True):
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
-    return DatasetFiles(name, str(root / name), paths, sizes, digest.hexdigest())
+    return DatasetFiles(name, str(root / name), paths, sizes, digest.hexdigest(), kinds[0])
 
 
-def _scan(folder: Path, suffix: str) -> dict[str, int]:
-    """Sizes by relative path of all files with a suffix below a folder."""
+def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
+    """Sizes by relative path of all files of some formats below a folder."""
+    suffixes = tuple(formats.values())
     found: dict[str, int] = {}
 
     def visit(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> None:
@@ -119,7 +143,7 @@ def _scan(folder: Path, suffix: str) -> dict[str, int]:
                     identity = (status.st_dev, status.st_ino)
                     if identity not in above:  # a link to a folder that we are in would go round for ever
                         visit(entry.path, f"{prefix}{entry.name}/", above | {identity})
-                elif entry.name.endswith(suffix) and (entry.is_symlink() or entry.is_file()):
+                elif entry.name.endswith(suffixes) and (entry.is_symlink() or entry.is_file()):
                     # A link that leads nowhere is an error here, and not a file less.
                     found[prefix + entry.name] = entry.stat().st_size
 
@@ -145,14 +169,14 @@ def _existing(root: Path, name: str) -> Path:
     raise DataError(f"dataset '{name}' is not in {root}{hint}")
 
 
-def _nothing_found(root: Path, suffix: str) -> str:
-    if any(child.name.endswith(suffix) for child in root.iterdir()):
+def _nothing_found(root: Path, formats: dict[str, str]) -> str:
+    if any(child.name.endswith(tuple(formats.values())) for child in root.iterdir()):
         return (
-            f"data_path {root} holds *{suffix} files itself, but datasets are its sub-folders: "
+            f"data_path {root} holds {_patterns(formats)} files itself, but datasets are its sub-folders: "
             f"give --data_path={root.parent} --datasets={root.name}"
         )
     return (
-        f"no dataset in {root}: none of its sub-folders holds *{suffix} files; {_what_is_in(root)}. "
+        f"no dataset in {root}: none of its sub-folders holds {_patterns(formats)} files; {_what_is_in(root)}. "
         "`pretrain prepare` makes token files from text"
     )
 

@@ -18,25 +18,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretraining.data.recently_used import RecentlyUsed
 from pretraining.data.sampling.token_stream import Spans
-from pretraining.data.storage.arrow import MAGIC
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
+from pretraining.data.storage.token_format import TokenFormat
+from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 
 _STRETCH_BYTES_A_SPAN = 4096
-"""Reading so many unwanted bytes costs about as much as a read of its own."""
+"""Unwanted bytes whose reading costs about as much as a read of its own."""
 
 
 class OpenFile:
     """A file that is open for reading by position; closed when the last user lets go of it."""
 
-    def __init__(self, path: str, size: int) -> None:
+    def __init__(self, path: str, size: int, token_format: TokenFormat) -> None:
         """Open a token file and check that it is still the one that was listed.
 
         Raises:
-            DataError: it is gone, has another size, or no longer ends as an Arrow file does.
+            DataError: it is gone, has another size, or no longer ends as files of its format do.
         """
         self._descriptor = -1
         self.path = path
@@ -47,10 +47,10 @@ class OpenFile:
             raise DataError(f"cannot open {path}: {error.strerror}") from error
         if found != size:
             raise DataError(f"{path} has changed since the job began: it had {size:,} bytes and now has {found:,}")
-        tail = bytearray(len(MAGIC))
-        self.read_into(memoryview(tail), size - len(MAGIC))
-        if tail != MAGIC:
-            raise DataError(f"{path} is damaged: it does not end as an Arrow file does")
+        tail = bytearray(len(token_format.ending))
+        self.read_into(memoryview(tail), size - len(tail))
+        if tail != token_format.ending:
+            raise DataError(f"{path} is damaged: it does not end as {token_format.title} does")
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` (bytes) from a position of the file.
@@ -110,22 +110,21 @@ class DocumentReader:
     """Reads the tokens of a dataset's documents.
 
     Args:
-        files: the dataset.
-        index: of these files.
         virtual: the tokens that the index counts before and after documents, (bos, sep); None = none.
         vocab_size: every token is below it.
-        opened: files that are open.
     """
 
     def __init__(
         self,
         files: DatasetFiles,
+        token_format: TokenFormat,
         index: Index,
         virtual: tuple[int | None, int | None],
         vocab_size: int,
         opened: OpenFiles,
     ) -> None:
         self._files = files
+        self._format = token_format
         self._index = index
         self._bos_token, self._sep_token = virtual
         self._vocab_size = vocab_size
@@ -207,7 +206,7 @@ class DocumentReader:
 
     def _file(self, number: int) -> OpenFile:
         path = self._files.path(number)
-        return self._opened.get(path, lambda: OpenFile(path, self._files.sizes[number]))
+        return self._opened.get(path, lambda: OpenFile(path, self._files.sizes[number], self._format))
 
     def _raise_beyond_vocabulary(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
         wrong = target >= self._vocab_size

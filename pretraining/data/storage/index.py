@@ -26,11 +26,14 @@ import json
 import mmap
 import os
 import struct
+import tempfile
 import weakref
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -64,6 +67,7 @@ class IndexSettings:
         bos_token: virtual token before each document that does not begin with it; None = none.
         strip_tokens: removed at documents' ends before all else, ascending.
         min_length: documents of which fewer tokens are left count as empty, virtual tokens not counted.
+        format: `TokenFormat.identity`.
     """
 
     dataset: str
@@ -73,11 +77,15 @@ class IndexSettings:
     bos_token: int | None = None
     strip_tokens: tuple[int, ...] = ()
     min_length: int = 1
+    format: str = ""
 
     @property
     def digest(self) -> str:
         """64 bits of hexadecimal that name the settings: equal ones give the same documents, whatever the format."""
-        return _digest({"block_documents": BLOCK_DOCUMENTS, **asdict(self)})
+        values = asdict(self)
+        if not self.format:
+            del values["format"]  # that of Arrow files, whose indices are older than other formats
+        return _digest({"block_documents": BLOCK_DOCUMENTS, **values})
 
     @property
     def index_digest(self) -> str:
@@ -259,8 +267,57 @@ def find_index(files: DatasetFiles, settings: IndexSettings, index_path: str | N
 
 
 def open_any_index(place: Path) -> Index | None:
-    """Open whatever index is at a place; None where there is none or it is damaged (it is made anew then)."""
+    """Open whatever index is at a place; None where there is none or it is damaged (it is made again then)."""
     try:
         return Index(place)
     except (OSError, DataError, ValueError, KeyError, TypeError):
         return None
+
+
+@dataclass
+class NewFile:
+    """A file that is being written.
+
+    Attributes:
+        place: its name, once it is complete.
+        is_wanted: False = let go of it: another job has made it meanwhile.
+    """
+
+    file: IO[bytes]
+    place: Path
+    is_wanted: bool = True
+
+
+@contextmanager
+def new_file(places: Sequence[Path], what: str) -> Iterator[NewFile]:
+    """Write a file at the first of several places that can be written to: complete, or not at all.
+
+    Args:
+        what: the file, for messages: "the index of dataset 'web'".
+
+    Raises:
+        DataError: there is no such place, or the disk is full.
+    """
+    refused = []
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
+            break
+        except OSError as error:
+            refused.append(f"{place.parent} ({error.strerror})")
+    else:
+        raise DataError(f"no place to write {what}: {'; '.join(refused)}: give --index_path")
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            new = NewFile(file, place)
+            yield new
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
+        if new.is_wanted:
+            Path(temporary).replace(place)
+    except OSError as error:
+        raise DataError(f"cannot write {what} at {place}: {error.strerror or error}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Making the index of a dataset: all its files are looked at, in parallel, and the result is renamed into place.
 
-    files --read_document_layout, on threads--> documents --in order--> temporary file --block totals, header--> rename
+    files --TokenFormat.documents, on threads--> documents --in order--> temporary file --block totals, header--> rename
 
 Any number of processes may build the same index at once: each writes its own temporary file, they are all equal, and
 the first that is done stays. Memory does not grow with the dataset.
@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
-import tempfile
 import zlib
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypeVar
 
 import numpy as np
 
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
-from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
 from pretraining.data.storage.dataset_files import COUNTS_FILES, DatasetFiles, describe_changes
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
@@ -39,10 +38,17 @@ from pretraining.data.storage.index import (
     IndexSettings,
     find_index,
     index_places,
+    new_file,
     open_any_index,
     split_lengths,
 )
+from pretraining.data.storage.token_format import DocumentLayout, TokenFormat
+from pretraining.data.threads import map_in_order, usable_cores
 from pretraining.errors import DataError
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
@@ -52,20 +58,17 @@ _LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may c
 
 def build_index(
     files: DatasetFiles,
+    token_format: TokenFormat,
     settings: IndexSettings,
     index_path: str | None = None,
     workers: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Index:
     """Return the dataset's index, made first where there is no valid one.
 
     Args:
-        files: the dataset.
-        settings: how its documents are read.
         index_path: folder for indices; None = beside the data, or in the user's cache folder where that cannot be
             written to.
         workers: threads that look at files; None = as many as cores, at most 32.
-        say: told, in lines for the user, what is built and why.
 
     Raises:
         DataError: a file cannot be used, or there is no place to write the index.
@@ -76,35 +79,18 @@ def build_index(
     places = index_places(files, settings, index_path)
     change = _what_changed(files, settings, places)
     if change:
-        say(f"dataset '{files.name}': files changed since it was indexed ({change})")
-    say(f"indexing dataset '{files.name}': {len(files.paths):,} files, {sum(files.sizes) / 2**30:.2f} GiB")
-    refused = []
-    for place in places:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
-        except OSError as error:
-            refused.append(f"{place.parent} ({error.strerror})")
-            continue
-        try:
-            with os.fdopen(descriptor, "w+b") as file:
-                held = _write_index(file, files, settings, change, workers)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
-            # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
-            index = find_index(files, settings, index_path)
-            if index is None:
-                Path(temporary).replace(place)
-        except OSError as error:
-            raise DataError(f"cannot write the index {place}: {error.strerror or error}") from error
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        contradictions = describe_contradictions(files, held)
-        if contradictions:
-            say(contradictions)
-        return index or Index(place)
-    raise DataError(f"no place to write the index of dataset '{files.name}': {'; '.join(refused)}: give --index_path")
+        log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
+    log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
+    with new_file(places, f"the index of dataset '{files.name}'") as new:
+        documents = _in_parallel(partial(_read_file, files, token_format, settings), files, workers)
+        held = _write_index(new.file, files, settings, change, documents)
+        # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
+        index = find_index(files, settings, index_path)
+        new.is_wanted = index is None
+    contradictions = describe_contradictions(files, held)
+    if contradictions:
+        log.info(contradictions)
+    return index or Index(new.place)
 
 
 def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
@@ -132,9 +118,13 @@ def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Pat
 
 
 def _write_index(
-    file: IO[bytes], files: DatasetFiles, settings: IndexSettings, change: str, workers: int | None
+    file: IO[bytes],
+    files: DatasetFiles,
+    settings: IndexSettings,
+    change: str,
+    documents_of_files: Iterable[tuple[np.ndarray, int, int]],
 ) -> dict[str, tuple[int, int]]:
-    """Write a whole index; return documents and tokens that each file holds, by path."""
+    """Write a whole index of what `_read_file` gives; return documents and tokens that each file holds, by path."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -145,9 +135,7 @@ def _write_index(
     first_documents: list[int] = [0]
     token_bytes: list[int] = []
     held: dict[str, tuple[int, int]] = {}
-    for documents, width, stored_tokens in _in_parallel(
-        lambda number: _read_file(files, settings, number), files, workers
-    ):
+    for documents, width, stored_tokens in documents_of_files:
         held[files.paths[len(token_bytes)]] = (len(documents), stored_tokens)
         file.write(documents.tobytes())
         first_documents.append(first_documents[-1] + len(documents))
@@ -182,10 +170,12 @@ def _write_index(
     return held
 
 
-def _read_file(files: DatasetFiles, settings: IndexSettings, number: int) -> tuple[np.ndarray, int, int]:
+def _read_file(
+    files: DatasetFiles, token_format: TokenFormat, settings: IndexSettings, number: int
+) -> tuple[np.ndarray, int, int]:
     """The documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
     path = files.path(number)
-    layout = read_document_layout(path, settings.column)
+    layout = token_format.documents(path)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
     if len(too_long):
         row = too_long[0]
@@ -218,40 +208,35 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
     return bounds, np.array(checksums, dtype="<u4")
 
 
-def _in_parallel(look: Callable[[int], Any], files: DatasetFiles, workers: int | None) -> Iterator[Any]:
+def _in_parallel(look: Callable[[int], Result], files: DatasetFiles, workers: int | None) -> Iterator[Result]:
     """What `look` returns for the number of each file, in order; not many files ahead of what is taken.
 
     Raises:
         DataError: naming every file that cannot be used, up to a number of them.
     """
-    threads = workers or min(32, os.cpu_count() or 1)
+
+    def look_at(numbers: range) -> list[Result | DataError]:
+        return [_result_or_problem(look, number) for number in numbers]
+
     problems: list[str] = []
-
-    def look_at(numbers: range) -> list[Any]:
-        results = []
-        for number in numbers:
-            try:
-                results.append(look(number))
-            except DataError as error:
-                results.append(error)
-        return results
-
-    waiting: deque[Future[list[Any]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="index") as pool:
-        remaining = _groups(files.sizes)
-        for numbers in islice(remaining, 2 * threads + 1):
-            waiting.append(pool.submit(look_at, numbers))
-        while waiting and len(problems) < _PROBLEMS_SHOWN:
-            for result in waiting.popleft().result():
-                if isinstance(result, DataError):
-                    problems.append(str(result))
-                elif not problems:
-                    yield result
-            waiting.extend(pool.submit(look_at, numbers) for numbers in islice(remaining, 1))
-        for future in waiting:
-            future.cancel()
+    threads = workers or min(32, usable_cores())
+    with closing(map_in_order(look_at, _groups(files.sizes), threads)) as groups:
+        for result in chain.from_iterable(groups):
+            if isinstance(result, DataError):
+                problems.append(str(result))
+            elif not problems:
+                yield result
+            if len(problems) == _PROBLEMS_SHOWN:
+                break
     if problems:
-        raise DataError("\n".join(problems[:_PROBLEMS_SHOWN]))
+        raise DataError("\n".join(problems))
+
+
+def _result_or_problem(look: Callable[[int], Result], number: int) -> Result | DataError:
+    try:
+        return look(number)
+    except DataError as problem:
+        return problem
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[range]:
@@ -266,25 +251,17 @@ def _groups(sizes: Sequence[int]) -> Iterator[range]:
         yield range(begin, len(sizes))
 
 
-# TODO(merge): was pretraining.data.storage.index_build
-# What becomes of documents at their ends, before anything else sees them.
-#
-#     stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
-#     kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document as trained
-#
-# Nothing is written: what is kept is a range of what is stored, and virtual tokens are flags in the index. Only the
-# ends
-# of documents are read, those of all the documents of a file together.
-
 _LOOKED_AT_ONCE = 1 << 20
 
 
 def documents_as_trained(layout: DocumentLayout, settings: IndexSettings) -> np.ndarray:
     """The documents of a file as the index has them, [n] `DOCUMENT`, but for the split that they belong to.
 
-    Args:
-        layout: where they are stored.
-        settings: which tokens are stripped and which virtual ones are put around the rest.
+        stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
+        kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document
+
+    Nothing is written: what is kept is a range of what is stored, and virtual tokens are flags in the index. Only the
+    ends of documents are read, those of all the documents of a file together.
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
     begins, ends = _strip(tokens, begins, begins + layout.lengths, settings.strip_tokens)
@@ -306,10 +283,8 @@ def _strip(
     """Take the tokens of a set off both ends of every document, however many there are.
 
     Args:
-        tokens: of a file.
         begins: [n] int64, place in `tokens` of each document's first token.
         ends: [n] int64, one past its last.
-        strip_tokens: the set.
 
     Returns:
         begins and ends of what is left.
@@ -353,22 +328,17 @@ def _is_any_of(tokens: np.ndarray, wanted: Collection[int]) -> np.ndarray:
     return found
 
 
-# TODO(merge): was pretraining.data.storage.index_build
-# What a counts file says of a dataset's files, compared with what they hold.
-#
-# fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`,
-# and
-# takes the documents of each file from it. Here everything is counted in the files themselves. Where such a table is
-# there all the same, it tells of files that were cut short, swapped or lost since it was made.
-
 _FILES_SHOWN = 3
 
 
 def describe_contradictions(files: DatasetFiles, held: Mapping[str, tuple[int, int]]) -> str | None:
     """Say in a line how the counts files contradict what a dataset's files hold; None where nothing does.
 
+    fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`,
+    and takes the documents of each file from it. Here everything is counted in the files themselves. Where there is
+    such a table, it tells of files that were cut short, swapped or lost since it was made.
+
     Args:
-        files: the dataset.
         held: documents and tokens that are stored in each file, by path.
     """
     lines = []

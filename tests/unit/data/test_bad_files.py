@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -213,12 +215,12 @@ def meet(config: DataConfig, fault: Callable[[Path], None], stage: str) -> None:
         fault(bad)
         train(running)
     else:
-        lines: list[str] = []
         fault(bad)
         try:
-            verify(VerifyConfig(data_path=str(bad.parents[1])), lines.append, note=lambda line: None)
+            with redirect_stdout(StringIO()) as out:
+                verify(VerifyConfig(data_path=str(bad.parents[1])))
         except DataError as error:
-            raise DataError("\n".join([*lines, str(error)])) from error
+            raise DataError(f"{out.getvalue()}{error}") from error
 
 
 @pytest.mark.parametrize(("fault", "stage"), CASES, ids=[f"{fault.__name__}-{stage}" for fault, stage in CASES])

@@ -180,7 +180,7 @@ def test_loaders_of_one_process_share_what_they_opened_and_do_not_disturb_each_o
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[3] / "docs/data.md").read_text()
-    example = page.split("```python\n")[1].split("```")[0]
+    example = page.split("**use it from Python**")[1].split("```python\n")[1].split("```")[0]
     for name in ("one", "two"):
         write_documents(tmp_path / f"data/web/{name}.arrow", random_documents(300))
     monkeypatch.chdir(tmp_path)

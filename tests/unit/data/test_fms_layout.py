@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,11 +57,20 @@ def config(root: Path) -> DataConfig:
     )
 
 
-def said(config: DataConfig) -> list[str]:
-    """The lines that are said when indices are made, but for those that say that they are."""
-    lines: list[str] = []
-    build_indices(list_datasets(config), config, say=lines.append)
-    return [line for line in lines if not line.startswith("indexing")]
+Said = Callable[[DataConfig], list[str]]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Said:
+    """Makes indices; returns what is said meanwhile, but for the lines that they are made."""
+    caplog.set_level(logging.INFO, "pretraining")
+
+    def said(config: DataConfig) -> list[str]:
+        caplog.clear()
+        build_indices(list_datasets(config), config)
+        return [line for line in caplog.messages if not line.startswith("indexing")]
+
+    return said
 
 
 def test_every_document_is_trained_on_once_a_pass(root: Path) -> None:
@@ -84,12 +95,12 @@ def test_without_names_the_folders_of_data_path_are_the_datasets_and_meta_is_non
     assert dataset.name == "lang=en" and len(dataset.paths) == 4
 
 
-def test_counts_that_are_right_need_no_word(root: Path) -> None:
+def test_counts_that_are_right_need_no_word(root: Path, said: Said) -> None:
     assert said(config(root)) == []
     assert said(replace(config(root), datasets=())) == []
 
 
-def test_counts_that_contradict_the_files_are_told_in_a_line(root: Path) -> None:
+def test_counts_that_contradict_the_files_are_told_in_a_line(root: Path, said: Said) -> None:
     place = root / "meta/combined_counts.csv"
     path = "part=0/shard_0.arrow"
     right = sum(map(len, DOCUMENTS[X][0]))
@@ -111,20 +122,20 @@ def test_counts_that_contradict_the_files_are_told_in_a_line(root: Path) -> None
     assert said(config(root)) == []  # once, as the index is made
 
 
-def test_many_contradictions_are_one_line(root: Path) -> None:
+def test_many_contradictions_are_one_line(root: Path, said: Said) -> None:
     write_counts(root, ["dataset/filename,documents,tokens", *(f"{X}/{number}.arrow,1,1" for number in range(1000))])
     (line,) = said(config(root))
     assert line.endswith(": 0.arrow is gone; 1.arrow is gone; 2.arrow is gone and 997 more")
 
 
-def test_counts_beside_a_nested_dataset_are_seen_too(root: Path) -> None:
+def test_counts_beside_a_nested_dataset_are_seen_too(root: Path, said: Said) -> None:
     write_counts(root / "lang=en", ["dataset/filename,documents,tokens", "/dataset=y/part=1/shard_1.arrow,5,6"])
     (line,) = said(config(root))
     assert line.startswith(f"dataset '{Y}': {root}/lang=en/meta/combined_counts.csv contradicts the files")
 
 
 @pytest.mark.parametrize("lines", [["file,tokens", "a,1"], ["dataset/filename,documents,tokens", f"{X}/a.arrow,many,"]])
-def test_counts_that_cannot_be_read_are_told_and_nothing_is_stopped(root: Path, lines: list[str]) -> None:
+def test_counts_that_cannot_be_read_are_told_and_nothing_is_stopped(root: Path, said: Said, lines: list[str]) -> None:
     write_counts(root, lines)
     for line in said(config(root)):
         assert "combined_counts.csv cannot be read (" in line and "so nothing is compared with it" in line

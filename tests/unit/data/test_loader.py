@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT, plain_environment
 from unit.data.token_files import loader, make_root, opened, plan, rows
 
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.dataset import build_loader
-from pretraining.data.sampling.samples import StreamSamples
 from pretraining.errors import DataError
 
 
@@ -149,7 +152,6 @@ def test_held_out_samples_are_the_same_each_time_and_none_is_trained_on(config: 
         for step in range(60):
             slots = made.reader.slots(step)
             for number, source in enumerate(made.reader.sources):
-                assert isinstance(source, StreamSamples)
                 its = slots.datasets == number
                 spans = source.spans(slots.shards[its], slots.numbers[its])
                 documents[split].update((source.name, document) for document in spans.documents.tolist())
@@ -199,6 +201,48 @@ def test_an_error_comes_with_its_own_type_at_its_step_and_again_if_asked_again(
             assert made.state_dict()["next_sample"] == 22
         monkeypatch.undo()
         assert next(made).step == 2
+
+
+def test_a_thread_that_ends_itself_is_told_of(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchReader, "read", lambda self, step: sys.exit("by itself"))
+    with loader(replace(config, num_workers=2), plan(11)) as made, pytest.raises(SystemExit, match="by itself"):
+        next(made)
+
+
+LEFT_OPEN = """
+import sys, time
+from pretraining.config.training import DataConfig
+from unit.data.token_files import loader, plan
+made = loader(DataConfig(use_dummy_dataset=True, seq_length=8, num_workers=2), plan(4))
+if sys.argv[1] == "hanging":
+    read = made.reader.read
+    made.reader.read = lambda step: time.sleep(1000) if step else read(step)
+next(made)
+print("taken")
+"""
+
+
+@pytest.mark.parametrize("threads_are", ["idle", "hanging"])
+def test_a_loader_that_is_left_open_does_not_disturb_the_end_of_the_program(threads_are: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, threads_are],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=plain_environment({"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}),
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "taken\n", "")
+
+
+def test_threads_of_the_loader_leave_the_threads_of_torch_alone(config: DataConfig) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with loader(replace(config, num_workers=2), plan(11)) as threaded:
+            next(threaded)
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -22,7 +22,7 @@ from pretraining.data.sampling.mixture import Mixture, Phase
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.errors import DataError
 
-SIZES = {"seq_length": 1, "logical_shards": 4}
+CONFIG = DataConfig(use_dummy_dataset=True, seq_length=1, logical_shards=4)
 
 
 class Numbers:
@@ -50,9 +50,9 @@ class Numbers:
 def numbers_loader(weights: Mapping[str, int], batch: int, ranks: int = 1, rank: int = 0) -> Loader:
     sources = [Numbers(name) for name in sorted(weights)]
     phase = Phase.first(batch, weights)
-    reader = BatchReader(sources, Mixture([phase]), plan(batch, ranks), rank, vocab_size=1 << 20, **SIZES)
+    reader = BatchReader(sources, Mixture([phase]), plan(batch, ranks), rank, CONFIG, vocab_size=1 << 20)
     fingerprints = {source.name: source.fingerprint() for source in sources}
-    return Loader(reader, describe_order(fingerprints, phase, {}, seed=0, split="train", **SIZES))
+    return Loader(reader, describe_order(fingerprints, phase, CONFIG, seed=0, split="train"))
 
 
 def go_on(

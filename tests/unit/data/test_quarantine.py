@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,11 @@ from pretraining.tools.inspect import Inspector
 STEPS = 12
 
 
+@pytest.fixture(autouse=True)
+def only_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "pretraining")
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
     for name in ("good", "bad"):
@@ -31,8 +37,8 @@ def config(tmp_path: Path) -> DataConfig:
     )
 
 
-def made(config: DataConfig, lines: list[str], ranks: int = 1, rank: int = 0, vocab_size: int = 1000) -> Loader:
-    return build_loader(opened(config), config, plan(8, ranks, 2), rank, 7, vocab_size, note=lines.append)
+def made(config: DataConfig, ranks: int = 1, rank: int = 0, vocab_size: int = 1000) -> Loader:
+    return build_loader(opened(config), config, plan(8, ranks, 2), rank, 7, vocab_size)
 
 
 def slots(batch: StepBatch) -> Iterator[tuple[list[int], int]]:
@@ -53,14 +59,15 @@ def damage(config: DataConfig, token: int = 999) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_a_bad_token_takes_the_labels_of_its_slot_and_moves_nothing(config: DataConfig, workers: int) -> None:
+def test_a_bad_token_takes_the_labels_of_its_slot_and_moves_nothing(
+    config: DataConfig, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     config = replace(config, num_workers=workers)
-    lines: list[str] = []
-    with made(config, [], vocab_size=950) as whole:
+    with made(config, vocab_size=950) as whole:
         expected = [list(slots(next(whole))) for _ in range(STEPS)]
     damage(config)
     bad = 0
-    with made(config, lines, vocab_size=950) as quarantining:
+    with made(config, vocab_size=950) as quarantining:
         for wanted in expected:
             for (tokens, length), (good, full) in zip(slots(next(quarantining)), wanted, strict=True):
                 assert full == 17
@@ -69,14 +76,16 @@ def test_a_bad_token_takes_the_labels_of_its_slot_and_moves_nothing(config: Data
                     bad += 1
                 else:
                     assert (tokens, length) == (good, 17)
-    assert 0 < bad < STEPS and len(lines) >= bad
-    assert all("token" in line and "bad.arrow, row " in line and "needed for sample" in line for line in lines)
+    assert 0 < bad < STEPS and len(caplog.messages) >= bad
+    assert all(
+        "token" in line and "bad.arrow, row " in line and "needed for sample" in line for line in caplog.messages
+    )
 
 
 def test_on_several_ranks_the_same_slots_are_quarantined(config: DataConfig) -> None:
     damage(config)
-    alone = made(config, [], vocab_size=950)
-    parts = [made(config, [], 2, rank, vocab_size=950) for rank in range(2)]
+    alone = made(config, vocab_size=950)
+    parts = [made(config, 2, rank, vocab_size=950) for rank in range(2)]
     found = []
     for _ in range(STEPS):
         wanted = list(slots(next(alone)))
@@ -87,43 +96,42 @@ def test_on_several_ranks_the_same_slots_are_quarantined(config: DataConfig) -> 
 
 def test_by_default_it_is_an_error_that_names_the_sample(config: DataConfig) -> None:
     damage(config)
-    running = made(replace(config, bad_documents="stop"), [], vocab_size=950)
+    running = made(replace(config, bad_documents="stop"), vocab_size=950)
     with pytest.raises(DataError, match=r"bad\.arrow, row \d+: token \d+ .* is 999(.|\n)*needed for sample \d+ \(step"):
         for _ in range(STEPS):
             next(running)
 
 
-def test_a_file_that_goes_away_under_the_run_is_quarantined_too(config: DataConfig) -> None:
-    lines: list[str] = []
-    running = made(config, lines)
+def test_a_file_that_goes_away_under_the_run_is_quarantined_too(
+    config: DataConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = made(config)
     (Path(config.data_path or "") / "web/bad.arrow").unlink()
     lengths = [length for _ in range(STEPS) for _, length in slots(next(running))]
-    assert set(lengths) == {0, 17} and "cannot open" in lines[0]
+    assert set(lengths) == {0, 17} and "cannot open" in caplog.messages[0]
 
 
-def test_where_nothing_can_be_read_the_run_ends(config: DataConfig) -> None:
-    lines: list[str] = []
-    running = made(replace(config, datasets=("code",)), lines)
+def test_where_nothing_can_be_read_the_run_ends(config: DataConfig, caplog: pytest.LogCaptureFixture) -> None:
+    running = made(replace(config, datasets=("code",)))
     (Path(config.data_path or "") / "code/x.arrow").unlink()
     with pytest.raises(DataError, match=rf"{MOST_IN_A_ROW} samples in a row cannot be read(.|\n)*cannot open"):
         for _ in range(MOST_IN_A_ROW):
             next(running)
-    assert len(lines) == LINES_SHOWN + 3  # then 32, 64 and 128
+    assert len(caplog.messages) == LINES_SHOWN + 3  # then 32, 64 and 128
 
 
-def test_many_samples_are_counted_instead_of_named() -> None:
-    lines: list[str] = []
-    quarantine = Quarantine(lines.append)
+def test_many_samples_are_counted_instead_of_named(caplog: pytest.LogCaptureFixture) -> None:
+    quarantine = Quarantine()
     for number in range(300):
         quarantine.add(f"sample {number}")
         quarantine.end_row()
-    assert lines[LINES_SHOWN - 1].endswith("left out: sample 19")
-    assert [line.split()[1] for line in lines[LINES_SHOWN:]] == ["32", "64", "128", "256"]
+    assert caplog.messages[LINES_SHOWN - 1].endswith("left out: sample 19")
+    assert [line.split()[1] for line in caplog.messages[LINES_SHOWN:]] == ["32", "64", "128", "256"]
 
 
 def test_where_documents_begin_in_an_empty_slot(config: DataConfig) -> None:
     damage(config)
-    running = made(replace(config, document_mask=True), [], vocab_size=950)
+    running = made(replace(config, document_mask=True), vocab_size=950)
     for _ in range(STEPS):
         for micro_batch in next(running).micro_batches:
             starts = micro_batch.document_starts
@@ -135,7 +143,7 @@ def test_where_documents_begin_in_an_empty_slot(config: DataConfig) -> None:
 
 def test_inspect_shows_which_slots_are_quarantined(config: DataConfig) -> None:
     damage(config)
-    running = made(config, [], vocab_size=950)
+    running = made(config, vocab_size=950)
     tolerant = Inspector(running.reader, opened(config), 16, quarantine=True)
     strict = Inspector(running.reader, opened(config), 16)
     found = 0

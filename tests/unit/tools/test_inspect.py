@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +51,9 @@ def asking(config: InspectConfig, **asked: Any) -> InspectConfig:
 
 
 def shown(config: InspectConfig, **arguments: Any) -> list[str]:
-    lines: list[str] = []
-    inspect(config, show=lines.append, note=lambda line: None, **arguments)
-    return lines
+    with redirect_stdout(StringIO()) as out:
+        inspect(config, **arguments)
+    return out.getvalue().splitlines()
 
 
 def objects(config: InspectConfig, **asked: Any) -> list[dict[str, Any]]:
@@ -116,11 +119,13 @@ def test_a_far_step_is_a_step_like_any_other(config: InspectConfig) -> None:
     assert objects(config, sample_id=BATCH * far - 1)[0]["step"] == far
 
 
-def test_without_a_global_batch_the_checkpoint_or_the_world_gives_it(config: InspectConfig) -> None:
+def test_without_a_global_batch_the_checkpoint_or_the_world_gives_it(
+    config: InspectConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     config = replace(config, batch=BatchConfig(batch_size=3, grad_accum_steps=2))
-    notes: list[str] = []
-    inspect(asking(config, step=1), show=lambda line: None, note=notes.append)
-    assert any("6 sequences, as on one GPU" in note and "--world_size" in note for note in notes)
+    caplog.set_level(logging.INFO, "pretraining")
+    inspect(asking(config, step=1))
+    assert any("6 sequences, as on one GPU" in note and "--world_size" in note for note in caplog.messages)
     assert len(objects(config, step=1)) == 6
     assert len(objects(config, step=1, world_size=4)) == 24
     assert len(shown(asking(config, step=1, json=True), restored_batch=5)) == 5

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import pytest
 from unit.data.token_files import make_root, random_documents, write_documents
 
 from pretraining.config.commands import PrepareConfig, VerifyConfig
+from pretraining.config.training import DataConfig
+from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.errors import DataError
 from pretraining.tools import verify_data as verify_module
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
@@ -26,16 +31,15 @@ FIRST, SECOND = "part_000000_000000.arrow", "part_000000_000001.arrow"
 
 
 def faults_of(config: VerifyConfig) -> list[str]:
-    lines: list[str] = []
-    with pytest.raises(DataError, match=r"\d+ faults in \d+ files"):
-        verify(config, lines.append, note=lambda line: None)
-    return lines
+    with redirect_stdout(StringIO()) as out, pytest.raises(DataError, match=r"\d+ faults in \d+ files"):
+        verify(config)
+    return out.getvalue().splitlines()
 
 
 def summary_of(config: VerifyConfig) -> list[str]:
-    lines: list[str] = []
-    verify(config, lines.append, note=lambda line: None)
-    return lines
+    with redirect_stdout(StringIO()) as out:
+        verify(config)
+    return out.getvalue().splitlines()
 
 
 @pytest.fixture
@@ -222,20 +226,20 @@ def test_a_file_that_cannot_be_read_is_a_fault(tmp_path: Path, monkeypatch: pyte
 def test_a_file_that_grows_meanwhile_is_a_fault(tmp_path: Path) -> None:
     write_documents(tmp_path / "x.arrow", [[1]])
     size = (tmp_path / "x.arrow").stat().st_size
-    report = verify_module.check_file(str(tmp_path / "x.arrow"), size - 1, "tokens")
+    report = verify_module.check_file(str(tmp_path / "x.arrow"), size - 1, ArrowFormat(DataConfig()))
     assert report.faults == [
         f"{tmp_path}/x.arrow has changed since it was listed: it had {size - 1:,} bytes, now {size:,}"
     ]
 
 
-def test_progress_is_a_line_now_and_then() -> None:
-    notes: list[str] = []
+def test_progress_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
     times = iter([0.0, LINE_INTERVAL_SECONDS / 2, LINE_INTERVAL_SECONDS])
-    progress = verify_module._Progress(3 * 10**9, notes.append, clock=lambda: next(times))
+    progress = verify_module._Progress(3 * 10**9, clock=lambda: next(times))
     progress.add(10**9)
-    assert not notes
+    assert not caplog.messages
     progress.add(5 * 10**8)
-    assert notes == ["verifying: 50% of 3.00 GB, 100 MB/s"]
+    assert caplog.messages == ["verifying: 50% of 3.00 GB, 100 MB/s"]
 
 
 def test_a_folder_without_data_is_one_error(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from unit.data.sampling.stream_oracle import BLOCKS, DOCUMENTS, key_of, keyed_hash
 from unit.data.token_files import plan
 
+from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.sampling.keyed_hash import text_key
 from pretraining.data.sampling.mixture import Mixture, Phase
@@ -92,8 +93,7 @@ def test_steps_are_exact_far_beyond_32_bits_of_samples_and_tokens(step: int) -> 
         Mixture([Phase.first(BATCH, WEIGHTS)]),
         plan(BATCH),
         0,
-        seq_length=SEQ_LENGTH,
-        logical_shards=SHARDS,
+        DataConfig(seq_length=SEQ_LENGTH, logical_shards=SHARDS),
         vocab_size=2**31,
     )
     slots = reader.slots(step)

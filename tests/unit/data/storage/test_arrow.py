@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import random_documents, write_batches, write_documents
 
-from pretraining.data.storage import arrow
-from pretraining.data.storage.arrow import DocumentLayout, read_document_layout
+from pretraining.config.training import DataConfig
+from pretraining.data.storage import arrow, token_format
+from pretraining.data.storage.arrow import ArrowFormat
+from pretraining.data.storage.token_format import DocumentLayout
 from pretraining.errors import DataError
+
+
+def layout_of(path: Path) -> DocumentLayout:
+    return ArrowFormat(DataConfig()).documents(str(path))
 
 
 def documents_at(path: Path, layout: DocumentLayout) -> list[list[int]]:
@@ -32,7 +38,7 @@ def test_documents_are_found_in_every_layout(
 ) -> None:
     path, documents = tmp_path / "x.arrow", random_documents(50, vocab_size=200)
     write_documents(path, documents, list_type(token), batch_documents)
-    layout = read_document_layout(str(path), "tokens")
+    layout = layout_of(path)
     assert documents_at(path, layout) == documents
     assert layout.width == token.bit_width // 8
 
@@ -44,7 +50,7 @@ def test_empty_and_missing_documents_are_empty_ones(
 ) -> None:
     path = tmp_path_factory.mktemp("arrow") / "x.arrow"
     write_documents(path, documents, batch_documents=batch_documents)
-    assert documents_at(path, read_document_layout(str(path), "tokens")) == [document or [] for document in documents]
+    assert documents_at(path, layout_of(path)) == [document or [] for document in documents]
 
 
 @pytest.mark.parametrize("token", [pa.uint8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64()])
@@ -57,7 +63,7 @@ def test_record_batches_of_plain_integers_are_documents(tmp_path: Path, token: p
         for document in documents:
             batch = [pa.nulls(len(document) + 2, schema.types[0]), pa.array([1, *document, 2], type=token)]
             writer.write_batch(pa.record_batch(batch, schema=schema).slice(1, len(document)))
-    assert documents_at(path, read_document_layout(str(path), "tokens")) == documents
+    assert documents_at(path, layout_of(path)) == documents
 
 
 def test_missing_tokens_among_plain_integers_are_refused_with_their_record_batch(tmp_path: Path) -> None:
@@ -66,7 +72,7 @@ def test_missing_tokens_among_plain_integers_are_refused_with_their_record_batch
         for tokens in ([1, 2], [3, None]):
             writer.write_batch(pa.record_batch([pa.array(tokens, type=pa.uint32())], schema=schema))
     with pytest.raises(DataError, match=r"has missing tokens \(null\) in record batch 1"):
-        read_document_layout(str(tmp_path / "x.arrow"), "tokens")
+        layout_of(tmp_path / "x.arrow")
 
 
 def test_large_files_are_mapped_and_small_ones_read_with_the_same_result(
@@ -75,8 +81,8 @@ def test_large_files_are_mapped_and_small_ones_read_with_the_same_result(
     documents = random_documents(300)
     write_documents(tmp_path / "x.arrow", documents, batch_documents=90)
     for small in (0, 10**6):
-        monkeypatch.setattr(arrow, "_SMALL_FILE_BYTES", small)
-        layout = read_document_layout(str(tmp_path / "x.arrow"), "tokens")
+        monkeypatch.setattr(token_format, "_SMALL_FILE_BYTES", small)
+        layout = layout_of(tmp_path / "x.arrow")
         assert documents_at(tmp_path / "x.arrow", layout) == documents
 
 
@@ -89,12 +95,12 @@ def test_the_schema_of_like_files_is_parsed_once(tmp_path: Path, monkeypatch: py
         documents = random_documents(6, seed=number)
         write_documents(tmp_path / f"{number}.arrow", documents, batch_documents=2)
         path = tmp_path / f"{number}.arrow"
-        assert documents_at(path, read_document_layout(str(path), "tokens")) == documents
+        assert documents_at(path, layout_of(path)) == documents
     assert len(parsed) == 1
     for number in range(3):  # each is told of by its own name
         write_documents(tmp_path / f"bad{number}.arrow", [[1]], column="ids")
         with pytest.raises(DataError, match=rf"bad{number}\.arrow has no column 'tokens'"):
-            read_document_layout(str(tmp_path / f"bad{number}.arrow"), "tokens")
+            layout_of(tmp_path / f"bad{number}.arrow")
 
 
 def test_schemas_of_very_many_record_batches_are_not_remembered(tmp_path: Path) -> None:
@@ -102,7 +108,7 @@ def test_schemas_of_very_many_record_batches_are_not_remembered(tmp_path: Path) 
     documents = random_documents(1000)
     write_documents(tmp_path / "x.arrow", documents, batch_documents=1)
     path = tmp_path / "x.arrow"
-    assert documents_at(path, read_document_layout(str(path), "tokens")) == documents
+    assert documents_at(path, layout_of(path)) == documents
     assert arrow._locate.cache_info().currsize == 0
 
 
@@ -116,7 +122,7 @@ def test_many_batches_of_which_some_differ(tmp_path: Path) -> None:
             if number % 500 == 3:
                 writer.write_batch(batch.slice(0, 0))  # no rows: metadata of another shape
             writer.write_batch(batch)
-    assert documents_at(path, read_document_layout(str(path), "tokens")) == documents
+    assert documents_at(path, layout_of(path)) == documents
 
 
 def test_slices_of_longer_columns(tmp_path: Path) -> None:
@@ -126,7 +132,7 @@ def test_slices_of_longer_columns(tmp_path: Path) -> None:
     path = tmp_path / "x.arrow"
     with pa.ipc.new_file(str(path), schema) as writer:
         writer.write_batch(pa.record_batch([column], schema=schema))
-    assert documents_at(path, read_document_layout(str(path), "tokens")) == documents
+    assert documents_at(path, layout_of(path)) == documents
 
 
 def test_other_columns_may_come_before(tmp_path: Path) -> None:
@@ -151,7 +157,7 @@ def test_other_columns_may_come_before(tmp_path: Path) -> None:
     with pa.ipc.new_file(str(path), batch.schema) as writer:
         writer.write_batch(batch)
         writer.write_batch(batch.slice(1, 2))
-    assert documents_at(path, read_document_layout(str(path), "tokens")) == documents + documents[1:]
+    assert documents_at(path, layout_of(path)) == documents + documents[1:]
 
 
 def test_a_column_that_cannot_be_passed_over_is_refused(tmp_path: Path) -> None:
@@ -160,18 +166,18 @@ def test_a_column_that_cannot_be_passed_over_is_refused(tmp_path: Path) -> None:
     with pa.ipc.new_file(str(path), batch.schema) as writer:
         writer.write_batch(batch)
     with pytest.raises(DataError, match=r"x\.arrow has a column of type string_view before the tokens"):
-        read_document_layout(str(path), "tokens")
+        layout_of(path)
 
 
 def test_a_file_without_documents(tmp_path: Path) -> None:
     write_documents(tmp_path / "x.arrow", [])
-    assert len(read_document_layout(str(tmp_path / "x.arrow"), "tokens").lengths) == 0
+    assert len(layout_of(tmp_path / "x.arrow").lengths) == 0
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> None:
     write_documents(tmp_path / "x.arrow", [[1]], column="input_ids")
     with pytest.raises(DataError, match=r"x\.arrow has no column 'tokens', but input_ids: give --col_name"):
-        read_document_layout(str(tmp_path / "x.arrow"), "tokens")
+        layout_of(tmp_path / "x.arrow")
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.string()), pa.float32(), pa.string()])
@@ -182,7 +188,7 @@ def test_a_column_of_another_type_is_refused(tmp_path: Path, kind: pa.DataType) 
     with pytest.raises(
         DataError, match=r"x\.arrow has a column 'tokens' of type .*, but documents are lists of integers"
     ):
-        read_document_layout(str(path), "tokens")
+        layout_of(path)
 
 
 def test_compressed_files_are_refused(tmp_path: Path) -> None:
@@ -191,7 +197,7 @@ def test_compressed_files_are_refused(tmp_path: Path) -> None:
     with pa.ipc.new_file(str(path), batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_batch(batch)
     with pytest.raises(DataError, match=r"x\.arrow is compressed"):
-        read_document_layout(str(path), "tokens")
+        layout_of(path)
 
 
 def test_missing_tokens_are_refused_with_their_rows(tmp_path: Path) -> None:
@@ -201,7 +207,7 @@ def test_missing_tokens_are_refused_with_their_rows(tmp_path: Path) -> None:
         for rows in ([[1], [2]], [[3, None]]):
             writer.write_batch(pa.record_batch([pa.array(rows, type=schema.types[0])], schema=schema))
     with pytest.raises(DataError, match=r"has missing tokens \(null\) in rows from 2 on"):
-        read_document_layout(str(path), "tokens")
+        layout_of(path)
 
 
 def test_streams_are_told_from_files(tmp_path: Path) -> None:
@@ -210,15 +216,15 @@ def test_streams_are_told_from_files(tmp_path: Path) -> None:
     with pa.ipc.new_stream(str(path), batch.schema) as writer:
         writer.write_batch(batch)
     with pytest.raises(DataError, match=r"x\.arrow is an Arrow stream"):
-        read_document_layout(str(path), "tokens")
+        layout_of(path)
 
 
 def test_other_files_and_missing_ones_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.arrow").write_bytes(b"no arrow file at all, but long enough")
     with pytest.raises(DataError, match=r"x\.arrow is truncated or damaged"):
-        read_document_layout(str(tmp_path / "x.arrow"), "tokens")
+        layout_of(tmp_path / "x.arrow")
     with pytest.raises(DataError, match=r"cannot read .*y\.arrow: No such file"):
-        read_document_layout(str(tmp_path / "y.arrow"), "tokens")
+        layout_of(tmp_path / "y.arrow")
 
 
 def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
@@ -229,7 +235,7 @@ def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
     for size in (0, 1, 9, 17, 100, len(content) // 2, len(content) - 7, len(content) - 1):
         path.write_bytes(content[:size])
         with pytest.raises(DataError, match=r"x\.arrow is (truncated or )?damaged"):
-            read_document_layout(str(path), "tokens")
+            layout_of(path)
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.uint16()])
@@ -248,7 +254,7 @@ def test_a_file_with_a_flipped_byte_gives_documents_inside_it_or_an_error_that_n
         flipped[at] ^= 0xFF
         path.write_bytes(flipped)
         try:
-            layout = read_document_layout(str(path), "tokens")
+            layout = layout_of(path)
         except DataError as error:
             assert "x.arrow" in str(error)
         else:
@@ -264,4 +270,4 @@ def test_list_offsets_that_go_backwards_are_damage(tmp_path: Path) -> None:
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, struct.pack("<3i", 0, 999, 333)))
     with pytest.raises(DataError, match=r"x\.arrow is damaged: row 0 lies outside the tokens"):
-        read_document_layout(str(path), "tokens")
+        layout_of(path)

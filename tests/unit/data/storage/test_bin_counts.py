@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +42,8 @@ def index_of(settings: DataConfig) -> Index:
     return open_datasets(listing, settings).datasets[0].index
 
 
-def build(index: Index, packing: str = "best_fit", workers: int | None = 1, said: list[str] | None = None) -> BinCounts:
-    said = [] if said is None else said
-    return build_bin_counts("web", index, [index.path], SEQ_LENGTH, packing, workers, said.append)
+def build(index: Index, packing: str = "best_fit", workers: int | None = 1) -> BinCounts:
+    return build_bin_counts("web", index, [index.path], SEQ_LENGTH, packing, workers)
 
 
 def find(index: Index, seq_length: int = SEQ_LENGTH, packing: str = "best_fit") -> BinCounts | None:
@@ -73,13 +73,13 @@ def test_the_bins_of_every_block_are_counted_in_any_number_of_processes(
         assert counts.bins(split) == sum(expected)
 
 
-def test_they_are_counted_once(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    counts = build(index, said=said)
-    assert said == [f"packing dataset 'web': {DOCUMENTS:,} documents into samples of 30 tokens, best_fit"]
+def test_they_are_counted_once(index: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    counts = build(index)
+    assert caplog.messages == [f"packing dataset 'web': {DOCUMENTS:,} documents into samples of 30 tokens, best_fit"]
     monkeypatch.setattr(bin_counts, "count_bins", None)
-    again = build(index, said=said)
-    assert len(said) == 1 and bounds_of(again) == bounds_of(counts)
+    again = build(index)
+    assert len(caplog.messages) == 1 and bounds_of(again) == bounds_of(counts)
     assert not again.bounds["train"].flags.owndata  # mapped, and shared with other processes
 
 
@@ -107,7 +107,7 @@ def test_other_lengths_and_packings_have_counts_of_their_own(index: Index) -> No
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
-def test_damaged_counts_are_made_anew(index: Index, damage: str) -> None:
+def test_damaged_counts_are_made_anew(index: Index, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     counts = build(index)
     content = file_of(index).read_bytes()
     if damage == "of others":
@@ -124,8 +124,8 @@ def test_damaged_counts_are_made_anew(index: Index, damage: str) -> None:
         }[damage]
     file_of(index).write_bytes(content_now)
     assert find(index) is None
-    said: list[str] = []
-    assert bounds_of(build(index, said=said)) == bounds_of(counts) and said
+    caplog.set_level(logging.INFO, "pretraining")
+    assert bounds_of(build(index)) == bounds_of(counts) and caplog.messages
     assert file_of(index).read_bytes() == content
 
 

@@ -105,7 +105,9 @@ def test_a_missing_dataset_is_named_with_the_nearest(tmp_path: Path) -> None:
 
 def test_a_dataset_without_token_files_says_what_is_there(tmp_path: Path) -> None:
     put(tmp_path / "web/notes.txt")
-    with pytest.raises(DataError, match=r"dataset 'web' has no \*\.arrow files in .*web; .*web holds notes\.txt"):
+    with pytest.raises(
+        DataError, match=r"dataset 'web' has no \*\.arrow, \*\.npy or \*\.bin files in .*web; .*web holds notes\.txt"
+    ):
         list_datasets(config(tmp_path, datasets=("web",)))
     (tmp_path / "void").mkdir()
     with pytest.raises(DataError, match=r"void is empty"):
@@ -115,7 +117,8 @@ def test_a_dataset_without_token_files_says_what_is_there(tmp_path: Path) -> Non
 def test_a_root_without_datasets_says_what_is_there(tmp_path: Path) -> None:
     put(tmp_path / "web/notes.txt")
     with pytest.raises(
-        DataError, match=r"no dataset in .*: none of its sub-folders holds \*\.arrow files; .* holds web/"
+        DataError,
+        match=r"no dataset in .*: none of its sub-folders holds \*\.arrow, \*\.npy or \*\.bin files; .* holds web/",
     ):
         list_datasets(config(tmp_path))
 

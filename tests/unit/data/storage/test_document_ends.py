@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from unit.data.sampling.stream_oracle import as_trained
 from unit.data.token_files import write_batches, write_documents
 
+from pretraining.config.training import DataConfig
 from pretraining.data.storage import index_build as document_ends
-from pretraining.data.storage.arrow import read_document_layout
+from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.index import VIRTUAL_BOS, VIRTUAL_SEP, IndexSettings, split_lengths
 from pretraining.data.storage.index_build import documents_as_trained
 
@@ -23,7 +24,7 @@ FEW_TOKENS = st.lists(st.sampled_from([BOS, SEP, PAD, OTHER]), max_size=12)
 
 def trained(path: Path, ends: IndexSettings) -> list[list[int]]:
     """What an index says is trained on of a file's documents, virtual tokens put where its flags say."""
-    layout = read_document_layout(str(path), "tokens")
+    layout = ArrowFormat(DataConfig()).documents(str(path))
     documents = documents_as_trained(layout, ends)
     content = path.read_bytes()
     found = []

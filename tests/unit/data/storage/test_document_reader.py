@@ -16,19 +16,22 @@ from unit.data.token_files import random_documents, write_documents
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage import document_reader as reader_module
+from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_reader import DocumentReader, OpenFile, open_files
 from pretraining.data.storage.index import IndexSettings
 from pretraining.data.storage.index_build import build_index
 from pretraining.errors import DataError
 
+ARROW = ArrowFormat(DataConfig())
+
 
 def reader(
     root: Path, sep_token: int | None = None, vocab_size: int = 1000, limit: int | None = None
 ) -> DocumentReader:
     files = list_datasets(DataConfig(data_path=str(root), datasets=("web",))).datasets[0]
-    index = build_index(files, IndexSettings("web", "tokens", sep_token, 0.0))
-    return DocumentReader(files, index, (None, sep_token), vocab_size, open_files(limit))
+    index = build_index(files, ARROW, IndexSettings("web", "tokens", sep_token, 0.0))
+    return DocumentReader(files, ARROW, index, (None, sep_token), vocab_size, open_files(limit))
 
 
 Piece = tuple[int, int, int]  # document, start, length
@@ -198,7 +201,7 @@ def test_a_file_that_goes_after_its_module_is_closed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_documents(tmp_path / "x.arrow", [[1]])
-    opened = OpenFile(str(tmp_path / "x.arrow"), (tmp_path / "x.arrow").stat().st_size)
+    opened = OpenFile(str(tmp_path / "x.arrow"), (tmp_path / "x.arrow").stat().st_size, ARROW)
     descriptor = opened._descriptor
     with monkeypatch.context() as ending:
         ending.setattr(reader_module, "os", None)
@@ -211,8 +214,8 @@ def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: P
     write_documents(tmp_path / "web/x.arrow", [[1]])
     path = str(tmp_path / "web/x.arrow")
     opened, size = open_files(1), Path(path).stat().st_size
-    held = opened.get("a", lambda: OpenFile(path, size))
-    opened.get("b", lambda: OpenFile(path, size))
+    held = opened.get("a", lambda: OpenFile(path, size, ARROW))
+    opened.get("b", lambda: OpenFile(path, size, ARROW))
     target = bytearray(6)
     held.read_into(memoryview(target), 0)
     assert target == b"ARROW1"

@@ -19,8 +19,7 @@ from unit.data.token_files import loader, make_root, opened, plan, random_docume
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.dataset import SplitName, build_loader
-from pretraining.data.sampling.packed_samples import BinCache, PackedStream, bin_cache, cut_blocks
-from pretraining.data.sampling.packing import PACKINGS, pack_block
+from pretraining.data.sampling.packing import PACKINGS, BinCache, PackedStream, bin_cache, cut_blocks, pack_block
 from pretraining.data.sampling.token_stream import Lengths, Spans, order_cache
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
 from pretraining.errors import DataError

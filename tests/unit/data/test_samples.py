@@ -4,7 +4,7 @@ import numpy as np
 from unit.data.token_files import loader, plan, rows
 
 from pretraining.config.training import DataConfig
-from pretraining.data.dummy import DummySamples
+from pretraining.data.samples import DummySamples
 
 CONFIG = DataConfig(use_dummy_dataset=True, seq_length=16, num_workers=0)
 

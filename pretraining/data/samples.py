@@ -1,0 +1,171 @@
+"""Where the samples of a dataset come from: an endless sequence, each a pure function of its number.
+
+    k --SampleOrder--> (shard, j) --TokenStream or PackedStream--> spans of documents --DocumentReader--> tokens
+
+Finding and reading work on many samples at once: what Python does a call is shared by all the rows of a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from pretraining.config.training import DataConfig
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
+from pretraining.data.sampling.packing import BinCache, PackedStream, cut_blocks
+from pretraining.data.sampling.sample_order import SampleOrder
+from pretraining.data.sampling.token_stream import OrderCache, Spans, TokenStream, cut_shards, shard_count
+from pretraining.data.storage.bin_counts import BinCounts
+from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.document_reader import DocumentReader
+from pretraining.data.storage.index import Index
+
+
+class Samples(Protocol):
+    """An endless sequence of samples, each a pure function of its number."""
+
+    @property
+    def name(self) -> str:
+        """Of the dataset."""
+        ...
+
+    @property
+    def shards(self) -> int:
+        """How many shards samples come from."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON-able: equal for two sequences only if their samples are."""
+        ...
+
+    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
+        ...
+
+    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
+        """The pieces of documents that make samples, one row each; a made-up sample is a document of its own.
+
+        Args:
+            shards: [rows], of the samples.
+            numbers: [rows], within their shards.
+        """
+        ...
+
+    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        """Fill rows of a batch with samples, and with zeros behind them.
+
+        Args:
+            target: [batch rows, S + 1].
+            rows: [rows], which rows of it to fill.
+
+        Raises:
+            DataError: a file cannot be read, or holds a token beyond the vocabulary.
+        """
+        ...
+
+
+class StoredSamples:
+    """The samples of a split of a dataset on disk.
+
+    Args:
+        counts: of the packed samples of each block; None where documents are streamed.
+        split: "train" or "held_out".
+        orders: shared memory for the orders of blocks and documents.
+        bins: shared memory for packed blocks.
+    """
+
+    def __init__(
+        self,
+        files: DatasetFiles,
+        index: Index,
+        counts: BinCounts | None,
+        split: str,
+        reader: DocumentReader,
+        config: DataConfig,
+        seed: int,
+        orders: OrderCache,
+        bins: BinCache,
+    ) -> None:
+        seq_length, logical_shards = config.seq_length, config.logical_shards
+        self.name = files.name
+        self._reader = reader
+        lengths = index.split(split)
+        key = (seed, text_key(files.name, split))
+        self._fingerprint: dict[str, Any] = {
+            "files": files.digest,
+            "file_count": len(files.paths),
+            "settings": index.header["settings"],
+            "documents": len(index.documents),
+            "tokens": lengths.tokens,
+        }
+        self._stream: TokenStream | PackedStream
+        if counts is None:
+            shards = cut_shards(lengths, shard_count(lengths.tokens, seq_length, logical_shards))
+            self.shards = len(shards)
+            self._order = SampleOrder(shards.tokens, seq_length, key)
+            self._stream = TokenStream(lengths, shards, seq_length, key, orders)
+        else:
+            bounds = counts.bounds[split]
+            first_blocks = cut_blocks(bounds, logical_shards)
+            self.shards = len(first_blocks) - 1
+            self._stream = PackedStream(lengths, bounds, first_blocks, seq_length, counts.packing, key, orders, bins)
+            # A sample is a whole bin: as a shard of so many tokens gives samples of one token.
+            self._order = SampleOrder(self._stream.bins, 1, key)
+            self._fingerprint |= {"packing": counts.packing, "bins": int(bounds[-1])}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the samples are made from: files by names and sizes, settings of the index, packing, and totals."""
+        return dict(self._fingerprint)
+
+    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
+        return self._order.samples(begin, end)
+
+    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
+        """The pieces of documents that make samples, one row each."""
+        return self._stream.spans(shards, numbers)
+
+    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        """Fill rows of a batch with samples, and with zeros behind them; see `DocumentReader.read`."""
+        self._reader.read(spans, target, rows)
+
+
+class DummySamples:
+    """Made-up samples of consecutive tokens, modulo the vocabulary: no files, the same loader.
+
+    A sample counts upwards from a hash of its number. A model soon learns that the next token is the one after, so the
+    loss falls only where labels are shifted as they should be.
+
+    Args:
+        logical_shards: samples are dealt to as many shards, so that batches are sorted as those of a dataset are.
+        split: "train" or "held_out", which differ.
+    """
+
+    name = "dummy"
+
+    def __init__(self, seq_length: int, logical_shards: int, seed: int, split: str, vocab_size: int) -> None:
+        self.shards = logical_shards
+        self._seq_length = seq_length
+        self._key = derive_key(Purpose.DUMMY, seed, text_key(split))
+        self._vocab_size = vocab_size
+
+    def fingerprint(self) -> dict[str, object]:
+        """What the samples are made from."""
+        return {"dummy": True, "vocab_size": self._vocab_size}
+
+    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shard of samples [begin, end), and their numbers, both [end - begin] int64."""
+        numbers = np.arange(begin, end)
+        return (hash64(self._key, numbers) % np.uint64(self.shards)).astype(np.int64), numbers
+
+    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
+        """Every sample is a document of its own."""
+        rows = len(numbers)
+        lengths = np.full(rows, self._seq_length + 1)
+        return Spans(numbers, np.zeros(rows, dtype=np.int64), lengths, np.arange(rows + 1))
+
+    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        """Fill rows of a batch with samples."""
+        first = (hash64(self._key, spans.documents) % np.uint64(self._vocab_size)).astype(np.int64)
+        target[rows] = (np.arange(target.shape[1]) + first[:, None]) % self._vocab_size

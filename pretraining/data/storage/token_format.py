@@ -1,0 +1,116 @@
+"""The seam for a format of token files: what training must know of one, and which there are.
+
+    --file_type --load_format--> a TokenFormat --documents(path), once a file--> DocumentLayout --> index
+
+A format says where the documents of a file lie, when the file is indexed. Training then reads tokens by byte offset,
+and looks at a format only for how a sound file ends. docs/data.md shows how to write one of your own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pretraining.config.plugins import TOKEN_FORMATS, load_plugin
+from pretraining.config.training import DataConfig
+from pretraining.errors import DataError
+
+_SMALL_FILE_BYTES = 1 << 16
+"""Files up to this size are read as a whole, which is faster than to map them."""
+
+
+@dataclass(frozen=True)
+class DocumentLayout:
+    """The documents of a file, in order.
+
+    Attributes:
+        offsets: [n] int64, bytes from the start of the file to a document's first token.
+        lengths: [n] int64, in tokens.
+        width: bytes a token: 1, 2, 4 or 8.
+        tokens: the file as unsigned little-endian integers of this width, a multiple of which is the offset of every
+            document that is not empty.
+    """
+
+    offsets: np.ndarray
+    lengths: np.ndarray
+    width: int
+    tokens: np.ndarray
+
+
+class TokenFormat(Protocol):
+    """A format in which the tokens of a document lie one behind another, as little-endian integers.
+
+    Attributes:
+        suffix: how names of its files end: ".arrow".
+        title: what a message calls such a file: "an Arrow file".
+        ending: bytes that every sound file ends with; empty where there are none. Looked at when a file is opened.
+        identity: the format and those of its own settings that decide which documents it finds; other ones make another
+            index.
+    """
+
+    suffix: str
+    title: str
+    ending: bytes
+    identity: str
+
+    def __init__(self, config: DataConfig) -> None:
+        """Take what the format needs of the settings.
+
+        Raises:
+            ConfigError: one is missing.
+        """
+
+    def documents(self, path: str) -> DocumentLayout:
+        """Find the documents of a file.
+
+        Raises:
+            DataError: it is damaged, or no file of this format; names it.
+        """
+        ...
+
+
+def format_class(file_type: str) -> type[TokenFormat]:
+    """The class of a format: one of `TOKEN_FORMATS`, or a user's own as `package.module:Class`.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    found: type[TokenFormat] = load_plugin("file_type", TOKEN_FORMATS.get(file_type, file_type))
+    return found
+
+
+def load_format(file_type: str, config: DataConfig) -> TokenFormat:
+    """Make a format for a run's settings.
+
+    Raises:
+        ConfigError: it cannot be imported, or misses a setting.
+    """
+    return format_class(file_type)(config)
+
+
+def read_bytes(path: str) -> np.ndarray:
+    """The bytes of a file, [size] uint8; a large one is mapped.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            size = os.fstat(descriptor).st_size
+            if size <= _SMALL_FILE_BYTES:
+                return np.frombuffer(os.read(descriptor, size), dtype=np.uint8)
+            return np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def as_tokens(content: np.ndarray, width: int) -> np.ndarray:
+    """The bytes of a file as unsigned integers, without those that are left over at its end."""
+    return content[: len(content) // width * width].view(f"<u{width}")

@@ -1,0 +1,286 @@
+"""The same documents are the same samples in every format; each format names what is wrong with its files."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
+
+from pretraining.config.commands import VerifyConfig
+from pretraining.config.rules import find_problems
+from pretraining.config.training import DataConfig, TrainConfig
+from pretraining.data.storage import flat_files
+from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.data.storage.flat_files import BIN_MAGIC, BinFormat, NpyFormat, find_documents
+from pretraining.data.storage.token_format import format_class, load_format
+from pretraining.errors import ConfigError, DataError
+from pretraining.tools.verify_data import verify
+
+SEP = 999
+Documents = Sequence[Sequence[int]]
+
+
+def ended(documents: Documents, dtype: str) -> np.ndarray:
+    """Documents end to end, a separator behind each but the last."""
+    return np.array([token for document in documents for token in (*document, SEP)][:-1], dtype)
+
+
+def write_npy(path: Path, documents: Documents, dtype: str = "<u2") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, ended(documents, dtype))
+
+
+def write_bin(path: Path, documents: Documents, version: int = 1) -> None:
+    """As llm.c does."""
+    tokens = ended(documents, {1: "<u2", 7: "<u4"}[version])
+    header = np.zeros(256, "<i4")
+    header[:3] = BIN_MAGIC, version, len(tokens)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def write_raw(path: Path, documents: Documents, dtype: str = "uint16") -> None:
+    """As nanoGPT does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ended(documents, dtype).tofile(path)
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path, Documents], None], dict[str, Any]]] = {
+    "npy": (".npy", write_npy, {}),
+    "npy int32": (".npy", lambda path, documents: write_npy(path, documents, "<i4"), {"file_type": "npy"}),
+    "llm.c": (".bin", write_bin, {}),
+    "llm.c, Llama 3": (".bin", lambda path, documents: write_bin(path, documents, 7), {"file_type": "bin"}),
+    "nanoGPT": (".bin", write_raw, {"token_dtype": "uint16"}),
+    "nanoGPT, uint32": (
+        ".bin",
+        lambda path, documents: write_raw(path, documents, "uint32"),
+        {"token_dtype": "uint32", "file_type": "bin"},
+    ),
+}
+CONFIG = DataConfig(seq_length=24, sep_token=SEP, logical_shards=4, num_workers=0)
+
+
+def dataset_of(root: Path, suffix: str, write: Callable[[Path, Documents], None]) -> DataConfig:
+    for number in range(3):
+        # Empty documents inside, and none at the end, which an array of tokens cannot tell from no document.
+        documents = [*random_documents(30, number, vocab_size=900), [], [5, 6], [], [1]]
+        write(root / f"web/{number}{suffix}", documents)
+    return replace(CONFIG, data_path=str(root))
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path, writer: str, packing: str) -> None:
+    suffix, write, changes = WRITERS[writer]
+    arrow = replace(dataset_of(tmp_path / "arrow", ".arrow", write_documents), packing=packing, strip_tokens=(5,))
+    flat = replace(dataset_of(tmp_path / "flat", suffix, write), packing=packing, strip_tokens=(5,), **changes)
+    expected, found = loader(arrow, plan(6)), loader(flat, plan(6))
+    for _ in range(40):  # more than a pass
+        assert rows(next(found)) == rows(next(expected))
+
+
+def test_datasets_of_several_formats_make_one_run(tmp_path: Path) -> None:
+    make_root(tmp_path, web=40)
+    write_npy(tmp_path / "code/a.npy", random_documents(40, 1, vocab_size=900))
+    config = replace(CONFIG, data_path=str(tmp_path))
+    assert [files.file_type for files in list_datasets(config).datasets] == ["npy", "arrow"]
+    with loader(config, plan(6)) as made:
+        next(made)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=12), st.sampled_from([1, 3, 1000]))
+@example([[]], 1)
+@example([[], [], [1]], 1)
+def test_the_scan_finds_what_lies_between_separators(documents: list[list[int]], chunk: int) -> None:
+    tokens = ended(documents, "<u2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat_files, "_TOKENS_AT_ONCE", chunk)
+        begins, lengths = find_documents(tokens, SEP)
+    pairs = zip(begins.tolist(), lengths.tolist(), strict=True)
+    found = [tokens[begin : begin + length].tolist() for begin, length in pairs]
+    # Behind the last separator is a document only where there is anything.
+    assert found == (documents if documents[-1] else documents[:-1])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 180), st.integers(0, 255), st.integers(0, 40), st.sampled_from(["npy", "llm.c"]))
+def test_a_damaged_file_is_read_inside_its_bytes_or_named(
+    tmp_path_factory: pytest.TempPathFactory, at: int, value: int, cut: int, writer: str
+) -> None:
+    suffix, write, _ = WRITERS[writer]
+    path = tmp_path_factory.mktemp("damaged") / f"x{suffix}"
+    write(path, [[1, 2, 3], [4, 5]] * 5)
+    content = bytearray(path.read_bytes())
+    content[at] = value
+    path.write_bytes(content[: len(content) - cut])
+    try:
+        layout = load_format(suffix[1:], CONFIG).documents(str(path))
+    except DataError as error:
+        assert str(path) in str(error)
+    else:
+        assert (layout.offsets + layout.lengths * layout.width <= path.stat().st_size).all()
+
+
+def test_no_separator_is_one_error_with_the_tokens_that_occur_most(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        np.save(make_folder(tmp_path / "web") / f"{name}.npy", np.array([7, 3, 7, 7, 3, 1], np.uint16))
+    with pytest.raises(DataError) as raised:
+        opened(replace(CONFIG, data_path=str(tmp_path)))
+    first, second = str(raised.value).splitlines()
+    assert first == (
+        f"{tmp_path}/web/a.npy has no sep_token=999 in its 6 tokens, so no document ends: see --sep_token. "
+        "The tokens that occur most are 7 (3 times), 3 (2 times), 1 (1 times)"
+    )
+    assert "b.npy" in second
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def header(version: int, tokens: int) -> bytes:
+    return np.array([BIN_MAGIC, version, tokens, *[0] * 253], "<i4").tobytes()
+
+
+WRONG_FILES: dict[str, tuple[str, bytes | np.ndarray, str | None, str]] = {
+    "no array": ("x.npy", b"[1, 2, 3]" * 20, None, "is truncated or damaged: "),
+    "an empty file": ("x.npy", b"", None, "is truncated or damaged: "),
+    "objects": ("x.npy", np.array([{}]), None, "is truncated or damaged: .*Python objects"),
+    "two dimensions": ("x.npy", np.zeros((2, 3), np.uint16), None, r"shape \(2, 3\) and type uint16"),
+    "fractions": ("x.npy", np.zeros(3), None, r"shape \(3,\) and type float64"),
+    "big-endian": ("x.npy", np.zeros(3, ">u2"), None, "little-endian"),
+    "no header": ("x.bin", bytes(2000), None, "give --token_dtype=uint16 or uint32"),
+    "no header, short": ("x.bin", bytes(20), None, "give --token_dtype=uint16 or uint32"),
+    "a header and a type": ("x.bin", header(1, 0), "uint16", "leave out --token_dtype=uint16"),
+    "an unknown version": ("x.bin", header(2, 0), None, "header of version 2, and 1, 7 can be read"),
+    "a header of more": ("x.bin", header(1, 9) + bytes(16), None, "9 tokens of 2 bytes, but 16 bytes follow it"),
+    "a negative header": ("x.bin", header(1, -2), None, "truncated or damaged"),
+    "half a header": ("x.bin", header(1, 9)[:500], None, "it ends at byte 500, inside its header"),
+    "half a token": ("x.bin", bytes(2003), "uint16", "2,003 bytes are no uint16 tokens"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FILES)
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, wrong: str) -> None:
+    name, content, dtype, message = WRONG_FILES[wrong]
+    path = make_folder(tmp_path / "web") / name
+    if isinstance(content, np.ndarray):
+        np.save(path, content, allow_pickle=True)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as raised:
+        opened(replace(CONFIG, data_path=str(tmp_path), token_dtype=dtype))
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [NpyFormat, BinFormat])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, kind: type[NpyFormat | BinFormat]) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*x: No such file"):
+        kind(CONFIG).documents(str(tmp_path / "x"))
+
+
+def test_documents_without_a_separator_token_are_refused(tmp_path: Path) -> None:
+    write_npy(tmp_path / "web/x.npy", [[1]])
+    with pytest.raises(ConfigError, match=r"documents of \*\.npy files end at a token: give its id as --sep_token"):
+        opened(replace(CONFIG, data_path=str(tmp_path), sep_token=None))
+
+
+def test_two_kinds_in_one_dataset_are_refused_and_one_can_be_chosen(tmp_path: Path) -> None:
+    write_npy(tmp_path / "web/x.npy", [[1, 2], [3]])
+    write_bin(tmp_path / "web/deep/y.bin", [[1]])
+    config = replace(CONFIG, data_path=str(tmp_path))
+    with pytest.raises(DataError, match=r"'web' holds files of two kinds in .*: 1 \*\.npy and 1 \*\.bin.*=npy"):
+        list_datasets(config)
+    assert list_datasets(replace(config, file_type="bin")).datasets[0].paths == ("deep/y.bin",)
+
+
+def test_a_type_for_files_that_say_theirs_is_refused(tmp_path: Path) -> None:
+    make_root(tmp_path, web=5)
+    with pytest.raises(ConfigError, match=r"--token_dtype=uint16 is for \*\.bin files, and there are none"):
+        list_datasets(replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"file_type": "hf_parquet"}, "pretrain prepare --input_path=raw"),
+        ({"file_type": "parquet"}, "pretrain prepare --input_path=raw"),
+        ({"file_type": "Arow"}, "did you mean arrow"),
+        ({"file_type": "npy", "token_dtype": "uint16"}, "is for *.bin files"),
+    ],
+)
+def test_settings_that_no_format_takes_are_refused_before_anything_is_read(
+    changes: dict[str, Any], message: str
+) -> None:
+    (problem,) = find_problems(TrainConfig(data=DataConfig(data_path="raw", **changes)))
+    assert message in problem
+
+
+@pytest.mark.parametrize("file_type", ["auto", "arrow", "npy", "bin", "my.formats:Lines"])
+def test_known_formats_and_ones_own_are_no_problem(file_type: str) -> None:
+    assert not find_problems(TrainConfig(data=DataConfig(data_path="raw", file_type=file_type)))
+
+
+@pytest.mark.parametrize("file_type", ["no_such_module:Format", "json:NoSuchName"])
+def test_a_class_that_cannot_be_imported_is_named(file_type: str) -> None:
+    with pytest.raises(ConfigError, match=f"--file_type={file_type}: "):
+        format_class(file_type)
+
+
+def test_other_types_are_another_index_and_another_order(tmp_path: Path) -> None:
+    write_raw(tmp_path / "web/x.bin", random_documents(60))
+    narrow = replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16")
+    state = loader(narrow, plan(2)).state_dict()
+    assert state["token_dtype"] == "uint16"
+    wide = replace(narrow, token_dtype="uint32", sep_token=int(np.fromfile(tmp_path / "web/x.bin", "<u4")[3]))
+    with pytest.raises(DataError, match="token_dtype was uint16 and is uint32"):
+        loader(wide, plan(2), vocab_size=2**32).load_state_dict(state)
+
+
+def test_arrow_files_have_the_state_that_they_always_had(tmp_path: Path) -> None:
+    config = replace(CONFIG, data_path=str(make_root(tmp_path, web=60)))
+    assert not {"token_dtype", "file_type"} & loader(config, plan(2)).state_dict().keys()
+
+
+def test_verify_reads_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_raw(tmp_path / "web/x.bin", [[1, 2], [SEP + 1]])
+    config = VerifyConfig(data_path=str(tmp_path), sep_token=SEP, token_dtype="uint16", vocab_size=SEP + 2)
+    verify(config)
+    assert "1 files, 2 documents, 3 tokens" in capsys.readouterr().out
+    with pytest.raises(DataError, match="1 faults in 1 files"):
+        verify(replace(config, vocab_size=SEP + 1))
+    assert "x.bin, row 1, byte 6: token 0 of the document is 1000" in capsys.readouterr().out
+
+
+def example_of_the_docs() -> str:
+    (code,) = re.findall(r"```python\n# my_formats.py\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+    return code
+
+
+def test_a_format_of_ones_own_needs_no_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_formats.py").write_text(example_of_the_docs())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_formats", raising=False)
+    lines = [f"line {number} of this text" for number in range(40)]
+    path = make_folder(tmp_path / "data/web") / "x.txt"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    config = replace(CONFIG, data_path=str(tmp_path / "data"), file_type="my_formats:TextLines")
+    write_documents(tmp_path / "arrow/web/x.arrow", [list(line.encode()) for line in lines])
+    expected, found = loader(replace(CONFIG, data_path=str(tmp_path / "arrow")), plan(3)), loader(config, plan(3))
+    for _ in range(10):
+        assert rows(next(found)) == rows(next(expected))
+    path.write_text(path.read_text()[:-1] + "x")
+    with pytest.raises(DataError, match=r"x\.txt is damaged: it does not end as a text does"):
+        next(loader(config, plan(3)))
