@@ -195,15 +195,7 @@ def encode_unit(
                     continue
                 document = parts[0] if len(parts) == 1 else np.concatenate(parts)
                 parts, document_tokens = [], 0
-                if not len(document):
-                    done.empty_documents += 1
-                    continue
-                done.documents += 1
-                done.tokens += len(document)
-                record.count(len(document))
-                record.largest_token = max(record.largest_token, int(document.max()))
-                if writer.write(document):
-                    _update(record, writer, done)
+                if _write(document, writer, record, done):
                     work.write_record(unit, record)
             report(done - before)
     rest = Counts(input_bytes=unit.size - done.input_bytes)  # what readers did not see pass by, such as a file's end
@@ -211,6 +203,21 @@ def encode_unit(
     record.finished = True
     work.write_record(unit, record)
     report(rest)
+
+
+def _write(document: np.ndarray, writer: TokenWriter, record: UnitRecord, done: Counts) -> bool:
+    """Write and count a document; return whether this finished a file, which the record then names."""
+    if not len(document):
+        done.empty_documents += 1
+        return False
+    done.documents += 1
+    done.tokens += len(document)
+    record.count(len(document))
+    record.largest_token = max(record.largest_token, int(document.max()))
+    if not writer.write(document):
+        return False
+    _update(record, writer, done)
+    return True
 
 
 def _update(record: UnitRecord, writer: TokenWriter, counts: Counts) -> None:

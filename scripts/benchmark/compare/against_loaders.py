@@ -87,7 +87,7 @@ def _read(batches: Batches) -> float:
 def main() -> None:
     parser = flag_parser(
         "The loader against others.",
-        tokens=Number(100_000_000, "of each dataset", least=1_000_000),
+        tokens=Number(100_000_000, "of each dataset", least=10_000_000),
         rounds=Number(9, "turns that count"),
     )
     parser.add_argument("--fms_fsdp", type=Path, help="a checkout of github.com/foundation-model-stack/fms-fsdp")

@@ -268,7 +268,7 @@ def prepare(folder: Path, tokens: int) -> None:
 def main() -> None:
     parser = flag_parser(
         "The loader on one core.",
-        tokens=Number(200_000_000, "of each dataset", least=1_000_000),
+        tokens=Number(200_000_000, "of each dataset", least=10_000_000),
         rounds=Number(9, "turns that count"),
         steps=Number(100, "of the training runs, in reports of 10, the first to warm up", least=20),
     )

@@ -15,7 +15,7 @@ from scripts.benchmark.common import Number, flag_parser
     ("benchmark", "flag", "problem"),
     [
         ("measure.loader", "--steps=5", "argument --steps: must be 20 or more"),
-        ("measure.loader", "--tokens=1000", "argument --tokens: must be 1,000,000 or more"),
+        ("measure.loader", "--tokens=1000", "argument --tokens: must be 10,000,000 or more"),
         ("measure.throughput", "--steps=9", "argument --steps: must be 10 or more"),
         ("measure.loss", "--seq_length=8", "unrecognized arguments: --seq_length=8"),
         ("compare.against_loaders", "--rounds=0", "argument --rounds: must be 1 or more"),
