@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,12 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+def npy_bytes(tokens: Sequence[int]) -> bytes:
+    file = BytesIO()
+    np.save(file, np.array(tokens, np.uint16))
+    return file.getvalue()
+
+
 def header(version: int, tokens: int) -> bytes:
     return np.array([BIN_MAGIC, version, tokens, *[0] * 253], "<i4").tobytes()
 
@@ -157,6 +164,8 @@ def header(version: int, tokens: int) -> bytes:
 WRONG_FILES: dict[str, tuple[str, bytes | np.ndarray, str | None, str]] = {
     "no array": ("x.npy", b"[1, 2, 3]" * 20, None, "is truncated or damaged: "),
     "an empty file": ("x.npy", b"", None, "is truncated or damaged: "),
+    "a cut array": ("x.npy", npy_bytes([1, 2, 3])[:-1], None, "is truncated or damaged: "),
+    "more than an array": ("x.npy", npy_bytes([1, 2, 3]) + b"xx", None, "3 tokens of 2 bytes do not end where it does"),
     "objects": ("x.npy", np.array([{}]), None, "is truncated or damaged: .*Python objects"),
     "two dimensions": ("x.npy", np.zeros((2, 3), np.uint16), None, r"shape \(2, 3\) and type uint16"),
     "fractions": ("x.npy", np.zeros(3), None, r"shape \(3,\) and type float64"),
@@ -226,6 +235,8 @@ def test_settings_that_no_format_takes_are_refused_before_anything_is_read(
 ) -> None:
     (problem,) = find_problems(TrainConfig(data=DataConfig(data_path="raw", **changes)))
     assert message in problem
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        check_config(TrainConfig(data=data))
 
 
 @pytest.mark.parametrize("file_type", ["auto", "arrow", "npy", "bin", "my.formats:Lines"])
