@@ -47,6 +47,7 @@ setup(
             "mypy>=1.15",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.12",
             "torchao>=0.18,<0.19",
             "transformers>=5.0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -25,6 +26,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         if "torch" in sys.modules:
             patch.setattr("torch.cuda.is_available", lambda: False)
         return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run on several workers: those of a file together, and all that need the one SLURM."""
+    for item in items:
+        needs_slurm = "slurm" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("slurm" if needs_slurm else str(item.path)))
+
+
+@pytest.fixture(autouse=True)
+def same_logging() -> Iterator[None]:
+    """A command shows the package's messages on the terminal until its process ends; here, until the test does."""
+    logger = logging.getLogger("pretraining")
+    handlers, level = logger.handlers[:], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,7 @@ def measured_run(settings: list[str]) -> None:
     import torch
 
     mark("imports")
-    from pretraining.train import build, loop, restore, rollback, run
+    from pretraining.train import build, loop, restore, rollback
 
     def during(module: Any, name: str, phase: str, then: str | None) -> None:
         """Let a function begin a phase, and end it if `then` names the next one."""
@@ -85,7 +85,7 @@ def measured_run(settings: list[str]) -> None:
         print(json.dumps(seconds), flush=True)
         raise SystemExit  # an error ends the loop without a checkpoint
 
-    during(run, "build_run", "rest", None)
+    during(rollback, "build_run", "rest", None)
     during(build, "choose_start_point", "find", "rest")
     during(build, "open_data", "data", "rest")
     during(build, "build_model", "model", "rest")

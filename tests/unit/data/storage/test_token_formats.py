@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.commands import VerifyConfig
-from pretraining.config.rules import find_problems
+from pretraining.config.rules import check_config, find_problems
 from pretraining.config.training import DataConfig, TrainConfig
 from pretraining.data.storage import flat_files
 from pretraining.data.storage.dataset_files import list_datasets
@@ -233,10 +233,11 @@ def test_a_type_for_files_that_say_theirs_is_refused(tmp_path: Path) -> None:
 def test_settings_that_no_format_takes_are_refused_before_anything_is_read(
     changes: dict[str, Any], message: str
 ) -> None:
-    (problem,) = find_problems(TrainConfig(data=DataConfig(data_path="raw", **changes)))
+    config = TrainConfig(data=DataConfig(data_path="raw", **changes))
+    (problem,) = find_problems(config)
     assert message in problem
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        check_config(TrainConfig(data=data))
+        check_config(config)
 
 
 @pytest.mark.parametrize("file_type", ["auto", "arrow", "npy", "bin", "my.formats:Lines"])
