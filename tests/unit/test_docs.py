@@ -50,9 +50,9 @@ OTHER_PROGRAMS = {
 }
 # Flags of this project's scripts, as their parsers are given them.
 SCRIPTS = {
-    flag
+    "".join(flag)
     for script in (ROOT / "scripts").rglob("*.py")
-    for flag in re.findall(r'"--([a-z][\w-]*)"', script.read_text(encoding="utf-8"))
+    for flag in re.findall(r'"--([a-z][\w-]*)"|\b([a-z]\w*)=Number\(', script.read_text(encoding="utf-8"))
 }
 
 
