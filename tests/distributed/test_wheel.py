@@ -1,0 +1,49 @@
+"""The wheel alone, outside of the checkout: it prepares the demo's text and trains on it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, run_command
+
+NOT_THE_CHECKOUT = {"PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """Programs of an environment that holds nothing but the wheel, beside the libraries that this one has."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "pretraining", source / "pretraining", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run_command([*pip, "wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path])
+    (wheel,) = tmp_path.glob("*.whl")
+    environment = tmp_path / "environment"
+    run_command([sys.executable, "-m", "venv", "--without-pip", environment])
+    run_command(
+        [*pip, "--python", environment / "bin" / "python", "install", "--no-deps", "--no-index", wheel],
+        NOT_THE_CHECKOUT,
+    )
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    # Only the folder: .pth files in it, such as that of an editable checkout, are not read.
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    shutil.rmtree(source)
+    return environment / "bin"
+
+
+def test_the_wheel_prepares_and_trains_the_demo(installed: Path, tmp_path: Path) -> None:
+    pretrain = installed / "pretrain"
+    where = "import pretraining, sys; sys.stdout.write(pretraining.__file__)"
+    home = run_command([installed / "python", "-c", where], NOT_THE_CHECKOUT, cwd=tmp_path).stdout
+    assert home.startswith(str(installed.parent)), home
+    text = ["--source=stdlib", "--vocab_size=4096", "--output_path=data/demo"]
+    run_command([pretrain, "prepare", *text], NOT_THE_CHECKOUT, cwd=tmp_path)
+    out = run_command(
+        [pretrain, "train", "--recipe=demo", "--num_steps=3", "--eval_batches=1"], NOT_THE_CHECKOUT, cwd=tmp_path
+    ).stdout
+    assert "Finished 3 steps" in out and (tmp_path / "runs/demo/checkpoints/step_3_ckp/manifest.json").is_file()
