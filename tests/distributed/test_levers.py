@@ -21,6 +21,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("check_levers")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fifty_losses_are_the_same_whatever_two_levers_meet() -> None:
     done = run_command([sys.executable, SCRIPT, "--cover"], timeout=880)

@@ -76,3 +76,11 @@ def test_a_start_that_hangs_is_told(
     monkeypatch.setattr(soak.Soak, "_draw", lambda *_: soak.Shot("all", 0, "step", 10**9, 0.0))
     with pytest.raises(SystemExit, match=r"start 3 of .* failed by itself, with \[-9, -9\] \(-9: it hung\)"):
         soak.main([f"--folder={tmp_path}", *SHORT])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_kills_end_equal(tmp_path: Path) -> None:
+    command: list[str | Path] = [sys.executable, "-m", "scripts.soak", f"--folder={tmp_path}", "--kills=20", "--seed=1"]
+    said = run_command(command, timeout=880).stdout
+    assert re.search(r"^20 kills in \d+ starts; \d+ runs ended equal", said, re.MULTILINE)
