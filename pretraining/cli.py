@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -156,6 +157,11 @@ AFTER_INTERRUPTION = {
 }
 
 
+HEAD_START = 3.0
+"""Seconds that a process which fails without a word leaves to the one that speaks: at the first process that ends, a
+launcher kills the others."""
+
+
 def run_console_script() -> NoReturn:
     """The program `pretrain`: run the command of this process's arguments, and end the process."""
     run_as_program(main)
@@ -222,6 +228,8 @@ def _fail(error: PretrainError) -> NoReturn:
     elif _speaks(for_all_nodes=error.is_everywhere):
         prefix = "" if isinstance(error, Preempted) else "error: "
         print(f"{prefix}{error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(HEAD_START)
     if isinstance(error, LostPeerError):
         sys.stdout.flush()
         os._exit(error.exit_code)  # the usual end takes process groups down, which may wait for the dead

@@ -6,14 +6,15 @@ import json
 import os
 import sys
 
-from pretraining.cli import main
+from pretraining import cli
 
 if __name__ == "__main__":
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    cli.HEAD_START = 0.0  # this process goes on after an error, and prints what the other one says
     for number, (port, arguments) in enumerate(json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
         try:
-            main(["train", *arguments])
+            cli.main(["train", *arguments])
             status = 0
         except SystemExit as ending:
             status = int(ending.code or 0)

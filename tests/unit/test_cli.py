@@ -14,7 +14,7 @@ from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, wr
 from unit.data.token_files import loader, plan, rows
 
 from pretraining.checkpoint.manifest import FORMAT_VERSION, Manifest
-from pretraining.cli import main
+from pretraining.cli import HEAD_START, main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
 
@@ -106,6 +106,20 @@ def test_before_processes_have_joined_each_node_speaks_for_itself() -> None:
         assert done.returncode == 1
         said.append(done.stderr.count("error:"))
     assert said == [1, 0]
+
+
+def test_a_process_that_says_nothing_ends_after_the_one_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in {**layout, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    pauses: list[tuple[str, float]] = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setattr("pretraining.cli.time.sleep", lambda seconds, rank=rank: pauses.append((rank, seconds)))
+        with pytest.raises(SystemExit):
+            main(["train", "--nonsense=1"])
+    assert pauses == [("1", HEAD_START)]
 
 
 INSPECTED = ["--seq_length=16", "--use_dummy_dataset", "--batch_size=3", "--model_variant=tiny"]
