@@ -33,11 +33,7 @@ log = logging.getLogger(__name__)
 class Slots:
     """The samples of a global batch, in the order in which ranks take them; all [global batch size] int64.
 
-    Attributes:
-        samples: global indices.
-        datasets: positions in the reader's sources.
-        shards: of the dataset.
-        numbers: of the sample within its shard.
+    `samples` are global indices, `datasets` positions in the reader's sources, `numbers` count within a shard.
     """
 
     samples: np.ndarray
@@ -133,33 +129,32 @@ class BatchReader:
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
         """Read the samples of a dataset into the rows with these numbers."""
-        taken = self._begin + numbers
         try:
-            spans = source.spans(slots.shards[taken], slots.numbers[taken])
-            source.read(spans, rows.tokens, numbers)
-            rows.filled(numbers, spans)
-            if self._quarantine is not None:
-                self._quarantine.end_row()
+            self._read_rows(slots, source, numbers, rows)
         except DataError:
             for number in numbers.tolist():  # one by one, to name the samples that cannot be read
                 self._fill_singly(step, slots, source, number, rows)
 
     def _fill_singly(self, step: int, slots: Slots, source: Samples, number: int, rows: _Rows) -> None:
-        slot, row = self._begin + number, np.array([number])
-        shard, sample = slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1]
+        slot = self._begin + number
         try:
-            spans = source.spans(shard, sample)
-            source.read(spans, rows.tokens, row)
-            rows.filled(row, spans)
-            if self._quarantine is not None:
-                self._quarantine.end_row()
+            self._read_rows(slots, source, np.array([number]), rows)
         except DataError as error:
-            where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard[0]}, its sample {sample[0]}"
+            shard, sample = slots.shards[slot], slots.numbers[slot]
+            where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {sample}"
             problem = f"{error}\n  needed for sample {slots.samples[slot]} ({where})"
             if self._quarantine is None:
                 raise DataError(problem) from error
             rows.tokens[number] = 0
             self._quarantine.add(problem)
+
+    def _read_rows(self, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
+        taken = self._begin + numbers
+        spans = source.spans(slots.shards[taken], slots.numbers[taken])
+        source.read(spans, rows.tokens, numbers)
+        rows.filled(numbers, spans)
+        if self._quarantine is not None:
+            self._quarantine.end_row()
 
 
 class _Rows:
@@ -177,10 +172,8 @@ class _Rows:
 
     def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
         """`lengths_B` of every micro-batch, `size` rows each."""
-        full = self.tokens.shape[1]
-        return [
-            None if (lengths == full).all() else torch.from_numpy(lengths) for lengths in self.lengths.reshape(-1, size)
-        ]
+        full, lengths = self.tokens.shape[1], self.lengths.reshape(-1, size)
+        return [None if (each == full).all() else torch.from_numpy(each) for each in lengths]
 
     def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
         """`document_starts` of every micro-batch, `size` rows each."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any
 
-from torchdata.nodes import BaseNode, ParallelMapper
+from torchdata.nodes import IterableWrapper, ParallelMapper
 
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
@@ -128,11 +129,10 @@ class _ReadAhead:
     """The batches from a step on, read on threads: at most two for each thread are under way or waiting to be taken."""
 
     def __init__(self, reader: BatchReader, first_step: int, end_step: int | None, threads: int) -> None:
+        steps = IterableWrapper(count(first_step) if end_step is None else range(first_step, end_step))
         read = partial(_read_or_fail, reader)
         # Without snapshots: the pipeline's own state is never asked for.
-        self._batches = ParallelMapper(
-            _Steps(first_step, end_step), read, threads, method="thread", snapshot_frequency=0
-        )
+        self._batches = ParallelMapper(steps, read, threads, method="thread", snapshot_frequency=0)
         # A loader that is left open must not keep the interpreter from a clean end.
         self.close = weakref.finalize(self, _end_threads, self._batches)
 
@@ -142,23 +142,6 @@ class _ReadAhead:
         if isinstance(batch, BaseException):
             raise batch
         return batch
-
-
-class _Steps(BaseNode[int]):
-    """Numbers of steps, from the first to the last; None = for ever."""
-
-    def __init__(self, first: int, end: int | None) -> None:
-        super().__init__()
-        self._next, self._end = first, end
-
-    def next(self) -> int:
-        if self._next == self._end:
-            raise StopIteration
-        self._next += 1
-        return self._next - 1
-
-    def get_state(self) -> dict[str, Any]:
-        return {}
 
 
 def _read_or_fail(reader: BatchReader, step: int) -> StepBatch | BaseException:

@@ -23,34 +23,22 @@ from pretraining.data.storage.index import Index
 
 
 class Samples(Protocol):
-    """An endless sequence of samples, each a pure function of its number."""
+    """An endless sequence of samples, each a pure function of its number.
 
-    @property
-    def name(self) -> str:
-        """Of the dataset."""
-        ...
+    It bears the name of its dataset; samples come from so many shards.
+    """
 
-    @property
-    def shards(self) -> int:
-        """How many shards samples come from."""
-        ...
+    name: str
+    shards: int
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON-able: equal for two sequences only if their samples are."""
-        ...
+        """Return what is equal for two sequences only if their samples are, JSON-able."""
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
-        ...
+        """Return the shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
 
     def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        """The pieces of documents that make samples, one row each; a made-up sample is a document of its own.
-
-        Args:
-            shards: [rows], of the samples.
-            numbers: [rows], within their shards.
-        """
-        ...
+        """Return the pieces of documents that make samples, one row each; a made-up sample is a document."""
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         """Fill rows of a batch with samples, and with zeros behind them.
@@ -62,7 +50,6 @@ class Samples(Protocol):
         Raises:
             DataError: a file cannot be read, or holds a token beyond the vocabulary.
         """
-        ...
 
 
 class StoredSamples:
@@ -70,9 +57,7 @@ class StoredSamples:
 
     Args:
         counts: of the packed samples of each block; None where documents are streamed.
-        split: "train" or "held_out".
-        orders: shared memory for the orders of blocks and documents.
-        bins: shared memory for packed blocks.
+        orders, bins: memory that the datasets of a process share.
     """
 
     def __init__(

@@ -176,25 +176,13 @@ _ALGORITHMS = {"greedy": _next_fit, "first_fit": _first_fit, "best_fit": _best_f
 PACKINGS = tuple(_ALGORITHMS)
 
 
-@dataclass(frozen=True)
-class OrderedBins:
-    """The bins of a block, and the order in which a pass takes them.
-
-    Attributes:
-        block: what is in them.
-        order: [bins] int32.
-    """
-
-    block: PackedBlock
-    order: np.ndarray
-
-
-BinCache = RecentlyUsed[OrderedBins]
+BinCache = RecentlyUsed[tuple[PackedBlock, np.ndarray]]
+"""Keeps the bins of blocks, each with the order in which a pass takes them, [bins] int32."""
 
 
 def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
     """A memory for packed blocks, to be shared by all the streams of a process."""
-    return RecentlyUsed(limit_bytes, cost=lambda bins: bins.block.nbytes + bins.order.nbytes + 1024)
+    return RecentlyUsed(limit_bytes, cost=lambda bins: bins[0].nbytes + bins[1].nbytes + 1024)
 
 
 def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
@@ -217,14 +205,13 @@ def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
 
 
 class PackedStream:
-    """Where the tokens of each sample are.
+    """Finds the tokens of each sample.
 
     Args:
         bounds: [blocks + 1] int64, bins before each block, then all.
-        first_blocks: [shards + 1] int64, the first block of each shard, then the number of blocks.
+        first_blocks: as `cut_blocks` gives them.
         key: parts that make this dataset's orders its own: (seed, dataset).
-        orders: memory for the orders of blocks, shared with other streams.
-        cache: memory for packed blocks, shared with other streams.
+        orders, cache: memory for orders and for packed blocks, shared with other streams.
     """
 
     def __init__(
@@ -238,23 +225,13 @@ class PackedStream:
         orders: OrderCache,
         cache: BinCache,
     ) -> None:
-        self._lengths = lengths
-        self._bounds = bounds
-        self._first_blocks = first_blocks
-        self._seq_length = seq_length
-        self._packing = packing
-        self._key = key
-        self._orders = orders
-        self._cache = cache
+        self._lengths, self._bounds, self._first_blocks = lengths, bounds, first_blocks
+        self._seq_length, self._packing, self._key = seq_length, packing, key
+        self._orders, self._cache = orders, cache
         self.bins = np.diff(bounds[first_blocks])
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """The pieces of documents that make samples: at most S + 1 tokens each.
-
-        Args:
-            shards: [rows], numbers of shards that are not empty.
-            samples: [rows], j of each sample, from 0, without end.
-        """
+        """Return the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
         nothing = np.zeros(0, dtype=np.int64)
         documents, starts, lengths, first_spans = [nothing], [nothing], [nothing], [0]
         passes, positions = np.divmod(samples, self.bins[shards])
@@ -262,8 +239,8 @@ class PackedStream:
             blocks, bounds = self._blocks(shard, pass_number)
             visit = int(bounds.searchsorted(position, "right")) - 1
             block = int(blocks[visit])
-            bins = self._bins(shard, pass_number, block)
-            pieces = bins.block.bin(int(bins.order[position - int(bounds[visit])]))
+            packed, order = self._bins(shard, pass_number, block)
+            pieces = packed.bin(int(order[position - int(bounds[visit])]))
             documents.append(pieces[0] + block * self._lengths.block_documents)
             starts.append(pieces[1])
             lengths.append(pieces[2])
@@ -283,17 +260,17 @@ class PackedStream:
 
         return self._orders.get((self._identity, shard, pass_number), make)
 
-    def _bins(self, shard: int, pass_number: int, block: int) -> OrderedBins:
+    def _bins(self, shard: int, pass_number: int, block: int) -> tuple[PackedBlock, np.ndarray]:
         """The bins of a block, and their order in a pass."""
 
-        def make() -> OrderedBins:
+        def make() -> tuple[PackedBlock, np.ndarray]:
             begin = block * self._lengths.block_documents
             end = min(begin + self._lengths.block_documents, self._lengths.document_count)
             packed = pack_block(self._lengths.lengths(begin, end), self._seq_length, self._packing)
             bins = np.arange(self._bounds[block], self._bounds[block + 1])
             assert len(bins) == len(packed), "the counts are of other documents"
             order = keyed_order(derive_key(Purpose.BINS, *self._key, shard, pass_number), bins)
-            return OrderedBins(packed, order.astype(np.int32))
+            return packed, order.astype(np.int32)
 
         return self._cache.get((self._identity, shard, pass_number, block), make)
 

@@ -32,8 +32,7 @@ class Lengths(Protocol):
     block_bounds: np.ndarray
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Tokens of documents [begin, end), int64."""
-        ...
+        """Return the tokens of documents [begin, end), int64."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,9 @@ class Spans:
         return ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
 
 
+_Part = tuple[np.ndarray, np.ndarray, int, int]
+"""Documents laid end to end, where each starts (and the last ends), and the [begin, end) of their tokens to take."""
+
 OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
 
 
@@ -133,7 +135,7 @@ def cut_shards(lengths: Lengths, count: int) -> Shards:
 
 
 class TokenStream:
-    """Where the tokens of each sample are.
+    """Finds the tokens of each sample.
 
     Args:
         key: parts that make this dataset's orders its own: (seed, dataset).
@@ -143,12 +145,8 @@ class TokenStream:
     def __init__(
         self, lengths: Lengths, shards: Shards, seq_length: int, key: tuple[int, int], cache: OrderCache
     ) -> None:
-        self._lengths = lengths
-        self._shards = shards
-        self._tokens = shards.tokens
-        self._seq_length = seq_length
-        self._key = key
-        self._cache = cache
+        self._lengths, self._shards, self._tokens = lengths, shards, shards.tokens
+        self._seq_length, self._key, self._cache = seq_length, key, cache
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
         """The pieces of documents that make samples: S + 1 tokens each.
@@ -161,16 +159,17 @@ class TokenStream:
             nothing = np.zeros(0, dtype=np.int64)
             return Spans(nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
         passes, positions = np.divmod(samples * self._seq_length, self._tokens[shards])
-        parts = _Parts()
+        parts: list[_Part] = []
+        row_parts = [0]
         for shard, pass_number, position in zip(shards.tolist(), passes.tolist(), positions.tolist(), strict=True):
             missing = self._seq_length + 1
             while missing:
                 missing -= self._collect(shard, pass_number, position, missing, parts)
                 pass_number, position = pass_number + 1, 0
-            parts.rows.append(len(parts.begins))
-        return parts.spans()
+            row_parts.append(len(parts))
+        return _cut(parts, row_parts)
 
-    def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: _Parts) -> int:
+    def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: list[_Part]) -> int:
         """Collect the pieces of tokens [position, position + count) of a pass as far as it goes; return how far."""
         blocks, block_starts = self._blocks(shard, pass_number)
         visit = int(block_starts.searchsorted(position, "right")) - 1
@@ -182,7 +181,7 @@ class TokenStream:
             if end > begin:
                 first = int(starts.searchsorted(begin, "right")) - 1
                 last = int(starts.searchsorted(end, "left"))
-                parts.add(documents[first:last], starts[first : last + 1], begin, end)
+                parts.append((documents[first:last], starts[first : last + 1], begin, end))
                 position += end - begin
                 left -= end - begin
             visit += 1
@@ -226,29 +225,13 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
     return starts
 
 
-class _Parts:
-    """Stretches of ordered documents, from which the pieces of many rows are cut at once."""
-
-    def __init__(self) -> None:
-        self.documents: list[np.ndarray] = []
-        self.bounds: list[np.ndarray] = []
-        self.begins: list[int] = []
-        self.ends: list[int] = []
-        self.rows = [0]
-
-    def add(self, documents: np.ndarray, bounds: np.ndarray, begin: int, end: int) -> None:
-        """Add tokens [begin, end) of documents laid end to end, which start at `bounds`, [documents + 1]."""
-        self.documents.append(documents)
-        self.bounds.append(bounds)
-        self.begins.append(begin)
-        self.ends.append(end)
-
-    def spans(self) -> Spans:
-        """The pieces of all that was added; `rows` says how many parts there are before each row."""
-        counts = np.array([len(documents) for documents in self.documents])
-        lows = np.concatenate([bounds[:-1] for bounds in self.bounds])
-        highs = np.concatenate([bounds[1:] for bounds in self.bounds])
-        starts = np.maximum(lows, np.repeat(self.begins, counts))
-        lengths = np.minimum(highs, np.repeat(self.ends, counts)) - starts
-        first_spans = np.concatenate(([0], np.cumsum(counts)))[self.rows]
-        return Spans(np.concatenate(self.documents), starts - lows, lengths, first_spans)
+def _cut(parts: list[_Part], row_parts: list[int]) -> Spans:
+    """Cut the pieces of many rows out of their parts at once; `row_parts` counts the parts before each row."""
+    documents, all_bounds, begins, ends = zip(*parts, strict=True)
+    counts = np.array([len(each) for each in documents])
+    lows = np.concatenate([bounds[:-1] for bounds in all_bounds])
+    highs = np.concatenate([bounds[1:] for bounds in all_bounds])
+    starts = np.maximum(lows, np.repeat(begins, counts))
+    lengths = np.minimum(highs, np.repeat(ends, counts)) - starts
+    first_spans = np.concatenate(([0], np.cumsum(counts)))[row_parts]
+    return Spans(np.concatenate(documents), starts - lows, lengths, first_spans)

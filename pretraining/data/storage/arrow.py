@@ -30,16 +30,8 @@ from pretraining.errors import DataError
 
 MAGIC = b"ARROW1"
 
-TOKEN_WIDTHS = {
-    pa.uint8(): 1,
-    pa.uint16(): 2,
-    pa.int16(): 2,
-    pa.uint32(): 4,
-    pa.int32(): 4,
-    pa.uint64(): 8,
-    pa.int64(): 8,
-}
-"""Bytes a token. Negative numbers read as very large ones, and so as beyond any vocabulary."""
+TOKEN_TYPES = {pa.uint8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()}
+"""What tokens may be stored as. Negative numbers read as very large ones, and so as beyond any vocabulary."""
 
 _FLAT_NUMBERS = ("rows", "null_tokens", "tokens_at", "tokens_bytes")
 _LIST_NUMBERS = (
@@ -179,8 +171,6 @@ class _ArrowFile:
         first = self._metadata(0)
         positions, free = self._positions(first)
         numbers[:, 0] = _read(first, positions)
-        if batches == 1:
-            return numbers
         fixed = np.ones(len(first), dtype=bool)
         for begin, end in free:
             fixed[begin:end] = False
@@ -355,8 +345,8 @@ def _locate(schema_bytes: bytes, column: str) -> _ColumnPlace:
         raise DataError(f"has no column '{column}', but {', '.join(names) or 'none at all'}: give --col_name")
     kind = schema.field(column).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    width = TOKEN_WIDTHS.get(kind.value_type if is_list else kind)
-    if width is None:
+    token_type = kind.value_type if is_list else kind
+    if token_type not in TOKEN_TYPES:
         raise DataError(
             f"has a column '{column}' of type {kind}, but documents are lists of integers, such as list<uint16>"
         )
@@ -366,7 +356,8 @@ def _locate(schema_bytes: bytes, column: str) -> _ColumnPlace:
             break
         nodes, buffers = _parts(field.type)
         node, buffer = node + nodes, buffer + buffers
-    return _ColumnPlace(node, buffer, (8 if pa.types.is_large_list(kind) else 4) if is_list else 0, width)
+    offset_bytes = (8 if pa.types.is_large_list(kind) else 4) if is_list else 0
+    return _ColumnPlace(node, buffer, offset_bytes, token_type.bit_width // 8)
 
 
 def _parse(schema: bytes) -> pa.Schema:
@@ -378,29 +369,24 @@ def _parse(schema: bytes) -> pa.Schema:
         raise DataError(f"is damaged: {error}") from error
 
 
+_OWN_BUFFERS = (
+    (0, (pa.types.is_null,)),
+    (2, (pa.types.is_dictionary, pa.types.is_primitive, pa.types.is_decimal, pa.types.is_fixed_size_binary)),
+    (3, (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)),
+    (1, (pa.types.is_struct, pa.types.is_fixed_size_list)),
+    (2, (pa.types.is_list, pa.types.is_large_list, pa.types.is_map)),
+)
+"""How many buffers a column of a type has, apart from those of its children."""
+
+
 def _parts(kind: pa.DataType) -> tuple[int, int]:
     """How many field nodes and buffers a column of a type has, with its children's."""
-    types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return _parts(kind.storage_type)
-    if types.is_null(kind):
-        return 1, 0
-    if (
-        types.is_dictionary(kind)
-        or types.is_primitive(kind)
-        or types.is_decimal(kind)
-        or types.is_fixed_size_binary(kind)
-    ):
-        return 1, 2
-    if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
-        return 1, 3
-    if types.is_struct(kind) or types.is_fixed_size_list(kind):
-        own, children = (1, 1), [kind.field(number).type for number in range(kind.num_fields)]
-    elif types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
-        own, children = (1, 2), [kind.field(number).type for number in range(kind.num_fields)]
-    else:
+    own = next((buffers for buffers, tests in _OWN_BUFFERS if any(is_of(kind) for is_of in tests)), None)
+    if own is None:
         raise DataError(
             f"has a column of type {kind} before the tokens, which is not supported: write the tokens first"
         )
-    parts = [own, *(_parts(child) for child in children)]
-    return sum(nodes for nodes, _ in parts), sum(buffers for _, buffers in parts)
+    children = [_parts(kind.field(number).type) for number in range(kind.num_fields)]
+    return 1 + sum(nodes for nodes, _ in children), own + sum(buffers for _, buffers in children)
