@@ -47,7 +47,7 @@ class BatchReader:
 
     Args:
         sources: the datasets, sorted by name.
-        mixture: which of them gives each sample; earlier phases may have used others.
+        mixture: may have phases with other datasets.
         vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
     """
 
@@ -71,7 +71,7 @@ class BatchReader:
         self._pin = torch.cuda.is_available()
 
     def with_mixture(self, mixture: Mixture) -> BatchReader:
-        """The same reader for another mixture; threads that still read with this one are not disturbed."""
+        """Returns the same reader for another mixture; threads that read with this one are not disturbed."""
         other = copy.copy(self)
         other._use(mixture)
         return other
@@ -82,7 +82,7 @@ class BatchReader:
         self._source_of_name = np.array([positions.get(name, -1) for name in mixture.names])
 
     def slots(self, step: int) -> Slots:
-        """The whole global batch of a step, sorted.
+        """Returns the whole global batch of a step, sorted.
 
         Raises:
             DataError: the step is of an earlier phase, and used a dataset that is not among the sources.
@@ -105,7 +105,7 @@ class BatchReader:
         return Slots(samples[order], datasets[order], shards[order], numbers[order])
 
     def read(self, step: int) -> StepBatch:
-        """The rank's share of a step.
+        """Reads the rank's share of a step.
 
         Raises:
             DataError: a sample cannot be read; names it.
@@ -166,17 +166,17 @@ class _Rows:
         self._starts: list[np.ndarray] = []
 
     def filled(self, rows: np.ndarray, spans: Spans) -> None:
-        """Note that rows were filled with spans."""
+        """Notes that rows were filled with spans."""
         self.lengths[rows] = spans.row_tokens
         self._starts.append(spans.places(rows * self.tokens.shape[1]))
 
     def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
-        """`lengths_B` of every micro-batch, `size` rows each."""
+        """Returns `lengths_B` of every micro-batch, `size` rows each."""
         full, lengths = self.tokens.shape[1], self.lengths.reshape(-1, size)
         return [None if (each == full).all() else torch.from_numpy(each) for each in lengths]
 
     def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
-        """`document_starts` of every micro-batch, `size` rows each."""
+        """Returns `document_starts` of every micro-batch, `size` rows each."""
         width = self.tokens.shape[1]
         partly = np.flatnonzero(self.lengths < width)  # of an empty row, padding begins at its first place
         starts = np.concatenate([*self._starts, partly * width + self.lengths[partly]])
@@ -207,7 +207,7 @@ class Quarantine:
         self._count = self._in_a_row = 0
 
     def add(self, problem: str) -> None:
-        """Note a sample.
+        """Notes a sample.
 
         Raises:
             DataError: there were too many in a row.
@@ -226,6 +226,6 @@ class Quarantine:
             )
 
     def end_row(self) -> None:
-        """Note that samples could be read."""
+        """Notes that samples could be read."""
         with self._lock:
             self._in_a_row = 0

@@ -63,12 +63,7 @@ class PackedBlock:
         return sum(array.nbytes for array in arrays)
 
     def bin(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What a bin holds, in order.
-
-        Returns:
-            the documents, counted from the block's first, the first token of each piece within its document, and its
-            tokens, all [n] int64. The tokens add up to at most S + 1.
-        """
+        """Returns what a bin holds, [n] int64 each: documents, from the block's first on, first tokens, and lengths."""
         place = int(np.searchsorted(self.shared, number))
         if place == len(self.shared) or self.shared[place] != number:
             piece = number - place  # among all full pieces, as `place` shared bins come before
@@ -82,11 +77,10 @@ class PackedBlock:
 
 
 def pack_block(lengths: np.ndarray, seq_length: int, packing: str) -> PackedBlock:
-    """Pack the documents of a block into bins.
+    """Packs the documents of a block into bins of at most S + 1 tokens.
 
     Args:
         lengths: [documents] int64, tokens of each; empty ones are left out.
-        seq_length: S; a bin holds at most S + 1 tokens.
         packing: how items are brought into shared bins. "greedy" (next-fit): into the bin of the item before, or a
             new one. "first_fit": into the first bin with room. "best_fit" (best-fit decreasing): from the longest item
             to the shortest, each into the bin with the least room that is enough.
@@ -181,19 +175,18 @@ BinCache = RecentlyUsed[tuple[PackedBlock, np.ndarray]]
 
 
 def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
-    """A memory for packed blocks, to be shared by all the streams of a process."""
+    """Makes a memory for packed blocks, to be shared by all the streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda bins: bins[0].nbytes + bins[1].nbytes + 1024)
 
 
 def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
-    """Cut a dataset between blocks into shards of nearly equal bins; a shard may hold none where blocks are unequal.
+    """Cuts a dataset between blocks into shards of nearly equal bins; a shard may hold none where blocks are unequal.
 
     Of `total` bins, shard s of `count` starts with the first block whose first bin is at or after s * total / count.
+    There are fewer than `logical_shards` where these would hold less than `SAMPLES_A_SHARD` bins, or no whole block.
 
     Args:
         bounds: [blocks + 1] int64, bins before each block, then all.
-        logical_shards: how many shards to make at most; there are fewer where these would hold less than
-            `SAMPLES_A_SHARD` bins, or no whole block.
 
     Returns:
         [shards + 1] int64, the first block of each shard, then the number of blocks.
@@ -250,7 +243,7 @@ class PackedStream:
         )
 
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of a shard in the order of a pass, [n], and the bins before each, [n + 1]."""
+        """Returns the blocks of a shard in the order of a pass, [n], and the bins before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             blocks = np.arange(self._first_blocks[shard], self._first_blocks[shard + 1])
@@ -261,7 +254,7 @@ class PackedStream:
         return self._orders.get((self._identity, shard, pass_number), make)
 
     def _bins(self, shard: int, pass_number: int, block: int) -> tuple[PackedBlock, np.ndarray]:
-        """The bins of a block, and their order in a pass."""
+        """Returns the bins of a block, and their order in a pass."""
 
         def make() -> tuple[PackedBlock, np.ndarray]:
             begin = block * self._lengths.block_documents

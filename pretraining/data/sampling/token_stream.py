@@ -25,7 +25,7 @@ sample longer than its shard would repeat the same few documents."""
 
 
 class Lengths(Protocol):
-    """What is known of a dataset's documents: how many tokens each has."""
+    """How many tokens each of a dataset's documents has."""
 
     document_count: int
     block_documents: int
@@ -40,8 +40,7 @@ class Shards:
     """Contiguous pieces of a dataset, cut between documents.
 
     Attributes:
-        documents: [shards + 1] int64, number of each shard's first document, then the number of documents.
-        token_bounds: [shards + 1] int64, tokens before each shard, then all.
+        documents, token_bounds: [shards + 1] int64, documents and tokens before each shard, then all.
     """
 
     documents: np.ndarray
@@ -60,8 +59,7 @@ class Shards:
 class Spans:
     """Pieces of documents that make some rows; none is empty.
 
-    The pieces of a row follow each other from the row's first place. Where they are fewer than S + 1 tokens, the rest
-    of the row is padding.
+    The pieces of a row follow each other from its first place. What they leave of S + 1 tokens is padding.
 
     Attributes:
         documents: [n] int64, canonical numbers.
@@ -86,11 +84,7 @@ class Spans:
         return np.diff(np.concatenate(([0], np.cumsum(self.lengths)))[self.first_spans])
 
     def places(self, row_places: np.ndarray) -> np.ndarray:
-        """Where each piece begins, if each row begins at a place of its own, [n].
-
-        Args:
-            row_places: [rows] integers.
-        """
+        """Returns where each piece begins, [n], if rows begin at `row_places`, [rows]."""
         ends = np.cumsum(self.lengths)
         before_row = np.concatenate(([0], ends))[self.first_spans[:-1]]
         return ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
@@ -103,17 +97,17 @@ OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
 
 
 def order_cache(limit_bytes: int = 64 * 2**20) -> OrderCache:
-    """A memory for the orders of blocks and documents, to be shared by all the streams of a process."""
+    """Makes a memory for the orders of blocks and documents, to be shared by all the streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda order: sum(array.nbytes for array in order) + 512)
 
 
 def shard_count(tokens: int, seq_length: int, logical_shards: int) -> int:
-    """How many pieces a dataset is cut into."""
+    """Returns how many pieces a dataset is cut into."""
     return max(1, min(logical_shards, tokens // (SAMPLES_A_SHARD * seq_length)))
 
 
 def cut_shards(lengths: Lengths, count: int) -> Shards:
-    """Cut a dataset between documents into pieces of nearly equal tokens; pieces can be empty where documents are few.
+    """Cuts a dataset between documents into pieces of nearly equal tokens; some are empty where documents are few.
 
     Of `total` tokens, shard s starts with the first document whose first token is at or after s * total / count.
     """
@@ -149,12 +143,7 @@ class TokenStream:
         self._seq_length, self._key, self._cache = seq_length, key, cache
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """The pieces of documents that make samples: S + 1 tokens each.
-
-        Args:
-            shards: [rows], numbers of shards that are not empty.
-            samples: [rows], j of each sample, from 0, without end.
-        """
+        """Returns the pieces, S + 1 tokens a row, of samples j >= 0 of shards that are not empty, both [rows]."""
         if not len(shards):
             nothing = np.zeros(0, dtype=np.int64)
             return Spans(nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
@@ -170,7 +159,7 @@ class TokenStream:
         return _cut(parts, row_parts)
 
     def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: list[_Part]) -> int:
-        """Collect the pieces of tokens [position, position + count) of a pass as far as it goes; return how far."""
+        """Collects tokens [position, position + count) of a pass as far as it goes; returns how many."""
         blocks, block_starts = self._blocks(shard, pass_number)
         visit = int(block_starts.searchsorted(position, "right")) - 1
         left = count
@@ -188,7 +177,7 @@ class TokenStream:
         return count - left
 
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
+        """Returns the blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             begin, end = self._shards.documents[shard : shard + 2]
@@ -204,7 +193,7 @@ class TokenStream:
         return self._cache.get((self._key, len(self._shards), shard, pass_number), make)
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of a block that have tokens, in the order of a pass, [n]; the tokens before each, [n + 1]."""
+        """Returns a block's documents that have tokens, in the order of a pass, and the tokens before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             size = self._lengths.block_documents
@@ -219,7 +208,7 @@ class TokenStream:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Sums of what comes before each place, then of all: [n + 1] int64."""
+    """Sums what comes before each place, then all: [n + 1] int64."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
