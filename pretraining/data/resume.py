@@ -22,10 +22,7 @@ from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
 from pretraining.errors import DataError
 
 STATE_VERSION = 2
-READING_SETTINGS = (
-    *("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction"),
-    "packing",
-)
+READING_SETTINGS = ("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction", "packing")
 """How documents are read and make samples: the same for all datasets, throughout a run."""
 RARE_READING_SETTINGS = ("token_dtype",)
 """The same, of settings that are left out of the state where they are not given."""
@@ -181,8 +178,7 @@ def _describe_last(phases: Sequence[Phase]) -> str:
     before, after = phases[-2], phases[-1]
     then, now = _proportions(before.weights), _proportions(after.weights)
     names = [*sorted(then.keys() & now.keys()), *sorted(now.keys() - then.keys()), *sorted(then.keys() - now.keys())]
-    changed = [_change_of_weight(name, then, now, before) for name in names]
-    changed = [change for change in changed if change]
+    changed = [change for name in names if (change := _change_of_weight(name, then, now, before))]
     if len(changed) > _NAMES_SHOWN:
         changed = [*changed[:_NAMES_SHOWN], f"and {len(changed) - _NAMES_SHOWN:,} more"]
     parts = [f"weights {', '.join(changed)}"] if changed else []
@@ -210,15 +206,12 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     if _made_up(before) != _made_up(now):
         then, today = ("made-up data" if _made_up(datasets) else "datasets" for datasets in (before, now))
         return [f"the run read {then} and is to read {today}: see --use_dummy_dataset"]
-    problems = []
-    for name, note in (
-        ("split", ""),
-        ("seed", ""),
-        ("seq_length", " (other lengths cut other samples)"),
-        ("logical_shards", " (other pieces, another order)"),
-    ):
-        if saved[name] != order[name]:
-            problems.append(f"{name} was {saved[name]} and is {order[name]}{note}")
+    notes = {"seq_length": " (other lengths cut other samples)", "logical_shards": " (other pieces, another order)"}
+    problems = [
+        f"{name} was {saved[name]} and is {order[name]}{notes.get(name, '')}"
+        for name in ("split", "seed", "seq_length", "logical_shards")
+        if saved[name] != order[name]
+    ]
     # Fingerprints hold digests of these; here they have values, and hold for datasets that were not there before.
     reading = [name for name in READING_SETTINGS if saved.get(name, order.get(name)) != order.get(name)]
     reading += [name for name in RARE_READING_SETTINGS if saved.get(name) != order.get(name)]
@@ -238,13 +231,12 @@ def _made_up(datasets: Mapping[str, Mapping[str, Any]]) -> bool:
 def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], changes: Mapping[str, str]) -> str:
     """Says how a dataset differs."""
     if before.get("files") != now.get("files"):
-        text = (
+        which = f" ({changes[name]})" if changes.get(name) else ""
+        return (
             f"dataset '{name}' has other files: {before.get('file_count')} with {before.get('tokens'):,} tokens then, "
+            f"{now.get('file_count')} with {now.get('tokens'):,} now{which}; "
+            "new files belong in a new dataset of their own"
         )
-        text += f"{now.get('file_count')} with {now.get('tokens'):,} now"
-        if changes.get(name):
-            text += f" ({changes[name]})"
-        return f"{text}; new files belong in a new dataset of their own"
     if before.get("settings") != now.get("settings"):
         return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)}, file_type differs"
     fields = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

@@ -187,21 +187,13 @@ class Inspector:
         mixture = self._reader.mixture
         stretches = list(mixture.taken(first - 1, last))
         samples = sum(end - begin for stretch in stretches for begin, end in stretch.values())
-        asked, before, after = (
-            self._asked(first, last),
-            mixture.counts_before_step(first - 1),
-            mixture.counts_before_step(last),
-        )
-        return [
-            self._summary(
-                source,
-                [stretch[source.name] for stretch in stretches if source.name in stretch],
-                (before[source.name], after[source.name]),
-                asked[source.name] / samples,
-                samples,
-            )
-            for source in self._reader.sources
-        ]
+        before, after = (mixture.counts_before_step(step) for step in (first - 1, last))
+        asked, summaries = self._asked(first, last), []
+        for source in self._reader.sources:
+            own = [stretch[source.name] for stretch in stretches if source.name in stretch]
+            counts = (before[source.name], after[source.name])
+            summaries.append(self._summary(source, own, counts, asked[source.name] / samples, samples))
+        return summaries
 
     def _slot(self, step: int, slots: Slots, slot: int, tokens: bool) -> InspectedSlot:
         source = self._reader.sources[int(slots.datasets[slot])]
@@ -397,12 +389,10 @@ def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequen
         for each in summaries
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in table
-    ]
+    lines = []
+    for name, *numbers in table:
+        cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
     return [f"steps {first:,} to {last:,}: {samples:,} samples, {samples * seq_length:,} tokens", *lines]
 
 

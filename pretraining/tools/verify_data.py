@@ -196,18 +196,15 @@ def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> li
     wrong = np.flatnonzero(counts)
     wrong = wrong[np.argsort(rows[wrong])]
     faults = [
-        _wrong_token(
-            path, layout, int(rows[one]), int(firsts[one]), int(tokens[firsts[one]]), int(counts[one]), vocab_size
-        )
-        for one in wrong[:FAULTS_SHOWN]
+        _wrong_token(path, layout, rows[one], firsts[one], counts[one], vocab_size) for one in wrong[:FAULTS_SHOWN]
     ]
     if len(wrong) > FAULTS_SHOWN:
         faults.append(f"{path}: {len(wrong) - FAULTS_SHOWN:,} more rows have tokens beyond the vocabulary")
     return faults
 
 
-def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, token: int, count: int, vocab_size: int) -> str:
-    bits = 8 * layout.width
+def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, count: int, vocab_size: int) -> str:
+    bits, token = 8 * layout.width, int(layout.tokens[at])
     if bits >= 32 and token >> bits - 1:  # no vocabulary reaches there: a negative number was meant
         token -= 1 << bits
     more = f" ({count:,} such tokens in the row)" if count > 1 else ""

@@ -70,13 +70,8 @@ def build_bin_counts(
     found = find_bin_counts(index, places, seq_length, packing)
     if found is not None:
         return found
-    log.info(
-        "packing dataset '%s': %s documents into samples of %d tokens, %s",
-        name,
-        f"{len(index.documents):,}",
-        seq_length,
-        packing,
-    )
+    documents = f"{len(index.documents):,}"
+    log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
     counts = _count_in_processes(name, index, seq_length, packing, workers)
     found = find_bin_counts(index, places, seq_length, packing)
     if found is not None:  # another job made them meanwhile, and may have them mapped

@@ -106,10 +106,8 @@ def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
 def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Path]) -> str:
     """Says which files differ from those of the newest older index at one of the places."""
     for place in places:
-        older_places = sorted(
-            place.parent.glob(f"{settings.index_digest}-*.index"), key=lambda path: path.stat().st_mtime
-        )
-        for older_place in reversed(older_places):
+        found = place.parent.glob(f"{settings.index_digest}-*.index")
+        for older_place in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
             older = open_any_index(older_place)
             if older is not None:
                 return describe_changes(older.file_sizes, dict(zip(files.paths, files.sizes, strict=True)))
