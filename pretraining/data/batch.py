@@ -111,10 +111,9 @@ class StepBatch:
     """One rank's share of the global batch of a step.
 
     Attributes:
-        step: number of the step that trains on it, from 0.
-        first_sample: global index of the batch's first sample; the batch is the next ones of global batch size that
-            are not skipped.
-        micro_batches: as many as the plan accumulates, in the order in which they are computed.
+        step: from 0.
+        first_sample: global index of the batch's first sample; skipped ones are passed over from there.
+        micro_batches: in the order in which they are computed.
     """
 
     step: int

@@ -33,11 +33,7 @@ log = logging.getLogger(__name__)
 class Slots:
     """The samples of a global batch, in the order in which ranks take them; all [global batch size] int64.
 
-    Attributes:
-        samples: global indices.
-        datasets: positions in the reader's sources.
-        shards: of the dataset.
-        numbers: of the sample within its shard.
+    `samples` are global indices, `datasets` positions in the reader's sources, `numbers` count within a shard.
     """
 
     samples: np.ndarray
@@ -51,7 +47,7 @@ class BatchReader:
 
     Args:
         sources: the datasets, sorted by name.
-        mixture: which of them gives each sample; earlier phases may have used others.
+        mixture: may have phases with other datasets.
         vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
     """
 
@@ -75,7 +71,7 @@ class BatchReader:
         self._pin = torch.cuda.is_available()
 
     def with_mixture(self, mixture: Mixture) -> BatchReader:
-        """The same reader for another mixture; threads that still read with this one are not disturbed."""
+        """Returns the same reader for another mixture; threads that read with this one are not disturbed."""
         other = copy.copy(self)
         other._use(mixture)
         return other
@@ -86,7 +82,7 @@ class BatchReader:
         self._source_of_name = np.array([positions.get(name, -1) for name in mixture.names])
 
     def slots(self, step: int) -> Slots:
-        """The whole global batch of a step, sorted.
+        """Returns the whole global batch of a step, sorted.
 
         Raises:
             DataError: the step is of an earlier phase, and used a dataset that is not among the sources.
@@ -109,7 +105,7 @@ class BatchReader:
         return Slots(samples[order], datasets[order], shards[order], numbers[order])
 
     def read(self, step: int) -> StepBatch:
-        """The rank's share of a step.
+        """Reads the rank's share of a step.
 
         Raises:
             DataError: a sample cannot be read; names it.
@@ -133,33 +129,32 @@ class BatchReader:
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
         """Read the samples of a dataset into the rows with these numbers."""
-        taken = self._begin + numbers
         try:
-            spans = source.spans(slots.shards[taken], slots.numbers[taken])
-            source.read(spans, rows.tokens, numbers)
-            rows.filled(numbers, spans)
-            if self._quarantine is not None:
-                self._quarantine.end_row()
+            self._read_rows(slots, source, numbers, rows)
         except DataError:
             for number in numbers.tolist():  # one by one, to name the samples that cannot be read
                 self._fill_singly(step, slots, source, number, rows)
 
     def _fill_singly(self, step: int, slots: Slots, source: Samples, number: int, rows: _Rows) -> None:
-        slot, row = self._begin + number, np.array([number])
-        shard, sample = slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1]
+        slot = self._begin + number
         try:
-            spans = source.spans(shard, sample)
-            source.read(spans, rows.tokens, row)
-            rows.filled(row, spans)
-            if self._quarantine is not None:
-                self._quarantine.end_row()
+            self._read_rows(slots, source, np.array([number]), rows)
         except DataError as error:
-            where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard[0]}, its sample {sample[0]}"
+            shard, sample = slots.shards[slot], slots.numbers[slot]
+            where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {sample}"
             problem = f"{error}\n  needed for sample {slots.samples[slot]} ({where})"
             if self._quarantine is None:
                 raise DataError(problem) from error
             rows.tokens[number] = 0
             self._quarantine.add(problem)
+
+    def _read_rows(self, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
+        taken = self._begin + numbers
+        spans = source.spans(slots.shards[taken], slots.numbers[taken])
+        source.read(spans, rows.tokens, numbers)
+        rows.filled(numbers, spans)
+        if self._quarantine is not None:
+            self._quarantine.end_row()
 
 
 class _Rows:
@@ -171,19 +166,17 @@ class _Rows:
         self._starts: list[np.ndarray] = []
 
     def filled(self, rows: np.ndarray, spans: Spans) -> None:
-        """Note that rows were filled with spans."""
+        """Notes that rows were filled with spans."""
         self.lengths[rows] = spans.row_tokens
         self._starts.append(spans.places(rows * self.tokens.shape[1]))
 
     def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
-        """`lengths_B` of every micro-batch, `size` rows each."""
-        full = self.tokens.shape[1]
-        return [
-            None if (lengths == full).all() else torch.from_numpy(lengths) for lengths in self.lengths.reshape(-1, size)
-        ]
+        """Returns `lengths_B` of every micro-batch, `size` rows each."""
+        full, lengths = self.tokens.shape[1], self.lengths.reshape(-1, size)
+        return [None if (each == full).all() else torch.from_numpy(each) for each in lengths]
 
     def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
-        """`document_starts` of every micro-batch, `size` rows each."""
+        """Returns `document_starts` of every micro-batch, `size` rows each."""
         width = self.tokens.shape[1]
         partly = np.flatnonzero(self.lengths < width)  # of an empty row, padding begins at its first place
         starts = np.concatenate([*self._starts, partly * width + self.lengths[partly]])
@@ -214,7 +207,7 @@ class Quarantine:
         self._count = self._in_a_row = 0
 
     def add(self, problem: str) -> None:
-        """Note a sample.
+        """Notes a sample.
 
         Raises:
             DataError: there were too many in a row.
@@ -233,6 +226,6 @@ class Quarantine:
             )
 
     def end_row(self) -> None:
-        """Note that samples could be read."""
+        """Notes that samples could be read."""
         with self._lock:
             self._in_a_row = 0

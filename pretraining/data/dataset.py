@@ -36,37 +36,24 @@ SplitName = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class OpenedDataset:
-    """A dataset with its index.
-
-    Attributes:
-        files: what was listed.
-        index: mapped into memory.
-        counts: of its packed samples; None where documents are streamed.
-    """
+    """A dataset with its index, and the counts of its packed samples; None where documents are streamed."""
 
     files: DatasetFiles
     index: Index
     counts: BinCounts | None = None
 
     def tokens(self, split: SplitName) -> int:
-        """Tokens of a split, virtual ones included."""
+        """Counts the tokens of a split, virtual ones included."""
         return self.index.split(split).tokens
 
     def pass_tokens(self, split: SplitName) -> int:
-        """What a pass over a split takes of a run: its tokens or, where documents are packed, S for each sample."""
+        """Returns what a pass over a split takes of a run: its tokens or, where packed, S for each sample."""
         return self.tokens(split) if self.counts is None else self.counts.bins(split) * self.counts.seq_length
 
 
 @dataclass(frozen=True)
 class OpenedDatasets:
-    """All datasets of a job, and what the loaders of a process share.
-
-    Attributes:
-        datasets: sorted by name.
-        open_files: a bounded number of them.
-        orders: the orders of blocks and documents that were used last.
-        bins: the packed blocks that were used last.
-    """
+    """All datasets of a job, sorted by name, and the memory that the loaders of a process share."""
 
     datasets: tuple[OpenedDataset, ...]
     open_files: OpenFiles = field(default_factory=open_files)
@@ -85,12 +72,9 @@ class OpenedDatasets:
 
 
 def build_indices(listing: Listing, config: DataConfig, workers: int | None = None) -> None:
-    """Make the index of every dataset that has no valid one, and count its samples where documents are packed.
+    """Makes the index of every dataset that has no valid one, and counts its samples where documents are packed.
 
-    Safe to call in several processes at once.
-
-    Args:
-        workers: threads that look at files, and processes that pack; None = as many as cores.
+    Several processes may call it at once. `workers` bounds the threads that look at files, and the processes that pack.
 
     Raises:
         DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.
@@ -104,7 +88,7 @@ def build_indices(listing: Listing, config: DataConfig, workers: int | None = No
 
 
 def open_datasets(listing: Listing, config: DataConfig) -> OpenedDatasets:
-    """Map the indices of all datasets into memory.
+    """Maps the indices of all datasets into memory.
 
     Raises:
         DataError: an index is missing, or a dataset holds no documents.
@@ -139,13 +123,12 @@ def build_loader(
     split: SplitName = "train",
     limit_steps: int | None = None,
 ) -> Loader:
-    """Make the loader of one data-parallel rank.
+    """Makes the loader of one data-parallel rank.
 
     Args:
-        opened: the datasets; None = the dummy dataset.
+        opened: None = the dummy dataset.
         vocab_size: of the model; a token that is not below it is an error.
-        split: "train", or "held_out" for evaluation.
-        limit_steps: end after so many steps; `rewind` begins again with the same samples. None = never end.
+        limit_steps: end after so many steps; `rewind` begins again with the same samples.
 
     Raises:
         ConfigError: weights do not match the datasets, or bos_token or sep_token is not in the vocabulary.
@@ -205,7 +188,7 @@ def _samples(
 def _weighted_datasets(
     opened: OpenedDatasets, config: DataConfig, split: SplitName
 ) -> tuple[list[OpenedDataset], dict[str, int]]:
-    """The datasets that samples come from, and their weights."""
+    """Finds the datasets that samples come from, and their weights."""
     given = _given_weights(opened, config)
     # A dataset of weight 0 gives nothing; without weights every dataset has to give something.
     used = [dataset for dataset in opened.datasets if given is None or given[dataset.files.name]]
@@ -214,7 +197,7 @@ def _weighted_datasets(
 
 
 def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int] | None:
-    """The weights asked for as integers, by dataset; None where none were given."""
+    """Returns the weights asked for as integers, by dataset; None where none were given."""
     if not config.weights:
         return None
     # Weights follow the order of --datasets; where every sub-folder is meant, that of the names.
@@ -228,7 +211,7 @@ def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int]
 
 
 def _check_enough(datasets: list[OpenedDataset], config: DataConfig, split: SplitName) -> None:
-    """Refuse datasets that hold less than one sample, all in one error."""
+    """Refuses datasets that hold less than one sample, all in one error."""
     problems = []
     for dataset in datasets:
         tokens, name = dataset.tokens(split), dataset.files.name

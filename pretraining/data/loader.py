@@ -12,10 +12,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any
 
-from torchdata.nodes import BaseNode, ParallelMapper
+from torchdata.nodes import IterableWrapper, ParallelMapper
 
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
@@ -23,9 +24,7 @@ from pretraining.data.resume import resume, state_at
 
 
 class Loader:
-    """Iterates over the steps of a run.
-
-    A context manager that ends its threads; it can be used again after that.
+    """Iterates over the steps of a run. A context manager that ends its threads; it can be used again after that.
 
     Args:
         order: what the order of the data depends on (`describe_order`), in a run that begins now.
@@ -65,11 +64,10 @@ class Loader:
         return self
 
     def __next__(self) -> StepBatch:
-        """The batch of the next step.
+        """Returns the batch of the next step.
 
         Raises:
-            DataError: a sample cannot be read. Whatever a thread raises is raised here, once its step comes; asking
-                again tries again.
+            DataError: a sample cannot be read. What a thread raises is raised here at its step; asking again retries.
         """
         if self._limit is not None and self._next_step >= self._limit:
             raise StopIteration
@@ -87,13 +85,13 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the batches that were taken, JSON-able; the same on every rank."""
+        """Returns the state after the batches that were taken, JSON-able; the same on every rank."""
         return state_at(self._order, self.reader.mixture, self._next_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken, on any number of ranks and threads.
+        """Goes on where a state was taken, on any number of ranks and threads.
 
-        Where weights, datasets or global batch size are other than at the state's end, a new phase begins.
+        A new phase begins where weights, datasets or global batch size differ from the state's last ones.
 
         Raises:
             DataError: the state is of another order of the data.
@@ -104,13 +102,13 @@ class Loader:
         self._order, self._next_step, self.changes_at_resume = resumed.order, resumed.step, resumed.changes
 
     def rewind(self) -> None:
-        """Begin again with the first step, as if no state had been loaded."""
+        """Begins again with the first step, as if no state had been loaded."""
         self.close()
         self.reader, self._order = self._reader_of_new_run, self._order_of_new_run
         self._next_step, self.changes_at_resume = 0, ()
 
     def close(self) -> None:
-        """End the threads, and forget what they have read ahead."""
+        """Ends the threads, and forgets what they have read ahead."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -125,44 +123,26 @@ class Loader:
 
 
 class _ReadAhead:
-    """The batches from a step on, read on threads: at most two for each thread are under way or waiting to be taken."""
+    """Reads the batches from a step on, on threads: at most two for each are under way or wait to be taken."""
 
     def __init__(self, reader: BatchReader, first_step: int, end_step: int | None, threads: int) -> None:
+        steps = IterableWrapper(count(first_step) if end_step is None else range(first_step, end_step))
         read = partial(_read_or_fail, reader)
         # Without snapshots: the pipeline's own state is never asked for.
-        self._batches = ParallelMapper(
-            _Steps(first_step, end_step), read, threads, method="thread", snapshot_frequency=0
-        )
+        self._batches = ParallelMapper(steps, read, threads, method="thread", snapshot_frequency=0)
         # A loader that is left open must not keep the interpreter from a clean end.
         self.close = weakref.finalize(self, _end_threads, self._batches)
 
     def take(self) -> StepBatch:
-        """The next batch; what reading it raised, a thread's `SystemExit` too, is raised here."""
+        """Returns the next batch; what reading it raised, a thread's `SystemExit` too, is raised here."""
         batch = next(self._batches)
         if isinstance(batch, BaseException):
             raise batch
         return batch
 
 
-class _Steps(BaseNode[int]):
-    """Numbers of steps, from the first to the last; None = for ever."""
-
-    def __init__(self, first: int, end: int | None) -> None:
-        super().__init__()
-        self._next, self._end = first, end
-
-    def next(self) -> int:
-        if self._next == self._end:
-            raise StopIteration
-        self._next += 1
-        return self._next - 1
-
-    def get_state(self) -> dict[str, Any]:
-        return {}
-
-
 def _read_or_fail(reader: BatchReader, step: int) -> StepBatch | BaseException:
-    """Return what is raised; torchdata would raise a text about it in its place, and hang on a thread's SystemExit."""
+    """Returns what is raised; torchdata would raise a text in its place, and hang on a thread's SystemExit."""
     try:
         return reader.read(step)
     except BaseException as error:

@@ -22,10 +22,7 @@ from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
 from pretraining.errors import DataError
 
 STATE_VERSION = 2
-READING_SETTINGS = (
-    *("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction"),
-    "packing",
-)
+READING_SETTINGS = ("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction", "packing")
 """How documents are read and make samples: the same for all datasets, throughout a run."""
 RARE_READING_SETTINGS = ("token_dtype",)
 """The same, of settings that are left out of the state where they are not given."""
@@ -37,7 +34,7 @@ _LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
 def describe_order(
     sources: Mapping[str, Mapping[str, Any]], phase: Phase, config: DataConfig, seed: int, split: str
 ) -> dict[str, Any]:
-    """Everything that the order of the data depends on, JSON-able.
+    """Returns everything that the order of the data depends on, JSON-able.
 
     Args:
         sources: fingerprint of each dataset by name.
@@ -58,14 +55,14 @@ def describe_order(
 
 
 def _reading_settings(config: DataConfig) -> dict[str, Any]:
-    """How documents are read and make samples, as JSON gives it back."""
+    """Returns how documents are read and make samples, as JSON gives it back."""
     values = {name: getattr(config, name) for name in READING_SETTINGS}
     rare = {name: getattr(config, name) for name in RARE_READING_SETTINGS if getattr(config, name) is not None}
     return {**values, **rare, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
 def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:
-    """The state once all steps before `step` are done."""
+    """Returns the state once all steps before `step` are done."""
     return {**order, "next_sample": mixture.first_sample(step), "counts": mixture.counts_before_step(step)}
 
 
@@ -74,10 +71,9 @@ class Resumption:
     """How a run goes on from a state.
 
     Attributes:
-        step: that comes next.
         mixture: over all phases, those of the state and the one that may begin here.
         order: what the order of the data depends on, with these phases.
-        changes: what is other than before, a line each for the user.
+        changes: what differs from before, a line each for the user.
     """
 
     step: int
@@ -87,10 +83,9 @@ class Resumption:
 
 
 def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> Resumption:
-    """Go on from a state.
+    """Goes on from a state that `state_at` gave in this run or an earlier one.
 
     Args:
-        state: what `state_at` gave in this run or an earlier one.
         order: what the order would depend on in a run with the same settings that begins now.
         changes: which files changed when a dataset was last indexed, by dataset; empty text where that is not known.
 
@@ -132,11 +127,7 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
 
 
 def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample: int) -> list[tuple[int, int]]:
-    """What is to be skipped and was not yet.
-
-    Raises:
-        DataError: it was trained on.
-    """
+    """Finds what is to be skipped and was not yet; a DataError where it was trained on."""
     new = Skipped((begin, end) for begin, end in wanted).without(before)
     if new and new[0][0] < next_sample:
         raise DataError(
@@ -147,12 +138,7 @@ def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample
 
 
 def _check_numbers(phases: Sequence[Phase], skipped: Skipped, next_sample: int) -> None:
-    """Refuse numbers that no run writes, before anything is computed with them.
-
-    Raises:
-        IndexError: there is no phase.
-        TypeError, ValueError: there are such numbers.
-    """
+    """Refuses numbers that no run writes, before anything is computed with them."""
     if phases[0] != Phase.first(phases[0].global_batch_size, phases[0].weights):
         raise ValueError("the first phase does not begin with the first sample")
     places = [*(phase.first_step for phase in phases), *(end for each in skipped.ranges for end in each)]
@@ -166,11 +152,7 @@ def _check_numbers(phases: Sequence[Phase], skipped: Skipped, next_sample: int) 
 
 
 def _step_of_sample(phases: Sequence[Phase], sample: int, skipped: Skipped) -> int:
-    """The step of the last phase that begins with a sample.
-
-    Raises:
-        ValueError: none does, or a phase does not begin where the one before it ends.
-    """
+    """Finds the step of the last phase that begins with a sample; a ValueError where phases do not fit together."""
     for before, after in pairwise(phases):
         if after != before.followed_by(after.first_step, after.global_batch_size, after.weights, skipped):
             raise ValueError(f"the phase from step {after.first_step} does not follow from the one before")
@@ -182,7 +164,7 @@ def _step_of_sample(phases: Sequence[Phase], sample: int, skipped: Skipped) -> i
 
 
 def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int, skipped: Skipped) -> tuple[list[Phase], bool]:
-    """The phases of a run that goes on at a step as wanted, and whether the last of them begins there."""
+    """Returns the phases of a run that goes on at a step as wanted, and whether the last of them begins there."""
     phases = [phase for phase in phases if phase.first_step < step]  # one that gave no sample yet is as if it never was
     if not phases:
         return [wanted], False
@@ -192,12 +174,11 @@ def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int, skipped: Ski
 
 
 def _describe_last(phases: Sequence[Phase]) -> str:
-    """Say what the last phase changes: "phase 2 from step 1200: weights web 0.6 -> 0.5, code added at 0.1"."""
+    """Says what the last phase changes: "phase 2 from step 1200: weights web 0.6 -> 0.5, code added at 0.1"."""
     before, after = phases[-2], phases[-1]
     then, now = _proportions(before.weights), _proportions(after.weights)
     names = [*sorted(then.keys() & now.keys()), *sorted(now.keys() - then.keys()), *sorted(then.keys() - now.keys())]
-    changed = [_change_of_weight(name, then, now, before) for name in names]
-    changed = [change for change in changed if change]
+    changed = [change for name in names if (change := _change_of_weight(name, then, now, before))]
     if len(changed) > _NAMES_SHOWN:
         changed = [*changed[:_NAMES_SHOWN], f"and {len(changed) - _NAMES_SHOWN:,} more"]
     parts = [f"weights {', '.join(changed)}"] if changed else []
@@ -220,20 +201,17 @@ def _proportions(weights: Mapping[str, int]) -> dict[str, float]:
 
 
 def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> list[str]:
-    """Say how the order would become another, if it would."""
+    """Says how the order would become another, if it would."""
     before, now = saved["datasets"], order["datasets"]
     if _made_up(before) != _made_up(now):
         then, today = ("made-up data" if _made_up(datasets) else "datasets" for datasets in (before, now))
         return [f"the run read {then} and is to read {today}: see --use_dummy_dataset"]
-    problems = []
-    for name, note in (
-        ("split", ""),
-        ("seed", ""),
-        ("seq_length", " (other lengths cut other samples)"),
-        ("logical_shards", " (other pieces, another order)"),
-    ):
-        if saved[name] != order[name]:
-            problems.append(f"{name} was {saved[name]} and is {order[name]}{note}")
+    notes = {"seq_length": " (other lengths cut other samples)", "logical_shards": " (other pieces, another order)"}
+    problems = [
+        f"{name} was {saved[name]} and is {order[name]}{notes.get(name, '')}"
+        for name in ("split", "seed", "seq_length", "logical_shards")
+        if saved[name] != order[name]
+    ]
     # Fingerprints hold digests of these; here they have values, and hold for datasets that were not there before.
     reading = [name for name in READING_SETTINGS if saved.get(name, order.get(name)) != order.get(name)]
     reading += [name for name in RARE_READING_SETTINGS if saved.get(name) != order.get(name)]
@@ -251,15 +229,14 @@ def _made_up(datasets: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], changes: Mapping[str, str]) -> str:
-    """Say how a dataset differs."""
+    """Says how a dataset differs."""
     if before.get("files") != now.get("files"):
-        text = (
+        which = f" ({changes[name]})" if changes.get(name) else ""
+        return (
             f"dataset '{name}' has other files: {before.get('file_count')} with {before.get('tokens'):,} tokens then, "
+            f"{now.get('file_count')} with {now.get('tokens'):,} now{which}; "
+            "new files belong in a new dataset of their own"
         )
-        text += f"{now.get('file_count')} with {now.get('tokens'):,} now"
-        if changes.get(name):
-            text += f" ({changes[name]})"
-        return f"{text}; new files belong in a new dataset of their own"
     if before.get("settings") != now.get("settings"):
         return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)}, file_type differs"
     fields = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

@@ -23,34 +23,19 @@ from pretraining.data.storage.index import Index
 
 
 class Samples(Protocol):
-    """An endless sequence of samples, each a pure function of its number."""
+    """An endless sequence of samples, each a pure function of its number; `name` is that of its dataset."""
 
-    @property
-    def name(self) -> str:
-        """Of the dataset."""
-        ...
-
-    @property
-    def shards(self) -> int:
-        """How many shards samples come from."""
-        ...
+    name: str
+    shards: int
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON-able: equal for two sequences only if their samples are."""
-        ...
+        """Return what is equal for two sequences only if their samples are, JSON-able."""
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
-        ...
+        """Return the shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
 
     def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        """The pieces of documents that make samples, one row each; a made-up sample is a document of its own.
-
-        Args:
-            shards: [rows], of the samples.
-            numbers: [rows], within their shards.
-        """
-        ...
+        """Return the pieces of documents that make samples, one row each; a made-up sample is a document."""
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         """Fill rows of a batch with samples, and with zeros behind them.
@@ -62,7 +47,6 @@ class Samples(Protocol):
         Raises:
             DataError: a file cannot be read, or holds a token beyond the vocabulary.
         """
-        ...
 
 
 class StoredSamples:
@@ -70,9 +54,7 @@ class StoredSamples:
 
     Args:
         counts: of the packed samples of each block; None where documents are streamed.
-        split: "train" or "held_out".
-        orders: shared memory for the orders of blocks and documents.
-        bins: shared memory for packed blocks.
+        orders, bins: memory that the datasets of a process share.
     """
 
     def __init__(
@@ -115,19 +97,19 @@ class StoredSamples:
             self._fingerprint |= {"packing": counts.packing, "bins": int(bounds[-1])}
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the samples are made from: files by names and sizes, settings of the index, packing, and totals."""
+        """Returns files by names and sizes, settings of the index, packing, and totals."""
         return dict(self._fingerprint)
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
+        """See `Samples`."""
         return self._order.samples(begin, end)
 
     def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        """The pieces of documents that make samples, one row each."""
+        """See `Samples`."""
         return self._stream.spans(shards, numbers)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """Fill rows of a batch with samples, and with zeros behind them; see `DocumentReader.read`."""
+        """See `DocumentReader.read`."""
         self._reader.read(spans, target, rows)
 
 
@@ -135,11 +117,8 @@ class DummySamples:
     """Made-up samples of consecutive tokens, modulo the vocabulary: no files, the same loader.
 
     A sample counts upwards from a hash of its number. A model soon learns that the next token is the one after, so the
-    loss falls only where labels are shifted as they should be.
-
-    Args:
-        logical_shards: samples are dealt to as many shards, so that batches are sorted as those of a dataset are.
-        split: "train" or "held_out", which differ.
+    loss falls only where labels are shifted as they should be. Samples are dealt to `logical_shards`, so that batches
+    are sorted as those of a dataset are.
     """
 
     name = "dummy"
@@ -151,21 +130,21 @@ class DummySamples:
         self._vocab_size = vocab_size
 
     def fingerprint(self) -> dict[str, object]:
-        """What the samples are made from."""
+        """See `Samples`."""
         return {"dummy": True, "vocab_size": self._vocab_size}
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shard of samples [begin, end), and their numbers, both [end - begin] int64."""
+        """See `Samples`."""
         numbers = np.arange(begin, end)
         return (hash64(self._key, numbers) % np.uint64(self.shards)).astype(np.int64), numbers
 
     def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        """Every sample is a document of its own."""
+        """See `Samples`."""
         rows = len(numbers)
         lengths = np.full(rows, self._seq_length + 1)
         return Spans(numbers, np.zeros(rows, dtype=np.int64), lengths, np.arange(rows + 1))
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """Fill rows of a batch with samples."""
+        """See `Samples`."""
         first = (hash64(self._key, spans.documents) % np.uint64(self._vocab_size)).astype(np.int64)
         target[rows] = (np.arange(target.shape[1]) + first[:, None]) % self._vocab_size

@@ -38,9 +38,7 @@ class Tokenizer:
     """Encodes and decodes text.
 
     Attributes:
-        library: the tokenizer of the `tokenizers` library.
-        definition: content of its tokenizer.json.
-        config: content of its tokenizer_config.json.
+        definition, config: content of its tokenizer.json and tokenizer_config.json.
         end_of_text: id of the token that ends a document; None where there is none.
         vocab_size: largest id plus one: the rows that an embedding needs.
     """
@@ -75,13 +73,10 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.
+    """Reads a tokenizer from a tokenizer.json or the folder that holds it.
 
     The end-of-text token is the `eos_token` of the tokenizer_config.json or special_tokens_map.json beside it, else a
     special token with a usual name.
-
-    Args:
-        path: a tokenizer.json or the folder that holds it.
 
     Raises:
         DataError: there is no tokenizer, it cannot be read, or its end-of-text token is not in its vocabulary.
@@ -116,11 +111,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
+    """Trains a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
 
-    Args:
-        texts: documents or parts of them.
-        vocab_size: entries wanted, the end-of-text token and 256 bytes included; a small text gives fewer.
+    `vocab_size` counts the end-of-text token and 256 bytes; a small text gives fewer entries.
     """
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -135,7 +128,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 @contextmanager
 def library_threads(enabled: bool) -> Iterator[None]:
-    """Let the library use all cores inside one call, or keep it to the calling thread.
+    """Lets the library use all cores inside one call, or keeps it to the calling thread.
 
     The library decides by the environment variable TOKENIZERS_PARALLELISM, which is set back at the end.
     """

@@ -47,7 +47,7 @@ def inspect(
     state: Mapping[str, Any] | None = None,
     restored_batch: int | None = None,
 ) -> None:
-    """Show what steps of a run train on.
+    """Shows what steps of a run train on.
 
     Args:
         state: position in the data of the checkpoint that the run goes on from, if any.
@@ -74,7 +74,7 @@ def inspect(
 
 
 def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch: int | None) -> Inspector:
-    """The batches that training would read."""
+    """Opens the batches that training would read."""
     ranks = config.inspect.world_size or 1
     size = _global_batch_size(config.batch, ranks, restored_batch)
     if config.inspect.world_size is None and config.batch.global_batch_size is None and restored_batch is None:
@@ -120,19 +120,19 @@ def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
 
 
 def _plan_of(size: int, ranks: int) -> BatchPlan:
-    """How ranks share a global batch; micro-batches do not change which slots they take."""
+    """Says how ranks share a global batch; micro-batches do not change which slots they take."""
     return BatchPlan(size, -(-size // ranks), 1, ranks)
 
 
 def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> int:
-    """Sequences a step; the order of precedence is that of `plan_batch`."""
+    """Counts the sequences of a step; the order of precedence is that of `plan_batch`."""
     if batch.global_batch_size is not None:
         return batch.global_batch_size
     return restored or batch.batch_size * (batch.grad_accum_steps or 1) * ranks
 
 
 class Inspector:
-    """Looks into the batches of a run.
+    """Looks into the batches of a run; steps count from 1.
 
     Args:
         opened: the datasets; None for made-up data.
@@ -148,7 +148,7 @@ class Inspector:
         self._seq_length = seq_length
 
     def step_of_sample(self, sample_id: int) -> int:
-        """The step, from 1, that trains on a sample.
+        """Returns the step that trains on a sample.
 
         Raises:
             ConfigError: none does: it is skipped.
@@ -160,16 +160,15 @@ class Inspector:
         return phase.first_step + skipped.count(phase.first_sample, sample_id) // phase.global_batch_size + 1
 
     def global_batch_size(self, step: int) -> int:
-        """Slots of a step, from 1: a run's phases may differ."""
+        """Counts the slots of a step: a run's phases may differ."""
         return self._reader.mixture.global_batch_size(step - 1)
 
     def slots(
         self, step: int, share: tuple[int, int] | None = None, sample_id: int | None = None, tokens: bool = False
     ) -> Iterator[InspectedSlot]:
-        """The slots of a step, in the order in which ranks take them.
+        """Yields the slots of a step, in the order in which ranks take them.
 
         Args:
-            step: from 1.
             share: slots [begin, end) to show; None = all.
             sample_id: show only this sample.
             tokens: whether to read the ids.
@@ -184,25 +183,17 @@ class Inspector:
                 yield self._slot(step, slots, slot, tokens)
 
     def summary(self, first: int, last: int) -> list[DatasetSummary]:
-        """What each dataset gives to steps `first` to `last`, both from 1 and included."""
+        """Sums up what each dataset gives to steps `first` to `last`, both included."""
         mixture = self._reader.mixture
         stretches = list(mixture.taken(first - 1, last))
         samples = sum(end - begin for stretch in stretches for begin, end in stretch.values())
-        asked, before, after = (
-            self._asked(first, last),
-            mixture.counts_before_step(first - 1),
-            mixture.counts_before_step(last),
-        )
-        return [
-            self._summary(
-                source,
-                [stretch[source.name] for stretch in stretches if source.name in stretch],
-                (before[source.name], after[source.name]),
-                asked[source.name] / samples,
-                samples,
-            )
-            for source in self._reader.sources
-        ]
+        before, after = (mixture.counts_before_step(step) for step in (first - 1, last))
+        asked, summaries = self._asked(first, last), []
+        for source in self._reader.sources:
+            own = [stretch[source.name] for stretch in stretches if source.name in stretch]
+            counts = (before[source.name], after[source.name])
+            summaries.append(self._summary(source, own, counts, asked[source.name] / samples, samples))
+        return summaries
 
     def _slot(self, step: int, slots: Slots, slot: int, tokens: bool) -> InspectedSlot:
         source = self._reader.sources[int(slots.datasets[slot])]
@@ -222,7 +213,7 @@ class Inspector:
         return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids, problem)
 
     def _asked(self, first: int, last: int) -> dict[str, float]:
-        """Samples of steps `first` to `last` that each dataset should give by its weights."""
+        """Returns samples of steps `first` to `last` that each dataset should give by its weights."""
         mixture = self._reader.mixture
         asked = dict.fromkeys(mixture.names, 0.0)
         ends = [phase.first_step for phase in mixture.phases[1:]] + [last]
@@ -269,7 +260,7 @@ class Inspector:
         )
 
     def _documents_begun(self, spans: Spans, packed: bool) -> int:
-        """How many documents begin in samples; where streamed, one in the last token counts for the next sample."""
+        """Counts documents that begin in samples; where streamed, one in the last token counts for the next sample."""
         begun = spans.starts == 0
         if not packed:
             begun &= spans.places(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
@@ -277,7 +268,7 @@ class Inspector:
 
 
 def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
-    """Where the pieces of a sample are on disk."""
+    """Yields where the pieces of a sample are on disk."""
     files = dataset.index.files_of(spans.documents)
     rows = spans.documents - dataset.index.first_documents[files]
     documents = dataset.index.documents[spans.documents]
@@ -293,12 +284,10 @@ class SpanPlace:
     """A piece of a document in a sample.
 
     Attributes:
-        file: absolute path.
-        row: of the document in the file.
+        row: of the document in the file, which is an absolute path.
         start: first token of the piece within the document as it is trained on: the token that `bos_token` puts in
             front counts, those that `strip_tokens` removes do not.
         length: tokens of the piece, with the separator that `sep_token` puts behind the document if it reaches there.
-        ends_document: whether the piece goes to the document's end.
     """
 
     file: str
@@ -313,10 +302,8 @@ class InspectedSlot:
     """A slot of a global batch.
 
     Attributes:
-        step: from 1.
         slot: place in the global batch, which ranks share in contiguous pieces.
         sample_id: global index of its sample.
-        dataset: that gives it.
         spans: in order; their lengths add up to S + 1, of which the last token is only ever a label, or to less where
             documents are packed. None where samples are made up.
         ids: the tokens of the spans; None where they were not asked for, or cannot be read.
@@ -332,7 +319,7 @@ class InspectedSlot:
     problem: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """The JSON object of `--json`, an interface: fields are added, never renamed."""
+        """Returns the JSON object of `--json`, an interface: fields are added, never renamed."""
         fields = asdict(self)
         for span in fields["spans"]:
             del span["ends_document"]
@@ -342,11 +329,7 @@ class InspectedSlot:
         return fields
 
     def describe(self, decode: Callable[[Sequence[int]], str] | None) -> Iterator[str]:
-        """Lines for people: where each piece is and, where ids are known, the ends of it.
-
-        Args:
-            decode: ids to text; None = show ids.
-        """
+        """Yields lines for people: where each piece is and the ends of its text (or, without `decode`, of its ids)."""
         yield f"slot {self.slot}  sample {self.sample_id}  dataset {self.dataset}"
         if self.problem is not None:
             yield f"  quarantined, no labels: {self.problem}"
@@ -366,13 +349,8 @@ class DatasetSummary:
     """What a dataset gives to steps A to B.
 
     Attributes:
-        dataset: name.
-        asked: its weight as a fraction.
-        realised: its fraction of the samples.
-        samples: of it.
-        tokens: of these, S a sample.
-        padding_tokens: how many of them are padding: labels that are ignored, as the documents packed into a sample
-            are shorter than it.
+        asked, realised: its weight as a fraction, and its fraction of the samples.
+        tokens: S a sample, of which `padding_tokens` are labels that are ignored, as packed documents leave room.
         fill: the fraction of tokens that are not padding; None where there is no sample.
         documents: that begin in these samples, once each pass.
         documents_are_exact: False where documents and padding were counted in the first `SAMPLES_COUNTED` samples and
@@ -393,7 +371,7 @@ class DatasetSummary:
 
 
 def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequence[DatasetSummary]) -> list[str]:
-    """A table with a line a dataset, and totals over it."""
+    """Makes a table with a line a dataset, and totals over it."""
     samples = sum(each.samples for each in summaries)
     table = [("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")]
     table += [
@@ -411,17 +389,15 @@ def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequen
         for each in summaries
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in table
-    ]
+    lines = []
+    for name, *numbers in table:
+        cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
     return [f"steps {first:,} to {last:,}: {samples:,} samples, {samples * seq_length:,} tokens", *lines]
 
 
 def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> str:
-    """Ids, or their text in quotes, the middle of long ones left out."""
+    """Shows ids, or their text in quotes, the middle of long ones left out."""
     if decode is not None:
         text = decode(ids)
         if len(text) > _CHARACTERS_SHOWN:
@@ -435,5 +411,5 @@ def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) 
 
 
 def _quoted(text: str) -> str:
-    """On one line, whatever is in it."""
+    """Quotes a text on one line."""
     return json.dumps(text, ensure_ascii=False)

@@ -43,13 +43,7 @@ _SHARED_SETTINGS = ("data_path", "datasets", "file_type", "col_name", "sep_token
 
 @dataclass
 class FileReport:
-    """What was found in a file.
-
-    Attributes:
-        faults: a line each, with the place.
-        documents, tokens, bytes: in it; 0 as far as it cannot be read.
-        compared: whether its checksum was compared with that of prepare.json.
-    """
+    """What was found in a file: faults, a line each, what it holds, and whether its checksum was compared."""
 
     faults: list[str] = field(default_factory=list)
     documents: int = 0
@@ -60,13 +54,7 @@ class FileReport:
 
 @dataclass(frozen=True)
 class _Record:
-    """What prepare.json says of a dataset.
-
-    Attributes:
-        files: by name; empty where there is no prepare.json.
-        vocab_size: of the tokenizer.
-        faults: of prepare.json itself.
-    """
+    """What prepare.json says of a dataset, if there is one, and what is wrong with prepare.json itself."""
 
     files: dict[str, TokenFile]
     vocab_size: int | None
@@ -74,7 +62,7 @@ class _Record:
 
 
 def verify(config: VerifyConfig) -> None:
-    """Check the token files of datasets: print each fault as it is found, at the end a summary; log progress.
+    """Checks the token files of datasets: prints each fault as it is found, at the end a summary; logs progress.
 
     Raises:
         DataError: there are faults, or there is nothing to check.
@@ -125,7 +113,7 @@ class _Faults:
 def check_file(
     path: str, size: int, token_format: TokenFormat, vocab_size: int | None = None, written: TokenFile | None = None
 ) -> FileReport:
-    """Read a token file wholly.
+    """Reads a token file wholly.
 
     Args:
         size: in bytes when it was listed.
@@ -157,7 +145,7 @@ def check_file(
 def _check_files(
     files: DatasetFiles, record: _Record, config: VerifyConfig, token_format: TokenFormat
 ) -> Iterator[FileReport]:
-    """The reports of a dataset's files, in their order."""
+    """Yields the reports of a dataset's files, in their order."""
     vocab_size = record.vocab_size if config.vocab_size is None else config.vocab_size
 
     def check(number: int) -> FileReport:
@@ -174,7 +162,7 @@ def _check_files(
 
 
 def _changes(path: str, size: int, checksum: str, written: TokenFile | None) -> list[str]:
-    """How a file differs from what was written."""
+    """Says how a file differs from what was written."""
     if written is None:
         return []
     if size != written.bytes:
@@ -188,7 +176,7 @@ def _changes(path: str, size: int, checksum: str, written: TokenFile | None) -> 
 
 
 def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> list[str]:
-    """A fault for each row with tokens beyond the vocabulary."""
+    """Names each row with tokens beyond the vocabulary."""
     if vocab_size >= 1 << 8 * layout.width:
         return []
     tokens = layout.tokens
@@ -208,18 +196,15 @@ def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> li
     wrong = np.flatnonzero(counts)
     wrong = wrong[np.argsort(rows[wrong])]
     faults = [
-        _wrong_token(
-            path, layout, int(rows[one]), int(firsts[one]), int(tokens[firsts[one]]), int(counts[one]), vocab_size
-        )
-        for one in wrong[:FAULTS_SHOWN]
+        _wrong_token(path, layout, rows[one], firsts[one], counts[one], vocab_size) for one in wrong[:FAULTS_SHOWN]
     ]
     if len(wrong) > FAULTS_SHOWN:
         faults.append(f"{path}: {len(wrong) - FAULTS_SHOWN:,} more rows have tokens beyond the vocabulary")
     return faults
 
 
-def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, token: int, count: int, vocab_size: int) -> str:
-    bits = 8 * layout.width
+def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, count: int, vocab_size: int) -> str:
+    bits, token = 8 * layout.width, int(layout.tokens[at])
     if bits >= 32 and token >> bits - 1:  # no vocabulary reaches there: a negative number was meant
         token -= 1 << bits
     more = f" ({count:,} such tokens in the row)" if count > 1 else ""
@@ -231,7 +216,7 @@ def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, token: in
 
 
 def _read_record(files: DatasetFiles) -> _Record:
-    """What prepare.json says; nothing where there is none, a fault where it cannot be read."""
+    """Reads prepare.json; nothing where there is none, a fault where it cannot be read."""
     path = Path(files.folder) / MANIFEST_FILE
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -246,7 +231,7 @@ def _read_record(files: DatasetFiles) -> _Record:
 
 
 def _emptied_folders(config: VerifyConfig, listed: list[str]) -> list[Path]:
-    """Prepared datasets without any token file, where no datasets are named; a listing passes these over."""
+    """Finds prepared datasets without any token file, where no datasets are named; a listing passes these over."""
     if config.datasets:
         return []
     assert config.data_path is not None
@@ -255,13 +240,13 @@ def _emptied_folders(config: VerifyConfig, listed: list[str]) -> list[Path]:
 
 
 def _missing_files(files: DatasetFiles, record: _Record) -> list[str]:
-    """Files that were written and are gone."""
+    """Names files that were written and are gone."""
     gone = sorted(record.files.keys() - set(files.paths))
     return [f"{files.folder}/{name} is gone, but {MANIFEST_FILE} names it" for name in gone]
 
 
 def _describe(files: DatasetFiles, record: _Record, reports: list[FileReport], config: VerifyConfig) -> str:
-    """A dataset without faults in a line."""
+    """Describes a dataset without faults in a line."""
     vocab_size = record.vocab_size if config.vocab_size is None else config.vocab_size
     notes = [
         f"all below {vocab_size:,}" if vocab_size is not None else "vocabulary not checked: give --vocab_size",

@@ -29,7 +29,7 @@ _LARGEST_RANGE = 1 << 20  # 2 * range * total stays below 2**63
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
-    """Turn proportions into integers with the same ratios.
+    """Turns proportions into integers with the same ratios.
 
     Decimal fractions are taken as they are written, 0.1 as 1/10. Ratios are exact unless that takes integers beyond
     2**40 in total; then the largest total below it is used, and no positive weight becomes zero.
@@ -62,11 +62,7 @@ class _Node:
 
 
 class WeightTree:
-    """A mixture of datasets with fixed weights.
-
-    Args:
-        weights: [datasets] integers, at least one positive. Datasets of weight 0 give no samples.
-    """
+    """A mixture of datasets with fixed integer weights, [datasets], one of them positive; weight 0 gives no samples."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         self._datasets = len(weights)
@@ -80,7 +76,7 @@ class WeightTree:
             self._nodes.append(_Node(left_weight + right_weight, left=left, right=right))
 
     def assign(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The dataset of samples [begin, end) of the mixture, and their numbers within it, both [end - begin] int64."""
+        """Returns the datasets of samples [begin, end), and their numbers within these, both [end - begin] int64."""
         datasets, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
         for low in range(begin, end, _LARGEST_RANGE):
             high = min(low + _LARGEST_RANGE, end)
@@ -105,7 +101,7 @@ class WeightTree:
         return datasets, numbers
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples each dataset gives, [datasets]."""
+        """Counts what each dataset gives of the first `samples` samples, [datasets]."""
         counts = [0] * self._datasets
         waiting = [(len(self._nodes) - 1, samples)]
         while waiting:
@@ -124,12 +120,10 @@ class Phase:
     """A stretch of the run with one mixture and one batch size; it goes on until the next phase begins.
 
     Attributes:
-        first_step: number of its first step.
         first_sample: global index of its first sample, or of one that is skipped before it.
         global_batch_size: samples a step.
         weights: by name, of the datasets that give samples.
-        base_counts: samples that each dataset of the phase, and of those before it, has given, or skipped, before the
-            phase.
+        base_counts: samples that each dataset of the phases up to this one has given, or skipped, before it.
     """
 
     first_step: int
@@ -140,33 +134,33 @@ class Phase:
 
     @staticmethod
     def first(global_batch_size: int, weights: Mapping[str, int]) -> Phase:
-        """The phase that a run begins with."""
+        """Returns the phase that a run begins with."""
         return Phase(0, 0, global_batch_size, dict(weights), dict.fromkeys(sorted(weights), 0))
 
     def followed_by(
         self, first_step: int, global_batch_size: int, weights: Mapping[str, int], skipped: Skipped
     ) -> Phase:
-        """The phase after this one: it goes on with every dataset where this one leaves it at a step."""
+        """Returns the phase after this one: it goes on with every dataset where this one leaves it at a step."""
         counts = dict.fromkeys(weights, 0) | self.counts_before_step(first_step, skipped)
         counts = {name: counts[name] for name in sorted(counts)}
         return Phase(first_step, self.sample_of_step(first_step, skipped), global_batch_size, dict(weights), counts)
 
     def sample_of_step(self, step: int, skipped: Skipped) -> int:
-        """Global index of the first sample of a step of the phase, or of the step after its last."""
+        """Returns the global index of the first sample of a step of the phase, or of the step after its last."""
         return skipped.advance(self.first_sample, (step - self.first_step) * self.global_batch_size)
 
     def tree(self, names: Sequence[str]) -> WeightTree:
-        """The mixture of these datasets."""
+        """Makes the mixture of these datasets."""
         return WeightTree([self.weights.get(name, 0) for name in names])
 
     def counts_before_step(self, step: int, skipped: Skipped) -> dict[str, int]:
-        """Samples that each dataset has given, or skipped, before a step as in `sample_of_step`."""
+        """Counts samples that each dataset has given, or skipped, before a step as in `sample_of_step`."""
         names = list(self.base_counts)
         given = self.tree(names).counts(self.sample_of_step(step, skipped) - self.first_sample)
         return {name: self.base_counts[name] + count for name, count in zip(names, given, strict=True)}
 
     def same_data(self, other: Phase) -> bool:
-        """Whether two phases mix alike and take as much a step."""
+        """Tells whether two phases mix alike and take as much a step."""
         return (self.weights, self.global_batch_size) == (other.weights, other.global_batch_size)
 
 
@@ -232,12 +226,12 @@ class Mixture:
                 }
 
     def counts_before_step(self, step: int) -> dict[str, int]:
-        """Samples that each dataset has given, or skipped, before a step."""
+        """Counts samples that each dataset has given, or skipped, before a step."""
         phase = self.phases[self._phase_of_step(step)]
         return dict.fromkeys(self.names, 0) | phase.counts_before_step(step, self.skipped)
 
     def _ranges(self, phase: Phase, first_step: int, end_step: int) -> Iterator[tuple[int, int]]:
-        """The samples that steps [first_step, end_step) of a phase take, as (first, end) of ranges."""
+        """Yields the samples that steps [first_step, end_step) of a phase take, as (first, end) of ranges."""
         if first_step < end_step:
             begin, last = (phase.sample_of_step(step, self.skipped) for step in (first_step, end_step - 1))
             # The end is found from the last sample: where it is skipped on, that belongs to the next step.
@@ -249,13 +243,8 @@ class Skipped:
     """Ranges of samples that a run leaves out, such as those of batches that made the loss diverge.
 
     A sample keeps its index, and its dataset keeps the sample, whether it is skipped or not: steps take the indices
-    that are left, in order. So leaving out what is still to come changes nothing of what was.
-
-    Args:
-        ranges: (first, end) of each; they may overlap.
-
-    Attributes:
-        ranges: the same samples in as few ranges as possible, ascending.
+    that are left, in order. So leaving out what is still to come changes nothing of what was. `ranges` are (first, end)
+    of each; those given may overlap, those kept are as few as possible and ascend.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
@@ -268,7 +257,7 @@ class Skipped:
         self.ranges = tuple(merged)
 
     def advance(self, sample: int, count: int) -> int:
-        """The sample that is taken `count` samples after the first one that is taken at or after `sample`."""
+        """Returns the sample `count` samples after the first one that is taken at or after `sample`."""
         for begin, end in self.ranges:
             if end <= sample:
                 continue
@@ -279,7 +268,7 @@ class Skipped:
         return sample + count
 
     def taken(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The parts of [begin, end) that are taken, ascending; none is empty."""
+        """Yields the parts of [begin, end) that are taken, ascending; none is empty."""
         for skipped_begin, skipped_end in self.ranges:
             if begin < min(skipped_begin, end):
                 yield begin, min(skipped_begin, end)
@@ -288,9 +277,9 @@ class Skipped:
             yield begin, end
 
     def count(self, begin: int, end: int) -> int:
-        """How many samples of [begin, end) are taken."""
+        """Counts the samples of [begin, end) that are taken."""
         return sum(last - first for first, last in self.taken(begin, end))
 
     def without(self, other: Skipped) -> list[tuple[int, int]]:
-        """The ranges, or parts of them, that another one has not."""
+        """Returns the ranges, or parts of them, that another one has not."""
         return [part for begin, end in self.ranges for part in other.taken(begin, end)]

@@ -63,12 +63,7 @@ class PackedBlock:
         return sum(array.nbytes for array in arrays)
 
     def bin(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What a bin holds, in order.
-
-        Returns:
-            the documents, counted from the block's first, the first token of each piece within its document, and its
-            tokens, all [n] int64. The tokens add up to at most S + 1.
-        """
+        """Returns what a bin holds, [n] int64 each: documents, from the block's first on, first tokens, and lengths."""
         place = int(np.searchsorted(self.shared, number))
         if place == len(self.shared) or self.shared[place] != number:
             piece = number - place  # among all full pieces, as `place` shared bins come before
@@ -82,11 +77,10 @@ class PackedBlock:
 
 
 def pack_block(lengths: np.ndarray, seq_length: int, packing: str) -> PackedBlock:
-    """Pack the documents of a block into bins.
+    """Packs the documents of a block into bins of at most S + 1 tokens.
 
     Args:
         lengths: [documents] int64, tokens of each; empty ones are left out.
-        seq_length: S; a bin holds at most S + 1 tokens.
         packing: how items are brought into shared bins. "greedy" (next-fit): into the bin of the item before, or a
             new one. "first_fit": into the first bin with room. "best_fit" (best-fit decreasing): from the longest item
             to the shortest, each into the bin with the least room that is enough.
@@ -176,36 +170,23 @@ _ALGORITHMS = {"greedy": _next_fit, "first_fit": _first_fit, "best_fit": _best_f
 PACKINGS = tuple(_ALGORITHMS)
 
 
-@dataclass(frozen=True)
-class OrderedBins:
-    """The bins of a block, and the order in which a pass takes them.
-
-    Attributes:
-        block: what is in them.
-        order: [bins] int32.
-    """
-
-    block: PackedBlock
-    order: np.ndarray
-
-
-BinCache = RecentlyUsed[OrderedBins]
+BinCache = RecentlyUsed[tuple[PackedBlock, np.ndarray]]
+"""Keeps the bins of blocks, each with the order in which a pass takes them, [bins] int32."""
 
 
 def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
-    """A memory for packed blocks, to be shared by all the streams of a process."""
-    return RecentlyUsed(limit_bytes, cost=lambda bins: bins.block.nbytes + bins.order.nbytes + 1024)
+    """Makes a memory for packed blocks, to be shared by all the streams of a process."""
+    return RecentlyUsed(limit_bytes, cost=lambda bins: bins[0].nbytes + bins[1].nbytes + 1024)
 
 
 def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
-    """Cut a dataset between blocks into shards of nearly equal bins; a shard may hold none where blocks are unequal.
+    """Cuts a dataset between blocks into shards of nearly equal bins; a shard may hold none where blocks are unequal.
 
     Of `total` bins, shard s of `count` starts with the first block whose first bin is at or after s * total / count.
+    There are fewer than `logical_shards` where these would hold less than `SAMPLES_A_SHARD` bins, or no whole block.
 
     Args:
         bounds: [blocks + 1] int64, bins before each block, then all.
-        logical_shards: how many shards to make at most; there are fewer where these would hold less than
-            `SAMPLES_A_SHARD` bins, or no whole block.
 
     Returns:
         [shards + 1] int64, the first block of each shard, then the number of blocks.
@@ -217,14 +198,13 @@ def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
 
 
 class PackedStream:
-    """Where the tokens of each sample are.
+    """Finds the tokens of each sample.
 
     Args:
         bounds: [blocks + 1] int64, bins before each block, then all.
-        first_blocks: [shards + 1] int64, the first block of each shard, then the number of blocks.
+        first_blocks: as `cut_blocks` gives them.
         key: parts that make this dataset's orders its own: (seed, dataset).
-        orders: memory for the orders of blocks, shared with other streams.
-        cache: memory for packed blocks, shared with other streams.
+        orders, cache: memory for orders and for packed blocks, shared with other streams.
     """
 
     def __init__(
@@ -238,23 +218,13 @@ class PackedStream:
         orders: OrderCache,
         cache: BinCache,
     ) -> None:
-        self._lengths = lengths
-        self._bounds = bounds
-        self._first_blocks = first_blocks
-        self._seq_length = seq_length
-        self._packing = packing
-        self._key = key
-        self._orders = orders
-        self._cache = cache
+        self._lengths, self._bounds, self._first_blocks = lengths, bounds, first_blocks
+        self._seq_length, self._packing, self._key = seq_length, packing, key
+        self._orders, self._cache = orders, cache
         self.bins = np.diff(bounds[first_blocks])
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """The pieces of documents that make samples: at most S + 1 tokens each.
-
-        Args:
-            shards: [rows], numbers of shards that are not empty.
-            samples: [rows], j of each sample, from 0, without end.
-        """
+        """Return the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
         nothing = np.zeros(0, dtype=np.int64)
         documents, starts, lengths, first_spans = [nothing], [nothing], [nothing], [0]
         passes, positions = np.divmod(samples, self.bins[shards])
@@ -262,8 +232,8 @@ class PackedStream:
             blocks, bounds = self._blocks(shard, pass_number)
             visit = int(bounds.searchsorted(position, "right")) - 1
             block = int(blocks[visit])
-            bins = self._bins(shard, pass_number, block)
-            pieces = bins.block.bin(int(bins.order[position - int(bounds[visit])]))
+            packed, order = self._bins(shard, pass_number, block)
+            pieces = packed.bin(int(order[position - int(bounds[visit])]))
             documents.append(pieces[0] + block * self._lengths.block_documents)
             starts.append(pieces[1])
             lengths.append(pieces[2])
@@ -273,7 +243,7 @@ class PackedStream:
         )
 
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of a shard in the order of a pass, [n], and the bins before each, [n + 1]."""
+        """Returns the blocks of a shard in the order of a pass, [n], and the bins before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             blocks = np.arange(self._first_blocks[shard], self._first_blocks[shard + 1])
@@ -283,17 +253,17 @@ class PackedStream:
 
         return self._orders.get((self._identity, shard, pass_number), make)
 
-    def _bins(self, shard: int, pass_number: int, block: int) -> OrderedBins:
-        """The bins of a block, and their order in a pass."""
+    def _bins(self, shard: int, pass_number: int, block: int) -> tuple[PackedBlock, np.ndarray]:
+        """Returns the bins of a block, and their order in a pass."""
 
-        def make() -> OrderedBins:
+        def make() -> tuple[PackedBlock, np.ndarray]:
             begin = block * self._lengths.block_documents
             end = min(begin + self._lengths.block_documents, self._lengths.document_count)
             packed = pack_block(self._lengths.lengths(begin, end), self._seq_length, self._packing)
             bins = np.arange(self._bounds[block], self._bounds[block + 1])
             assert len(bins) == len(packed), "the counts are of other documents"
             order = keyed_order(derive_key(Purpose.BINS, *self._key, shard, pass_number), bins)
-            return OrderedBins(packed, order.astype(np.int32))
+            return packed, order.astype(np.int32)
 
         return self._cache.get((self._identity, shard, pass_number, block), make)
 

@@ -29,16 +29,14 @@ _SHORTEST_STRETCH = 64
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over a dataset.
+    """One pass over a dataset. A level is a run of rounds that visit the same shards.
 
     Attributes:
         number: e.
         first: number of its first sample in the dataset's order.
         first_of_shard: [shards], j of each shard's first sample in the pass.
         by_length: [shards], shards in ascending order of their samples in the pass.
-        level_rounds: [levels + 1], round at which each level begins: a level is a run of rounds that visit the same
-            shards.
-        level_samples: [levels + 1], samples of the pass before each level.
+        level_rounds, level_samples: [levels + 1], rounds and samples of the pass before each level.
         level_skip: [levels], how many of `by_length` have ended when the level begins.
     """
 
@@ -70,11 +68,7 @@ class SampleOrder:
         self._stretches: RecentlyUsed[tuple[np.ndarray, np.ndarray]] = RecentlyUsed(4, cost=lambda _: 1)
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples [begin, end) of the dataset.
-
-        Returns:
-            the shard of each, and its number j within that shard, both [end - begin] int64.
-        """
+        """Returns the shards of samples [begin, end), and their numbers j within these, both [end - begin] int64."""
         first, size = begin // self._stretch, self._stretch
         stretches = [
             self._stretches.get(number, partial(self._find, number * size, (number + 1) * size))
@@ -85,7 +79,7 @@ class SampleOrder:
         return shards, numbers
 
     def _find(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shards and numbers of samples [begin, end), from nothing."""
+        """Finds the shards and numbers of samples [begin, end), from nothing."""
         shards, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
         at = begin
         while at < end:
@@ -105,7 +99,7 @@ class SampleOrder:
         return shards, numbers
 
     def samples_before_pass(self, pass_number: int) -> int:
-        """How many samples the passes before one hold."""
+        """Counts the samples of the passes before one."""
         return int(self._first_of_shard(pass_number).sum())
 
     def _first_of_shard(self, pass_number: int) -> np.ndarray:
@@ -113,7 +107,7 @@ class SampleOrder:
         return pass_number * self._quotient + pass_number * self._remainder // self._seq_length
 
     def _visit(self, pass_number: int, rounds: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """The shards that rounds visit, each in its own order: [rounds, active]."""
+        """Returns the shards that rounds visit, each in its own order: [rounds, active]."""
         keys = hash64(derive_key(Purpose.ROUNDS, *self._key, pass_number), rounds)
         return active[np.argsort(hash64(keys[:, None], active[None, :]), axis=1)]
 

@@ -25,15 +25,14 @@ sample longer than its shard would repeat the same few documents."""
 
 
 class Lengths(Protocol):
-    """What is known of a dataset's documents: how many tokens each has."""
+    """How many tokens each of a dataset's documents has."""
 
     document_count: int
     block_documents: int
     block_bounds: np.ndarray
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Tokens of documents [begin, end), int64."""
-        ...
+        """Return the tokens of documents [begin, end), int64."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class Shards:
     """Contiguous pieces of a dataset, cut between documents.
 
     Attributes:
-        documents: [shards + 1] int64, number of each shard's first document, then the number of documents.
-        token_bounds: [shards + 1] int64, tokens before each shard, then all.
+        documents, token_bounds: [shards + 1] int64, documents and tokens before each shard, then all.
     """
 
     documents: np.ndarray
@@ -61,8 +59,7 @@ class Shards:
 class Spans:
     """Pieces of documents that make some rows; none is empty.
 
-    The pieces of a row follow each other from the row's first place. Where they are fewer than S + 1 tokens, the rest
-    of the row is padding.
+    The pieces of a row follow each other from its first place. What they leave of S + 1 tokens is padding.
 
     Attributes:
         documents: [n] int64, canonical numbers.
@@ -87,31 +84,30 @@ class Spans:
         return np.diff(np.concatenate(([0], np.cumsum(self.lengths)))[self.first_spans])
 
     def places(self, row_places: np.ndarray) -> np.ndarray:
-        """Where each piece begins, if each row begins at a place of its own, [n].
-
-        Args:
-            row_places: [rows] integers.
-        """
+        """Returns where each piece begins, [n], if rows begin at `row_places`, [rows]."""
         ends = np.cumsum(self.lengths)
         before_row = np.concatenate(([0], ends))[self.first_spans[:-1]]
         return ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
 
 
+_Part = tuple[np.ndarray, np.ndarray, int, int]
+"""Documents laid end to end, where each starts (and the last ends), and the [begin, end) of their tokens to take."""
+
 OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
 
 
 def order_cache(limit_bytes: int = 64 * 2**20) -> OrderCache:
-    """A memory for the orders of blocks and documents, to be shared by all the streams of a process."""
+    """Makes a memory for the orders of blocks and documents, to be shared by all the streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda order: sum(array.nbytes for array in order) + 512)
 
 
 def shard_count(tokens: int, seq_length: int, logical_shards: int) -> int:
-    """How many pieces a dataset is cut into."""
+    """Returns how many pieces a dataset is cut into."""
     return max(1, min(logical_shards, tokens // (SAMPLES_A_SHARD * seq_length)))
 
 
 def cut_shards(lengths: Lengths, count: int) -> Shards:
-    """Cut a dataset between documents into pieces of nearly equal tokens; pieces can be empty where documents are few.
+    """Cuts a dataset between documents into pieces of nearly equal tokens; some are empty where documents are few.
 
     Of `total` tokens, shard s starts with the first document whose first token is at or after s * total / count.
     """
@@ -133,7 +129,7 @@ def cut_shards(lengths: Lengths, count: int) -> Shards:
 
 
 class TokenStream:
-    """Where the tokens of each sample are.
+    """Finds the tokens of each sample.
 
     Args:
         key: parts that make this dataset's orders its own: (seed, dataset).
@@ -143,35 +139,27 @@ class TokenStream:
     def __init__(
         self, lengths: Lengths, shards: Shards, seq_length: int, key: tuple[int, int], cache: OrderCache
     ) -> None:
-        self._lengths = lengths
-        self._shards = shards
-        self._tokens = shards.tokens
-        self._seq_length = seq_length
-        self._key = key
-        self._cache = cache
+        self._lengths, self._shards, self._tokens = lengths, shards, shards.tokens
+        self._seq_length, self._key, self._cache = seq_length, key, cache
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """The pieces of documents that make samples: S + 1 tokens each.
-
-        Args:
-            shards: [rows], numbers of shards that are not empty.
-            samples: [rows], j of each sample, from 0, without end.
-        """
+        """Returns the pieces, S + 1 tokens a row, of samples j >= 0 of shards that are not empty, both [rows]."""
         if not len(shards):
             nothing = np.zeros(0, dtype=np.int64)
             return Spans(nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
         passes, positions = np.divmod(samples * self._seq_length, self._tokens[shards])
-        parts = _Parts()
+        parts: list[_Part] = []
+        row_parts = [0]
         for shard, pass_number, position in zip(shards.tolist(), passes.tolist(), positions.tolist(), strict=True):
             missing = self._seq_length + 1
             while missing:
                 missing -= self._collect(shard, pass_number, position, missing, parts)
                 pass_number, position = pass_number + 1, 0
-            parts.rows.append(len(parts.begins))
-        return parts.spans()
+            row_parts.append(len(parts))
+        return _cut(parts, row_parts)
 
-    def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: _Parts) -> int:
-        """Collect the pieces of tokens [position, position + count) of a pass as far as it goes; return how far."""
+    def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: list[_Part]) -> int:
+        """Collects tokens [position, position + count) of a pass as far as it goes; returns how many."""
         blocks, block_starts = self._blocks(shard, pass_number)
         visit = int(block_starts.searchsorted(position, "right")) - 1
         left = count
@@ -182,14 +170,14 @@ class TokenStream:
             if end > begin:
                 first = int(starts.searchsorted(begin, "right")) - 1
                 last = int(starts.searchsorted(end, "left"))
-                parts.add(documents[first:last], starts[first : last + 1], begin, end)
+                parts.append((documents[first:last], starts[first : last + 1], begin, end))
                 position += end - begin
                 left -= end - begin
             visit += 1
         return count - left
 
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
+        """Returns the blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             begin, end = self._shards.documents[shard : shard + 2]
@@ -205,7 +193,7 @@ class TokenStream:
         return self._cache.get((self._key, len(self._shards), shard, pass_number), make)
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of a block that have tokens, in the order of a pass, [n]; the tokens before each, [n + 1]."""
+        """Returns a block's documents that have tokens, in the order of a pass, and the tokens before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             size = self._lengths.block_documents
@@ -220,35 +208,19 @@ class TokenStream:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Sums of what comes before each place, then of all: [n + 1] int64."""
+    """Sums what comes before each place, then all: [n + 1] int64."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
-class _Parts:
-    """Stretches of ordered documents, from which the pieces of many rows are cut at once."""
-
-    def __init__(self) -> None:
-        self.documents: list[np.ndarray] = []
-        self.bounds: list[np.ndarray] = []
-        self.begins: list[int] = []
-        self.ends: list[int] = []
-        self.rows = [0]
-
-    def add(self, documents: np.ndarray, bounds: np.ndarray, begin: int, end: int) -> None:
-        """Add tokens [begin, end) of documents laid end to end, which start at `bounds`, [documents + 1]."""
-        self.documents.append(documents)
-        self.bounds.append(bounds)
-        self.begins.append(begin)
-        self.ends.append(end)
-
-    def spans(self) -> Spans:
-        """The pieces of all that was added; `rows` says how many parts there are before each row."""
-        counts = np.array([len(documents) for documents in self.documents])
-        lows = np.concatenate([bounds[:-1] for bounds in self.bounds])
-        highs = np.concatenate([bounds[1:] for bounds in self.bounds])
-        starts = np.maximum(lows, np.repeat(self.begins, counts))
-        lengths = np.minimum(highs, np.repeat(self.ends, counts)) - starts
-        first_spans = np.concatenate(([0], np.cumsum(counts)))[self.rows]
-        return Spans(np.concatenate(self.documents), starts - lows, lengths, first_spans)
+def _cut(parts: list[_Part], row_parts: list[int]) -> Spans:
+    """Cut the pieces of many rows out of their parts at once; `row_parts` counts the parts before each row."""
+    documents, all_bounds, begins, ends = zip(*parts, strict=True)
+    counts = np.array([len(each) for each in documents])
+    lows = np.concatenate([bounds[:-1] for bounds in all_bounds])
+    highs = np.concatenate([bounds[1:] for bounds in all_bounds])
+    starts = np.maximum(lows, np.repeat(begins, counts))
+    lengths = np.minimum(highs, np.repeat(ends, counts)) - starts
+    first_spans = np.concatenate(([0], np.cumsum(counts)))[row_parts]
+    return Spans(np.concatenate(documents), starts - lows, lengths, first_spans)

@@ -30,16 +30,8 @@ from pretraining.errors import DataError
 
 MAGIC = b"ARROW1"
 
-TOKEN_WIDTHS = {
-    pa.uint8(): 1,
-    pa.uint16(): 2,
-    pa.int16(): 2,
-    pa.uint32(): 4,
-    pa.int32(): 4,
-    pa.uint64(): 8,
-    pa.int64(): 8,
-}
-"""Bytes a token. Negative numbers read as very large ones, and so as beyond any vocabulary."""
+TOKEN_TYPES = {pa.uint8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()}
+"""What tokens may be stored as. Negative numbers read as very large ones, and so as beyond any vocabulary."""
 
 _FLAT_NUMBERS = ("rows", "null_tokens", "tokens_at", "tokens_bytes")
 _LIST_NUMBERS = (
@@ -65,7 +57,7 @@ class ArrowFormat:
         self._column = config.col_name
 
     def documents(self, path: str) -> DocumentLayout:
-        """Find the documents of a file.
+        """Finds the documents of a file.
 
         Raises:
             DataError: it is truncated or damaged, has no such column, or the column cannot be read in place.
@@ -91,14 +83,14 @@ class _ArrowFile:
         self.numbers = dict(zip(names, self._batch_numbers(len(names)), strict=True))
 
     def documents(self) -> DocumentLayout:
-        """The documents, checked to lie inside their record batches."""
+        """Finds the documents, checked to lie inside their record batches."""
         numbers = self.numbers
         self._check_inside(numbers["tokens_at"], numbers["tokens_bytes"])
         offsets, lengths = self._batches() if self.place.is_flat else self._rows()
         return DocumentLayout(offsets, lengths, self.place.width, as_tokens(self.content, self.place.width))
 
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Offsets and lengths of the rows of a column of lists."""
+        """Finds offsets and lengths of the rows of a column of lists."""
         path, place, numbers, bodies = self.path, self.place, self.numbers, self.bodies
         rows = numbers["rows"]
         needed = (rows + (rows > 0)) * place.offset_bytes
@@ -131,7 +123,7 @@ class _ArrowFile:
         return token_starts[batch] + begins * place.width, lengths
 
     def _batches(self) -> tuple[np.ndarray, np.ndarray]:
-        """Offsets and lengths of the record batches of a column of plain integers."""
+        """Finds offsets and lengths of the record batches of a column of plain integers."""
         rows = self.numbers["rows"]
         short = self.numbers["tokens_bytes"] < rows * self.place.width
         if short.any():
@@ -146,7 +138,7 @@ class _ArrowFile:
         return starts, rows
 
     def _check_inside(self, starts: np.ndarray, needed: np.ndarray) -> None:
-        """Refuse buffers that reach out of the bodies of their record batches, before any of them is looked at."""
+        """Refuses buffers that reach out of the bodies of their record batches, before any of them is looked at."""
         rows, body_bytes = self.numbers["rows"], self.footer.body_bytes
         outside = (rows < 0) | (rows > body_bytes) | (starts < 0) | (needed < 0) | (starts > body_bytes - needed)
         if outside.any():
@@ -157,12 +149,7 @@ class _ArrowFile:
             raise DataError(f"{self.path} is not aligned as the Arrow format asks: write it anew with an Arrow library")
 
     def _null_rows(self, has_nulls: np.ndarray, batch: np.ndarray, row_in_batch: np.ndarray) -> np.ndarray:
-        """Numbers of the rows that are null; they are empty documents, whatever their offsets say.
-
-        Args:
-            has_nulls: [batches], whether there are bits that tell.
-            batch: [rows], of each row.
-        """
+        """Finds the rows that are null: empty documents, whatever their offsets say. `batch` is that of each row."""
         rows = np.flatnonzero(has_nulls[batch])
         bits = row_in_batch[rows]
         starts = (self.bodies + self.numbers["validity_at"])[batch[rows]]
@@ -170,7 +157,7 @@ class _ArrowFile:
         return rows[valid == 0]
 
     def _batch_numbers(self, count: int) -> np.ndarray:
-        """Read `count` numbers from the metadata of every record batch, [count, batches] int64."""
+        """Reads `count` numbers from the metadata of every record batch, [count, batches] int64."""
         begins, sizes = self.footer.offsets, self.footer.metadata_bytes
         batches = len(begins)
         numbers = np.zeros((count, batches), dtype=np.int64)
@@ -179,8 +166,6 @@ class _ArrowFile:
         first = self._metadata(0)
         positions, free = self._positions(first)
         numbers[:, 0] = _read(first, positions)
-        if batches == 1:
-            return numbers
         fixed = np.ones(len(first), dtype=bool)
         for begin, end in free:
             fixed[begin:end] = False
@@ -204,7 +189,7 @@ class _ArrowFile:
         return self.content[begin : begin + self.footer.metadata_bytes[batch]].tobytes()
 
     def _positions(self, metadata: bytes) -> tuple[list[int], list[tuple[int, int]]]:
-        """Parse a record batch's metadata: where the wanted numbers stand, and all ranges of bytes that are numbers."""
+        """Parses a record batch's metadata: places of the wanted numbers, and all ranges of bytes that are numbers."""
         begin = 8 if metadata[:4] == b"\xff\xff\xff\xff" else 4  # format V4 has no continuation marker
         message = _follow(metadata, begin)
         header, kind = _field(metadata, message, 2), _field(metadata, message, 1)
@@ -232,13 +217,9 @@ class _ArrowFile:
 
 @dataclass(frozen=True)
 class _Footer:
-    """What a file's footer says.
+    """What a file's footer says of its record batches, [batches] int64 each: the body follows the metadata.
 
-    Attributes:
-        offsets: [batches] int64, bytes from the file's start to each record batch.
-        metadata_bytes: [batches] int64, of each.
-        body_bytes: [batches] int64, of each; the body follows the metadata.
-        schema: the footer, a FlatBuffer, with zeros in place of the numbers above: equal for the files of one writer.
+    `schema` is the footer, a FlatBuffer, with zeros in place of these numbers: equal for the files of one writer.
     """
 
     offsets: np.ndarray
@@ -248,11 +229,7 @@ class _Footer:
 
 
 def _read_footer(path: str, content: np.ndarray) -> _Footer:
-    """Read the footer of a file.
-
-    Raises:
-        DataError: the file does not end as it should, or cannot be read in place.
-    """
+    """Reads the footer; a DataError where the file does not end as it should, or cannot be read in place."""
     tail = content[-10:].tobytes()
     if tail[4:] != MAGIC:
         if content[:4].tobytes() == b"\xff\xff\xff\xff":
@@ -288,12 +265,12 @@ def _read(metadata: bytes, positions: list[int]) -> list[int]:
 
 
 def _follow(buffer: bytes, at: int) -> int:
-    """The position that a FlatBuffer's reference points to."""
+    """Returns the position that a FlatBuffer's reference points to."""
     return at + struct.unpack_from("<I", buffer, at)[0]
 
 
 def _vector(buffer: bytes, table: int, number: int) -> tuple[int, int]:
-    """Where the elements of a field of a FlatBuffer's table begin, and how many there are."""
+    """Returns where the elements of a field of a FlatBuffer's table begin, and how many there are."""
     field = _field(buffer, table, number)
     if field is None:
         raise IndexError
@@ -302,7 +279,7 @@ def _vector(buffer: bytes, table: int, number: int) -> tuple[int, int]:
 
 
 def _field(buffer: bytes, table: int, number: int) -> int | None:
-    """The position of a field of a FlatBuffer's table; None where it is left out and so has its default."""
+    """Returns the position of a field of a FlatBuffer's table; None where it is left out and so has its default."""
     vtable = table - struct.unpack_from("<i", buffer, table)[0]
     if vtable < 0:
         raise IndexError
@@ -315,12 +292,9 @@ def _field(buffer: bytes, table: int, number: int) -> int | None:
 
 @dataclass(frozen=True)
 class _ColumnPlace:
-    """Where the column's parts stand in the metadata of a record batch, and how wide its numbers are.
+    """Where the column's first field node and first buffer stand in a record batch, and how wide its numbers are.
 
-    Attributes:
-        node, buffer: number of the column's first field node, and of its first buffer.
-        offset_bytes: of a list offset; 0 where the column is not of lists but of plain integers.
-        width: bytes a token.
+    `offset_bytes` are those of a list offset, 0 in a column of plain integers; `width` is bytes a token.
     """
 
     node: int
@@ -330,16 +304,12 @@ class _ColumnPlace:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the column is of plain integers: a record batch is a document then."""
+        """Tells whether the column is of plain integers: a record batch is a document then."""
         return self.offset_bytes == 0
 
 
 def _locate_column(path: str, schema: bytes, column: str) -> _ColumnPlace:
-    """Find the column of the tokens by a file's `_Footer.schema`.
-
-    Raises:
-        DataError: the schema is damaged, has no such column, or one that cannot be read in place.
-    """
+    """Finds the column of the tokens by a file's `_Footer.schema`; a DataError where it cannot be read in place."""
     locate = _locate if len(schema) <= _REMEMBERED_BYTES else _locate.__wrapped__
     try:
         return locate(schema, column)
@@ -355,8 +325,8 @@ def _locate(schema_bytes: bytes, column: str) -> _ColumnPlace:
         raise DataError(f"has no column '{column}', but {', '.join(names) or 'none at all'}: give --col_name")
     kind = schema.field(column).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    width = TOKEN_WIDTHS.get(kind.value_type if is_list else kind)
-    if width is None:
+    token_type = kind.value_type if is_list else kind
+    if token_type not in TOKEN_TYPES:
         raise DataError(
             f"has a column '{column}' of type {kind}, but documents are lists of integers, such as list<uint16>"
         )
@@ -366,11 +336,12 @@ def _locate(schema_bytes: bytes, column: str) -> _ColumnPlace:
             break
         nodes, buffers = _parts(field.type)
         node, buffer = node + nodes, buffer + buffers
-    return _ColumnPlace(node, buffer, (8 if pa.types.is_large_list(kind) else 4) if is_list else 0, width)
+    offset_bytes = (8 if pa.types.is_large_list(kind) else 4) if is_list else 0
+    return _ColumnPlace(node, buffer, offset_bytes, token_type.bit_width // 8)
 
 
 def _parse(schema: bytes) -> pa.Schema:
-    """The library reads it, and checks the footer meanwhile, as that of a file without anything else."""
+    """Parses the schema with the library, which checks the footer meanwhile, as that of an empty file."""
     file = b"".join((MAGIC, b"\0\0", schema, struct.pack("<i", len(schema)), MAGIC))
     try:
         return pa.ipc.open_file(pa.BufferReader(file)).schema
@@ -378,29 +349,24 @@ def _parse(schema: bytes) -> pa.Schema:
         raise DataError(f"is damaged: {error}") from error
 
 
+_OWN_BUFFERS = (
+    (0, (pa.types.is_null,)),
+    (2, (pa.types.is_dictionary, pa.types.is_primitive, pa.types.is_decimal, pa.types.is_fixed_size_binary)),
+    (3, (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)),
+    (1, (pa.types.is_struct, pa.types.is_fixed_size_list)),
+    (2, (pa.types.is_list, pa.types.is_large_list, pa.types.is_map)),
+)
+"""How many buffers a column of a type has, apart from those of its children."""
+
+
 def _parts(kind: pa.DataType) -> tuple[int, int]:
-    """How many field nodes and buffers a column of a type has, with its children's."""
-    types = pa.types
+    """Counts field nodes and buffers of a column of a type, with its children's."""
     if isinstance(kind, pa.BaseExtensionType):
         return _parts(kind.storage_type)
-    if types.is_null(kind):
-        return 1, 0
-    if (
-        types.is_dictionary(kind)
-        or types.is_primitive(kind)
-        or types.is_decimal(kind)
-        or types.is_fixed_size_binary(kind)
-    ):
-        return 1, 2
-    if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
-        return 1, 3
-    if types.is_struct(kind) or types.is_fixed_size_list(kind):
-        own, children = (1, 1), [kind.field(number).type for number in range(kind.num_fields)]
-    elif types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
-        own, children = (1, 2), [kind.field(number).type for number in range(kind.num_fields)]
-    else:
+    own = next((buffers for buffers, tests in _OWN_BUFFERS if any(is_of(kind) for is_of in tests)), None)
+    if own is None:
         raise DataError(
             f"has a column of type {kind} before the tokens, which is not supported: write the tokens first"
         )
-    parts = [own, *(_parts(child) for child in children)]
-    return sum(nodes for nodes, _ in parts), sum(buffers for _, buffers in parts)
+    children = [_parts(kind.field(number).type) for number in range(kind.num_fields)]
+    return 1 + sum(nodes for nodes, _ in children), own + sum(buffers for _, buffers in children)

@@ -39,19 +39,14 @@ _BLOCKS_LOOKED_AT = 64
 
 @dataclass(frozen=True)
 class BinCounts:
-    """The bins of a packed dataset.
-
-    Attributes:
-        packing: how documents are packed.
-        bounds: [blocks + 1] int64 for each split, bins before each block, then all.
-    """
+    """The bins of a packed dataset: before each block, then all, [blocks + 1] int64 in `bounds` for each split."""
 
     packing: str
     seq_length: int
     bounds: dict[str, np.ndarray]
 
     def bins(self, split: str) -> int:
-        """Bins of a split."""
+        """Counts the bins of a split."""
         return int(self.bounds[split][-1])
 
 
@@ -63,7 +58,7 @@ def build_bin_counts(
     packing: str,
     workers: int | None = None,
 ) -> BinCounts:
-    """Return the bins of a dataset, counted first where that was not done yet.
+    """Returns the bins of a dataset, counted first where that was not done yet.
 
     Args:
         places: where its index may be; the counts are put beside it.
@@ -75,13 +70,8 @@ def build_bin_counts(
     found = find_bin_counts(index, places, seq_length, packing)
     if found is not None:
         return found
-    log.info(
-        "packing dataset '%s': %s documents into samples of %d tokens, %s",
-        name,
-        f"{len(index.documents):,}",
-        seq_length,
-        packing,
-    )
+    documents = f"{len(index.documents):,}"
+    log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
     counts = _count_in_processes(name, index, seq_length, packing, workers)
     found = find_bin_counts(index, places, seq_length, packing)
     if found is not None:  # another job made them meanwhile, and may have them mapped
@@ -96,7 +86,7 @@ def build_bin_counts(
 
 
 def find_bin_counts(index: Index, places: Sequence[Path], seq_length: int, packing: str) -> BinCounts | None:
-    """Open the counts of a dataset if there are valid ones."""
+    """Opens the counts of a dataset if there are valid ones."""
     header = _header(index, seq_length, packing)
     for place in _places(index, places, seq_length, packing):
         bounds = _open(place, header)
@@ -106,7 +96,7 @@ def find_bin_counts(index: Index, places: Sequence[Path], seq_length: int, packi
 
 
 def count_bins(index: Index, seq_length: int, packing: str, begin: int, end: int) -> np.ndarray:
-    """Bins of blocks [begin, end) in each split, [splits, end - begin] int64."""
+    """Counts bins of blocks [begin, end) in each split, [splits, end - begin] int64."""
     counts = np.zeros((len(SPLITS), end - begin), dtype="<i8")
     for row, name in zip(counts, SPLITS, strict=True):
         split = index.split(name)
@@ -149,13 +139,13 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, 
 
 
 def _places(index: Index, places: Sequence[Path], seq_length: int, packing: str) -> list[Path]:
-    """Where the counts may be: beside the index, else where an index could be as well."""
+    """Returns where the counts may be: beside the index, else where an index could be as well."""
     name = f"{index.path.stem}-{packing}-{seq_length}.bins"
     return list(dict.fromkeys(place.with_name(name) for place in (index.path, *places)))
 
 
 def _header(index: Index, seq_length: int, packing: str) -> dict[str, Any]:
-    """What counts are of."""
+    """Says what counts are of."""
     # The index may have been made again from files of the same names and sizes with other documents: look at its
     # blocks' tokens, and at the documents of some blocks.
     checksum = 0
@@ -174,7 +164,7 @@ def _header(index: Index, seq_length: int, packing: str) -> dict[str, Any]:
 
 
 def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:
-    """Map the counts at a place, [splits, blocks + 1]; None where there are none, of these, or they are damaged."""
+    """Maps the counts at a place, [splits, blocks + 1]; None where there are none, of these, or they are damaged."""
     try:
         with place.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -29,10 +29,8 @@ class DatasetFiles:
     """The token files of a dataset, in canonical order.
 
     Attributes:
-        name: the dataset's name, its folder relative to data_path.
-        folder: absolute path of that folder.
-        paths: relative to the folder, with forward slashes, sorted.
-        sizes: in bytes.
+        name: its folder relative to data_path; `folder` is the absolute path.
+        paths: relative to the folder, with forward slashes, sorted; `sizes` are their bytes.
         digest: 128 bits of hexadecimal over paths and sizes.
         file_type: their format, as `load_format` takes it.
     """
@@ -45,7 +43,7 @@ class DatasetFiles:
     file_type: str
 
     def path(self, number: int) -> str:
-        """Absolute path of the file with this number in the canonical order."""
+        """Returns the absolute path of a file by its number in the canonical order."""
         return f"{self.folder}/{self.paths[number]}"
 
 
@@ -57,7 +55,7 @@ class Listing:
 
 
 def list_datasets(config: DataConfig) -> Listing:
-    """Find the token files of the configured datasets: without `datasets`, of every sub-folder that holds some.
+    """Finds the token files of the configured datasets: without `datasets`, of every sub-folder that holds some.
 
     Raises:
         DataError: a folder is missing, holds no token files, or files of two formats.
@@ -93,7 +91,7 @@ def list_datasets(config: DataConfig) -> Listing:
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
-    """Say which files were added, removed or resized between two listings (path -> bytes); empty where nothing was."""
+    """Says what differs between two listings (path -> bytes); empty where nothing does."""
     added = sorted(after.keys() - before.keys())
     removed = sorted(before.keys() - after.keys())
     resized = sorted(path for path in before.keys() & after.keys() if before[path] != after[path])
@@ -102,7 +100,7 @@ def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
 
 
 def _suffixes(file_type: str) -> dict[str, str]:
-    """How files of each format that is looked for end, by the format's name."""
+    """Returns how files of each format that is looked for end, by the format's name."""
     return {name: format_class(name).suffix for name in (TOKEN_FORMATS if file_type == "auto" else (file_type,))}
 
 
@@ -129,7 +127,7 @@ def _dataset(root: Path, name: str, files: dict[str, int], formats: dict[str, st
 
 
 def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
-    """Sizes by relative path of all files of some formats below a folder."""
+    """Finds the sizes by relative path of all files of some formats below a folder."""
     suffixes = tuple(formats.values())
     found: dict[str, int] = {}
 
@@ -160,7 +158,7 @@ def _sub_folders(folder: Path) -> list[str]:
 
 
 def _existing(root: Path, name: str) -> Path:
-    """The folder of a dataset that was asked for by name."""
+    """Returns the folder of a dataset that was asked for by name."""
     folder = root / name
     if folder.is_dir():
         return folder
@@ -182,7 +180,7 @@ def _nothing_found(root: Path, formats: dict[str, str]) -> str:
 
 
 def _what_is_in(folder: Path) -> str:
-    """Say what a folder holds, for an error message."""
+    """Says what a folder holds, for an error message."""
     if not folder.is_dir():
         return f"{folder} does not exist either"
     names = sorted(child.name + ("/" if child.is_dir() else "") for child in folder.iterdir())

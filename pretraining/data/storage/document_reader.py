@@ -53,7 +53,7 @@ class OpenFile:
             raise DataError(f"{path} is damaged: it does not end as {token_format.title} does")
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` (bytes) from a position of the file.
+        """Fills `target` (bytes) from a position of the file.
 
         Raises:
             DataError: the file cannot be read, or ends before.
@@ -78,10 +78,9 @@ OpenFiles = RecentlyUsed[OpenFile]
 
 
 def open_files(limit: int | None = None) -> OpenFiles:
-    """A bounded set of open files, to be shared by all the readers of a process.
+    """Makes a bounded set of open files, to be shared by all the readers of a process.
 
-    Args:
-        limit: how many; None = half of what the process may open, at most 4096.
+    Without a limit it takes half of what the process may open, at most 4096.
     """
     if limit is None:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -91,14 +90,7 @@ def open_files(limit: int | None = None) -> OpenFiles:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """What is to be copied, [n] int64 each: stored tokens of a file to places of the batch.
-
-    Attributes:
-        files: number of the file.
-        offsets: byte of the file at which the piece begins.
-        counts: stored tokens; virtual ones come on top.
-        places: in the flattened batch, where the stored tokens go.
-    """
+    """Stored tokens to copy, [n] int64 each: `counts` from byte `offsets` of `files` to `places` in the flat batch."""
 
     files: np.ndarray
     offsets: np.ndarray
@@ -134,12 +126,11 @@ class DocumentReader:
         self._token_bytes = max(int(index.token_bytes.max(initial=1)), *widths, 1)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """Fill rows of a batch with the tokens of spans, and with zeros behind them.
+        """Fills rows of a batch with the tokens of spans, and with zeros behind them.
 
         Args:
-            spans: of as many rows as `rows`.
             target: [batch rows, S + 1], contiguous, of an integer type that holds every id of the vocabulary.
-            rows: [rows], which rows of it to fill.
+            rows: which rows of it to fill, [rows of spans].
 
         Raises:
             DataError: a file cannot be read, or holds a token beyond the vocabulary; names file and row.
@@ -162,7 +153,7 @@ class DocumentReader:
             target[rows] = wide
 
     def _copy(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
-        """Bring the spans, each to its place, into the flat `target`, which is as wide as the widest file."""
+        """Brings the spans, each to its place, into the flat `target`, which is as wide as the widest file."""
         documents = self._index.documents_at(spans.documents)
         files = self._index.files_of(spans.documents)
         ends = spans.starts + spans.lengths
@@ -179,7 +170,7 @@ class DocumentReader:
             target[(places + spans.lengths - 1)[has_bos + counts < spans.lengths]] = self._sep_token
 
     def _copy_stored(self, pieces: _Pieces, rows: np.ndarray, target: np.ndarray) -> None:
-        """Read run by run: pieces of a row that follow each other and lie in one file."""
+        """Reads run by run: pieces of a row that follow each other and lie in one file."""
         if not len(rows):
             return
         begins_run = np.concatenate(([True], (np.diff(rows) != 0) | (np.diff(pieces.files) != 0)))
@@ -227,7 +218,7 @@ class DocumentReader:
 
 
 def _read_singly(file: OpenFile, width: int, pieces: _Pieces, run: slice, target: np.ndarray) -> None:
-    """Read the pieces of a run, each by itself."""
+    """Reads the pieces of a run, each by itself."""
     itemsize = target.itemsize
     content = target.data.cast("B")
     columns = (column[run].tolist() for column in (pieces.offsets, pieces.counts, pieces.places))
@@ -241,7 +232,7 @@ def _read_singly(file: OpenFile, width: int, pieces: _Pieces, run: slice, target
 
 
 def _gather(stretch: np.ndarray, begin: int, pieces: _Pieces, run: slice, target: np.ndarray) -> None:
-    """Copy the pieces of a run out of the stretch of the file, from byte `begin`, that holds them."""
+    """Copies the pieces of a run out of the stretch of the file, from byte `begin`, that holds them."""
     places, last = pieces.places[run], int(pieces.counts[run.stop - 1])
     sources = (pieces.offsets[run] - begin) // stretch.itemsize
     # Between pieces are places of virtual tokens: whatever is brought there, and be it from beyond the stretch, they

@@ -100,7 +100,7 @@ class BinFormat:
 
 
 def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents that end at a separator begin, and their tokens without it, both [n] int64.
+    """Finds where documents that end at a separator begin, and their tokens without it, both [n] int64.
 
     What follows the last separator is a document too, where there is anything.
     """
@@ -116,7 +116,7 @@ def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.n
 
 
 def _documents(path: str, offset: int, count: int, width: int, separator: int) -> DocumentLayout:
-    """The documents among `count` tokens from a byte of a file on."""
+    """Finds the documents among `count` tokens from a byte of a file on."""
     content = read_bytes(path)
     if offset % width or len(content) != offset + count * width:
         raise DataError(f"{path} is truncated or damaged: {count:,} tokens of {width} bytes do not end where it does")

@@ -60,11 +60,9 @@ class IndexSettings:
     """What decides, besides the files, what is in an index. Rules that change documents at their ends belong here.
 
     Attributes:
-        dataset: name, part of the hash that chooses held-out documents.
-        column: of the token lists.
-        sep_token: virtual token after each document that does not end with it; None = none.
+        dataset: part of the hash that chooses held-out documents.
+        sep_token, bos_token: virtual tokens after and before each document that does not have them; None = none.
         held_out_fraction: of the documents.
-        bos_token: virtual token before each document that does not begin with it; None = none.
         strip_tokens: removed at documents' ends before all else, ascending.
         min_length: documents of which fewer tokens are left count as empty, virtual tokens not counted.
         format: `TokenFormat.identity`.
@@ -89,7 +87,7 @@ class IndexSettings:
 
     @property
     def index_digest(self) -> str:
-        """The same for an index file of these settings, in the present format."""
+        """`digest` of an index file in the present format."""
         return _digest({"format": FORMAT_VERSION, "settings": self.digest})
 
 
@@ -102,7 +100,6 @@ class Index:
     """An index file, mapped into memory.
 
     Attributes:
-        header: what the file says about itself.
         documents: [n] `DOCUMENT`.
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes a token.
@@ -141,17 +138,17 @@ class Index:
         return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
 
     def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
-        """Whether it was made from these files with these settings."""
+        """Tells whether it was made from these files with these settings."""
         return self.header["files"] == files.digest and self.header["index"] == settings.index_digest
 
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
-        """The `DOCUMENT`s with these canonical numbers, copied."""
+        """Copies the `DOCUMENT`s with these canonical numbers."""
         blocks = numbers // BLOCK_DOCUMENTS
         self.note_looks(1 + int(np.count_nonzero(blocks[1:] != blocks[:-1])))
         return self.documents[numbers]
 
     def note_looks(self, blocks: int) -> None:
-        """Count blocks that were looked at, and let go of them once they are many.
+        """Counts blocks that were looked at, and lets go of them once they are many.
 
         What is looked at in a mapped file counts as memory of this process until it is let go; it stays in the system's
         file cache, shared by all processes, and is mapped again when it is needed, within microseconds.
@@ -166,7 +163,7 @@ class Index:
             self._content.madvise(mmap.MADV_DONTNEED)
 
     def check(self, begin: int, end: int) -> None:
-        """Check the blocks of documents [begin, end) that were not yet.
+        """Checks the blocks of documents [begin, end) that were not yet.
 
         Raises:
             DataError: one is not as it was written.
@@ -179,11 +176,11 @@ class Index:
                 self._checked[block] = True
 
     def files_of(self, documents: np.ndarray) -> np.ndarray:
-        """Number of the file that holds each document."""
+        """Returns the number of the file that holds each document."""
         return np.searchsorted(self.first_documents, documents, side="right") - 1
 
     def place(self, document: int) -> tuple[int, int]:
-        """Number of the file that holds a document, and the document's row in it."""
+        """Returns the number of the file that holds a document, and the document's row in it."""
         file = int(self.files_of(np.asarray(document)))
         return file, document - int(self.first_documents[file])
 
@@ -202,13 +199,7 @@ _open_indices: weakref.WeakSet[Index] = weakref.WeakSet()
 
 
 class Split:
-    """The lengths of one split's documents; those of the other split count as empty.
-
-    Attributes:
-        document_count: of the dataset, both splits.
-        block_documents: documents a block; the last block may have fewer.
-        block_bounds: [blocks + 1] int64, tokens before each block, then all.
-    """
+    """The lengths of one split's documents; those of the other split count as empty. See `Lengths`."""
 
     def __init__(self, index: Index, name: str, block_bounds: np.ndarray) -> None:
         self._index = index
@@ -234,7 +225,7 @@ class Split:
 
 
 def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
-    """Tokens that documents have in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
+    """Returns tokens of documents in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
     flags = documents["flags"]
     lengths = documents["tokens"].astype(np.int64)
     lengths += (flags & VIRTUAL_SEP) // VIRTUAL_SEP + (flags & VIRTUAL_BOS) // VIRTUAL_BOS
@@ -243,7 +234,7 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
 
 
 def index_places(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> list[Path]:
-    """Where an index may be, in the order in which the places are tried.
+    """Returns where an index may be, in the order in which the places are tried.
 
     With `index_path`, only there. Otherwise in a hidden folder of the dataset or, for data that cannot be written to,
     in the user's cache folder.
@@ -258,7 +249,7 @@ def index_places(files: DatasetFiles, settings: IndexSettings, index_path: str |
 
 
 def find_index(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> Index | None:
-    """Open the index of a dataset if there is a valid one."""
+    """Opens the index of a dataset if there is a valid one."""
     for place in index_places(files, settings, index_path):
         index = open_any_index(place)
         if index is not None and index.is_for(files, settings):
@@ -267,7 +258,7 @@ def find_index(files: DatasetFiles, settings: IndexSettings, index_path: str | N
 
 
 def open_any_index(place: Path) -> Index | None:
-    """Open whatever index is at a place; None where there is none or it is damaged (it is made again then)."""
+    """Opens the index at a place; None where there is none or it is damaged (it is made again then)."""
     try:
         return Index(place)
     except (OSError, DataError, ValueError, KeyError, TypeError):
@@ -276,12 +267,7 @@ def open_any_index(place: Path) -> Index | None:
 
 @dataclass
 class NewFile:
-    """A file that is being written.
-
-    Attributes:
-        place: its name, once it is complete.
-        is_wanted: False = let go of it: another job has made it meanwhile.
-    """
+    """A file that is being written at a `place`; not `is_wanted`, once another job has made it meanwhile."""
 
     file: IO[bytes]
     place: Path

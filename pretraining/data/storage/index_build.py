@@ -63,11 +63,10 @@ def build_index(
     index_path: str | None = None,
     workers: int | None = None,
 ) -> Index:
-    """Return the dataset's index, made first where there is no valid one.
+    """Returns the dataset's index, made first where there is no valid one.
 
     Args:
-        index_path: folder for indices; None = beside the data, or in the user's cache folder where that cannot be
-            written to.
+        index_path: folder for indices; None = the places of `index_places`.
         workers: threads that look at files; None = as many as cores, at most 32.
 
     Raises:
@@ -94,7 +93,7 @@ def build_index(
 
 
 def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
-    """Which rows of a file belong to the held-out split, [rows] bool: those whose hash is below the fraction."""
+    """Tells which rows of a file are held out, [rows] bool: those whose hash is below the fraction."""
     threshold = int(settings.held_out_fraction * 2**64)
     if threshold == 0:
         return np.zeros(rows, dtype=bool)
@@ -105,12 +104,10 @@ def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
 
 
 def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Path]) -> str:
-    """Which files differ from those of the newest older index at one of the places."""
+    """Says which files differ from those of the newest older index at one of the places."""
     for place in places:
-        older_places = sorted(
-            place.parent.glob(f"{settings.index_digest}-*.index"), key=lambda path: path.stat().st_mtime
-        )
-        for older_place in reversed(older_places):
+        found = place.parent.glob(f"{settings.index_digest}-*.index")
+        for older_place in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
             older = open_any_index(older_place)
             if older is not None:
                 return describe_changes(older.file_sizes, dict(zip(files.paths, files.sizes, strict=True)))
@@ -124,7 +121,7 @@ def _write_index(
     change: str,
     documents_of_files: Iterable[tuple[np.ndarray, int, int]],
 ) -> dict[str, tuple[int, int]]:
-    """Write a whole index of what `_read_file` gives; return documents and tokens that each file holds, by path."""
+    """Writes a whole index of what `_read_file` gives; returns documents and tokens that each file holds, by path."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -173,7 +170,7 @@ def _write_index(
 def _read_file(
     files: DatasetFiles, token_format: TokenFormat, settings: IndexSettings, number: int
 ) -> tuple[np.ndarray, int, int]:
-    """The documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
+    """Returns the documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
     path = files.path(number)
     layout = token_format.documents(path)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
@@ -188,11 +185,7 @@ def _read_file(
 
 
 def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Look through the documents at the start of a file, block by block.
-
-    Returns:
-        tokens before each block, for every split: [blocks + 1] int64; checksums of the blocks, [blocks] uint32.
-    """
+    """Returns the documents' tokens before each block, [blocks + 1] for every split, and the blocks' checksums."""
     starts = np.arange(0, count, BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE)
     checksums: list[int] = []
     block_bytes = BLOCK_DOCUMENTS * DOCUMENT.itemsize
@@ -209,7 +202,7 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
 
 
 def _in_parallel(look: Callable[[int], Result], files: DatasetFiles, workers: int | None) -> Iterator[Result]:
-    """What `look` returns for the number of each file, in order; not many files ahead of what is taken.
+    """Yields what `_read_file` returns for each file, in order, and reads not many files ahead.
 
     Raises:
         DataError: naming every file that cannot be used, up to a number of them.
@@ -240,7 +233,7 @@ def _result_or_problem(look: Callable[[int], Result], number: int) -> Result | D
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[range]:
-    """Numbers of files that follow each other, as many as one thread looks at before it hands over what it found."""
+    """Yields numbers of files that follow each other, as many as a thread looks at before it hands over the results."""
     begin = group_bytes = 0
     for number, size in enumerate(sizes):
         if number - begin == _FILES_AT_ONCE or (number > begin and group_bytes + size > _BYTES_AT_ONCE):
@@ -280,15 +273,7 @@ def documents_as_trained(layout: DocumentLayout, settings: IndexSettings) -> np.
 def _strip(
     tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Take the tokens of a set off both ends of every document, however many there are.
-
-    Args:
-        begins: [n] int64, place in `tokens` of each document's first token.
-        ends: [n] int64, one past its last.
-
-    Returns:
-        begins and ends of what is left.
-    """
+    """Takes the tokens of a set off both ends of every document, [begin, end) in `tokens` each, however many."""
     if not strip_tokens:
         return begins, ends
     begins = begins + _run_lengths(tokens, begins, 1, ends - begins, strip_tokens)
@@ -298,7 +283,7 @@ def _strip(
 def _run_lengths(
     tokens: np.ndarray, firsts: np.ndarray, direction: int, limits: np.ndarray, wanted: Collection[int]
 ) -> np.ndarray:
-    """How many wanted tokens follow each other from `firsts` in a direction, at most `limits`, [n] int64.
+    """Counts wanted tokens that follow each other from `firsts` in a direction, at most `limits`, [n] int64.
 
     All documents are looked at together: one token deep, then two more, four more, ... where they still go on.
     """
@@ -320,7 +305,7 @@ def _run_lengths(
 
 
 def _is_any_of(tokens: np.ndarray, wanted: Collection[int]) -> np.ndarray:
-    """Which tokens are among the wanted ones, bool; those that the type of the tokens cannot hold are none of them."""
+    """Tells which tokens are among the wanted ones, some of which the type of the tokens may not hold."""
     found = np.zeros(tokens.shape, dtype=bool)
     for token in wanted:
         if token <= np.iinfo(tokens.dtype).max:

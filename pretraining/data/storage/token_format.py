@@ -70,7 +70,6 @@ class TokenFormat(Protocol):
         Raises:
             DataError: it is damaged, or no file of this format; names it.
         """
-        ...
 
 
 def format_class(file_type: str) -> type[TokenFormat]:
