@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretraining.checkpoint.async_save import BackgroundSave, Staging
+from pretraining.checkpoint.async_save import BackgroundSave
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import (
     CHECKPOINTS,
@@ -52,9 +52,7 @@ class CheckpointContents:
     """The parts of a run that go into its checkpoints.
 
     Attributes:
-        config: the settings of the run.
-        parameters: by name, as sharded.
-        optimizer: over these parameters.
+        parameters: by name, as sharded; the optimizer is over them.
         loader: of the training's batches; its position is kept.
         observer: knows the newest loss.
         states: further parts with a memory, by the name under which it is kept.
@@ -91,10 +89,7 @@ class CheckpointContents:
             state={name: stateful.state_dict() for name, stateful in self.states.items()},
             global_batch_size=self.loader.reader.mixture.phases[-1].global_batch_size,
             model=asdict(resolve_shape(self.config.model)),
-            world={
-                "processes": dist.get_world_size(),
-                "sharding_strategy": self.config.parallel.sharding_strategy,
-            },
+            world={"processes": dist.get_world_size(), "sharding_strategy": self.config.parallel.sharding_strategy},
             torch_version=torch.__version__,
             files={},
             config=self._settings,
@@ -117,8 +112,6 @@ class CheckpointManager:
     """Saves when it is time; a context around the loop. Making one and saving are collective calls.
 
     Args:
-        config: when to save, and what to keep.
-        contents: what goes into checkpoints.
         stopwatch: books the time that the training waits for a save.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         restored: the checkpoint that the run goes on from, if any.
@@ -152,12 +145,11 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._saving: Path | None = None
         self.newest: Path | None = None
-        self._staging: Staging | None = None
         self._background: BackgroundSave | None = None
         device = contents.device
         if config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full:
-            self._staging, self._background = Staging(device), BackgroundSave()
-            hold_update = self._staging.hold_update  # an update must not change what is still being copied
+            self._background = BackgroundSave(device)
+            hold_update = self._background.staging.hold_update  # an update must not change what is still being copied
             contents.optimizer.register_step_pre_hook(lambda *_: hold_update())
         if restored is not None:
             self._restore(restored)
@@ -192,21 +184,13 @@ class CheckpointManager:
             self._save(state.progress, kind, wait=state.stopping)
 
     def save_now(self, state: TrainState, kind: str) -> None:
-        """Save this step, unless it is saved already, and return when the checkpoint is committed.
-
-        Raises:
-            CheckpointError: as `maybe_save`.
-        """
+        """Save this step, unless it is saved already, and return once it is committed; raises as `maybe_save`."""
         if self._saved_step != state.progress.steps:
             self._save(state.progress, kind, wait=True)
         self._await_background()
 
     def finish(self, state: TrainState) -> None:
-        """Save where the invocation ends, if it has trained, and return when the checkpoint is committed.
-
-        Raises:
-            CheckpointError: as `maybe_save`.
-        """
+        """Save where the invocation ends, if it has trained, and return once that is committed; as `maybe_save`."""
         if self._has_trained:
             self.save_now(state, _kind_at_end(state))
 
@@ -243,18 +227,13 @@ class CheckpointManager:
             tensors = self._contents.tensors()
             if self._is_full:
                 self._write(folder, FullSave(tensors, manifest), manifest)
-            elif self._background is None or self._staging is None or wait:
+            elif self._background is None or wait:
                 self._write(folder, plan_save(tensors), manifest)
             else:
-                staged = self._staging.copy(plan_save(tensors))
-                self._background.start(partial(self._write_staged, folder, staged, manifest))
+                staged = self._background.staging.copy(plan_save(tensors))
+                self._background.start(partial(self._write, folder, staged, manifest))
                 return
             self._note_saved()
-
-    def _write_staged(self, folder: Path, staged: Plan, manifest: Manifest, group: dist.ProcessGroup) -> None:
-        assert self._staging is not None
-        self._staging.wait()
-        self._write(folder, staged, manifest, group)
 
     def _write(self, folder: Path, plan: Plan, manifest: Manifest, group: dist.ProcessGroup | None = None) -> None:
         save_checkpoint(folder, plan, manifest, group=group, lease=self._lease)

@@ -99,12 +99,10 @@ def warnings_across(facts: list[dict[str, str]], clocks: list[float]) -> list[st
     """
     found = []
     for name in ("torch", "CUDA", "driver", "NCCL", "device"):
-        values = {rank: each.get(name, "none") for rank, each in enumerate(facts)}
-        if len(set(values.values())) > 1:
-            first: dict[str, int] = {}
-            for rank, value in values.items():
-                first.setdefault(value, rank)
-            found.append(f"{name} differs: " + "; ".join(f"{value} on rank {rank}" for value, rank in first.items()))
+        values = [each.get(name, "none") for each in facts]
+        if len(set(values)) > 1:
+            first = (f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))
+            found.append(f"{name} differs: " + "; ".join(first))
     skew = max(clocks) - min(clocks)
     if skew > CLOCK_SKEW_SECONDS:
         late = clocks.index(min(clocks))
