@@ -10,9 +10,8 @@
     <run>/checkpoints/best -> step_900_ckp       the lowest evaluation loss
     <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
 
-Both are independent of the number of processes: tensors are global (a rank writes its chunks of them), and there is one
-position in the data for the whole job. A name is for people: what a checkpoint is stands in its manifest. The step in a
-name only saves reading the manifest when checkpoints are put in order.
+Both are independent of the number of processes: tensors are global, and the job has one position in the data. A name is
+for people: what a checkpoint is stands in its manifest. The step in a name only saves reading that to sort.
 """
 
 from __future__ import annotations
@@ -77,21 +76,16 @@ class Manifest:
 
     Attributes:
         format_version: of this document and of the tensors' names.
-        step: updates done.
-        tokens_seen: tokens of those updates.
-        seconds: time trained, over all invocations, as intervals in time count it.
+        step, tokens_seen: updates done, and their tokens.
+        seconds: time trained, over all invocations.
         kind: why it was saved: "interval"; "final", the run is done; "preempt", in case the run is stopped, superseded
             by the next one; "best", its evaluation loss was the lowest, superseded by the next best.
-        loss: the newest reported one, if any and finite.
-        evaluation_loss: the newest one, if any and finite.
-        best_evaluation_loss: the lowest one of the run so far, if any.
+        loss, evaluation_loss: the newest, if any and finite.
+        best_evaluation_loss: the lowest of the run so far, if any.
         data: position in the data, as the loader gives it; empty where a checkpoint holds weights alone.
         state: what parts of the run remember, by name.
         global_batch_size: sequences a step.
-        model: dimensions of the model.
         world: number of processes and strategy that wrote it; another one can read it.
-        torch_version: that wrote it.
-        files: every tensor file.
         config: the run's settings, as YAML.
     """
 
@@ -117,7 +111,7 @@ class Manifest:
         """Read the manifest in a JSON document.
 
         Raises:
-            CheckpointError: it is not one, or of a version that this code cannot read, or it was damaged.
+            CheckpointError: it is none, of a version that this code cannot read, or damaged.
         """
         if not isinstance(document, dict) or "format_version" not in document:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint: it has no format_version")
@@ -199,10 +193,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def misnamed_files(folder: Path, manifest: Manifest, suffixes: Sequence[str] = (SHARD_SUFFIX,)) -> Iterator[str]:
-    """Say which files with these suffixes the manifest does not name, and which it names that cannot be its own.
-
-    A reader of the folder would take the former for parts of tensors; the latter may lie anywhere.
-    """
+    """Say which files the manifest does not name, and which it names that may lie anywhere."""
     here = {path.name for suffix in suffixes for path in folder.glob(f"*{suffix}")}
     for name in sorted(here - manifest.files.keys()):
         yield f"{folder / name} is no part of the checkpoint: its manifest does not name it"
@@ -273,7 +264,6 @@ def tensor_state(
     """The tensors of a checkpoint, the very ones that train: loading into them restores the run.
 
     Args:
-        parameters: by name, as sharded.
         optimizer: over the same parameters, its state already made; None for the parameters alone.
     """
     tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}

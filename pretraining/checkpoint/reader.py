@@ -33,7 +33,7 @@ from pretraining.checkpoint.manifest import FileEntry, crc32_text
 from pretraining.checkpoint.writer import CHUNK_BYTES, DTYPES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import with_retries
+from pretraining.files import file_checksum, with_retries
 
 READING_THREADS = 4
 LARGEST_HEADER_BYTES = 10**8
@@ -283,13 +283,8 @@ def file_fault(path: Path, written: FileEntry) -> str | None:
 
 def checksum_file(path: Path) -> FileEntry:
     """Size and checksum of a file as it is on disk."""
-    size = checksum = 0
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            checksum = zlib.crc32(buffer[:count], checksum)
-            size += count
-    return FileEntry(size, crc32_text(checksum))
+    checksum, size = file_checksum(path)
+    return FileEntry(size, checksum)
 
 
 def share_of_files(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list[str]:

@@ -396,16 +396,13 @@ def _contents(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> It
     for (dtype, shape), value in zip(kinds.values(), values, strict=True):
         assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
         content = memory_of(value.cpu().contiguous())
-        if len(content) < CHUNK_BYTES:
+        is_large = len(content) >= CHUNK_BYTES
+        if not is_large:
             small.append(content)
-            if sum(map(len, small)) >= CHUNK_BYTES:
-                yield memoryview(b"".join(small))
-                small.clear()
-            continue
-        if small:
+        if is_large or sum(map(len, small)) >= CHUNK_BYTES:
             yield memoryview(b"".join(small))
             small.clear()
-        for begin in range(0, len(content), CHUNK_BYTES):
+        for begin in range(0, len(content) if is_large else 0, CHUNK_BYTES):
             yield content[begin : begin + CHUNK_BYTES]
     yield memoryview(b"".join(small))
 

@@ -90,10 +90,9 @@ def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFi
             ) from error
         for path, name, status in found:
             identity = (status.st_dev, status.st_ino)
-            if not stat.S_ISREG(status.st_mode) or (identity in seen and status.st_ino):
-                continue
-            seen.add(identity)
-            files.append(InputFile(path, name, status.st_size))
+            if stat.S_ISREG(status.st_mode) and not (identity in seen and status.st_ino):
+                seen.add(identity)
+                files.append(InputFile(path, name, status.st_size))
         if len(files) == before:
             endings = ", ".join(f".{extension}" for extension in extensions)
             raise DataError(
@@ -117,11 +116,9 @@ def _paths_of(given: str, extensions: Sequence[str]) -> Iterator[tuple[Path, str
         yield from _walk(path, tuple(ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS)))
     elif path.exists():
         yield path, path.name
-    elif any(character in given for character in "*?["):
+    elif set("*?[").intersection(given):
         # Names start below the last folder without a wildcard.
-        fixed = path
-        while any(character in str(fixed) for character in "*?["):
-            fixed = fixed.parent
+        fixed = next(parent for parent in path.parents if not set("*?[").intersection(str(parent)))
         # Unlike Path.glob, glob.glob takes absolute patterns and passes hidden names over.
         for match in sorted(Path(found) for found in glob.glob(str(path), recursive=True)):  # noqa: PTH207
             if not match.is_dir():

@@ -160,14 +160,10 @@ class WorkFolder:
         if content.get("key") != key:
             return UnitRecord(key)
         files = [TokenFile(**entry) for entry in content["files"]]
-        for file in files:
-            path = self.files / file.name
-            if not path.exists() or path.stat().st_size != file.bytes:
-                return UnitRecord(key)
+        if any(_size(self.files / file.name) != file.bytes for file in files):
+            return UnitRecord(key)
         lengths = {int(length): count for length, count in content["lengths"].items()}  # JSON has no integer keys
-        return UnitRecord(
-            key, files, Counts(**content["counts"]), lengths, content["largest_token"], content["finished"]
-        )
+        return UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"]), "lengths": lengths})
 
     def write_record(self, unit: Unit, record: UnitRecord) -> None:
         """Say how far a unit is."""
@@ -192,8 +188,6 @@ def write_manifest(
         settings: what the content depends on besides the tokenizer; an equal call has equal ones.
         tokenizer: that encoded it; None where the input was token ids of an unknown one.
         vocab_size: every id is below it.
-        dtype: of a token.
-        records: of all units.
     """
     counts = counts_of(records)
     content = {
@@ -224,9 +218,7 @@ def counts_of(records: Sequence[UnitRecord]) -> Counts:
 
 def median_length(records: Sequence[UnitRecord]) -> int:
     """The median of the documents' tokens, within 3 per cent: the middle of the range that the median lies in."""
-    lengths: Counter[int] = Counter()
-    for record in records:
-        lengths.update(record.lengths)
+    lengths = sum((Counter(record.lengths) for record in records), Counter[int]())
     left = lengths.total()
     for length in sorted(lengths):
         left -= 2 * lengths[length]
@@ -272,14 +264,13 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
     try:
         summary, made, token_files = _read(folder)
     except (FileNotFoundError, NotADirectoryError):
-        if folder.is_dir() and not any(folder.iterdir()):
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        if is_empty or not (folder.exists() or folder.is_symlink()):
             return None
-        if folder.exists() or folder.is_symlink():
-            raise DataError(
-                f"{folder} is there already and was not made by `pretrain prepare` (it has no {MANIFEST_FILE}). "
-                "It is left as it is: choose another --dataset or --output_path"
-            ) from None
-        return None
+        raise DataError(
+            f"{folder} is there already and was not made by `pretrain prepare` (it has no {MANIFEST_FILE}). "
+            "It is left as it is: choose another --dataset or --output_path"
+        ) from None
     wanted = dict(settings)
     if summary.tokenizer is not None:
         if not (folder.parent / TOKENIZER_FILE).exists() or tokenizer is None:
@@ -308,12 +299,16 @@ def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> l
 def _check_sizes(folder: Path, token_files: Sequence[TokenFile]) -> None:
     for token_file in token_files:
         path = folder / token_file.name
-        size = path.stat().st_size if path.exists() else None
+        size = _size(path)
         if size != token_file.bytes:
             now = "is gone" if size is None else f"has {size:,} bytes"
             raise DataError(
                 f"{path} {now}, {token_file.bytes:,} bytes were written. Delete {folder} and prepare it again"
             )
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
 
 
 def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]]:

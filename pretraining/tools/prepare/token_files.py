@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -17,15 +16,13 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
-from pretraining.files import flush_folder
+from pretraining.files import file_checksum, flush_folder
 
 MANIFEST_FILE = "prepare.json"
 """Says what a folder of token files holds; a folder that has it is complete."""
 COLUMN = "tokens"
 BATCH_TOKENS = 1 << 21
 """Tokens a record batch: 4 or 8 MB, small enough to skip to a document, large enough that a file has few."""
-CHECKSUM_BYTES = 1 << 23
-"""Bytes that are read at once for a checksum."""
 LARGEST_DOCUMENT_TOKENS = 2**31 - 1 - BATCH_TOKENS
 """So that a batch that holds it stays within Arrow's 32-bit list offsets."""
 
@@ -172,19 +169,6 @@ class TokenWriter:
         self.files.append(TokenFile(name, self._file_documents, self._file_tokens, size, checksum))
         self._sink = self._writer = None
         self._file_documents = self._file_tokens = 0
-
-
-def file_checksum(path: Path) -> tuple[str, int]:
-    """CRC-32 of a file's bytes, eight hexadecimal digits, and the number of bytes.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    checksum = size = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHECKSUM_BYTES):
-            checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
-    return f"{checksum:08x}", size
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
