@@ -76,9 +76,13 @@ class BackgroundSave:
             return
         if self._offer is not None:
             _all_ended(self._offer)
-        self._thread.join()
-        self._thread = self._offer = None
-        on_every_rank(self._raise_failure)
+        failure = self.settle()
+
+        def raise_failure() -> None:
+            if failure is not None:
+                raise failure
+
+        on_every_rank(raise_failure)
 
     def settle(self) -> BaseException | None:
         """Let the save under way end after an error of the training, without the other ranks; returns its error."""
@@ -92,11 +96,6 @@ class BackgroundSave:
         """Leave the group of processes."""
         assert self._thread is None
         dist.destroy_process_group(self._group)
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
 
 def _all_ended(offer: tuple[Any, torch.Tensor]) -> bool:

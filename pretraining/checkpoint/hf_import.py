@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pretraining.checkpoint.manifest import FORMAT_VERSION, Manifest
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.reader import TensorFiles
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.variants import LlamaShape
@@ -63,29 +63,7 @@ def manifest_of_folder(path: Path) -> Manifest:
     Raises:
         CheckpointError: as `open_folder`.
     """
-    return weights_manifest(open_folder(path).shape, {}, "")
-
-
-def weights_manifest(shape: LlamaShape, files: Mapping[str, Any], config: str) -> Manifest:
-    """The manifest of weights that no training step has touched here; it says so by having no position in the data."""
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        step=0,
-        tokens_seen=0,
-        seconds=0.0,
-        kind="interval",
-        loss=None,
-        evaluation_loss=None,
-        best_evaluation_loss=None,
-        data={},
-        state={},
-        global_batch_size=0,
-        model=asdict(shape),
-        world={},
-        torch_version=torch.__version__,
-        files=files,
-        config=config,
-    )
+    return Manifest(model=asdict(open_folder(path).shape))
 
 
 def weight_files(path: Path) -> list[str]:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from pretraining.checkpoint.async_save import BackgroundSave
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import (
     CHECKPOINTS,
-    FORMAT_VERSION,
     Manifest,
     Stateful,
     checkpoint_name,
@@ -75,23 +73,17 @@ class CheckpointContents:
         return tensor_state(self.parameters, self.optimizer)
 
     def describe(self, progress: Progress) -> Manifest:
-        """The manifest of a checkpoint of this moment, without files and evaluation losses."""
+        """The manifest of a checkpoint of this moment, without kind, files and evaluation losses."""
         return Manifest(
-            format_version=FORMAT_VERSION,
             step=progress.steps,
             tokens_seen=progress.tokens,
             seconds=progress.seconds,
-            kind="interval",
             loss=self.observer.last_loss,
-            evaluation_loss=None,
-            best_evaluation_loss=None,
             data=self.loader.state_dict(),
             state={name: stateful.state_dict() for name, stateful in self.states.items()},
             global_batch_size=self.loader.reader.mixture.phases[-1].global_batch_size,
             model=asdict(resolve_shape(self.config.model)),
             world={"processes": dist.get_world_size(), "sharding_strategy": self.config.parallel.sharding_strategy},
-            torch_version=torch.__version__,
-            files={},
             config=self._settings,
         )
 
@@ -157,9 +149,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._background is None:
             return
         failure = self._background.settle()

@@ -20,7 +20,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,6 +74,8 @@ class FileEntry:
 class Manifest:
     """The JSON document of a checkpoint; written last, it says that the checkpoint is complete.
 
+    Its defaults are those of weights that no training step has touched.
+
     Attributes:
         format_version: of this document and of the tensors' names.
         step, tokens_seen: updates done, and their tokens.
@@ -89,22 +91,22 @@ class Manifest:
         config: the run's settings, as YAML.
     """
 
-    format_version: int
-    step: int
-    tokens_seen: int
-    seconds: float
-    kind: str
-    loss: float | None
-    evaluation_loss: float | None
-    best_evaluation_loss: float | None
-    data: dict[str, Any]
-    state: dict[str, Any]
-    global_batch_size: int
-    model: dict[str, Any]
-    world: dict[str, Any]
-    torch_version: str
-    files: Mapping[str, FileEntry]
-    config: str
+    format_version: int = FORMAT_VERSION
+    step: int = 0
+    tokens_seen: int = 0
+    seconds: float = 0.0
+    kind: str = "interval"
+    loss: float | None = None
+    evaluation_loss: float | None = None
+    best_evaluation_loss: float | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    global_batch_size: int = 0
+    model: dict[str, Any] = field(default_factory=dict)
+    world: dict[str, Any] = field(default_factory=dict)
+    torch_version: str = torch.__version__
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    config: str = ""
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:

@@ -336,11 +336,7 @@ def _read_headers(folder: Path, names: list[str], read_header: ReadHeader) -> di
 
 
 def _fill(
-    folder: Path,
-    files: Files,
-    headers: Mapping[str, Header],
-    tensors: Mapping[str, torch.Tensor],
-    converts: bool,
+    folder: Path, files: Files, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor], converts: bool
 ) -> tuple[list[str], list[str]]:
     """Read this rank's part of every tensor; returns the files that were compared, and the faults of those read."""
     reads = _plan(folder, headers, tensors, converts)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -76,14 +77,13 @@ def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
         folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
         try:
             folder.mkdir(parents=True)
+            return str(folder)
         except FileExistsError:
             moment += timedelta(seconds=1)  # another run began in the same second
         except OSError as error:
             raise CheckpointError(
                 f"--ckpt_save_path={folder} cannot be written: {error}. Give a folder that this user may write."
             ) from None
-        else:
-            return str(folder)
 
 
 def newest_run_path(pattern: str) -> str:
@@ -195,11 +195,10 @@ def find_checkpoint(
         try:
             if path in damaged:
                 raise CheckpointError(damaged[path])
-            manifest = on_rank_zero(lambda path=path: _manifest_at(path))  # type: ignore[misc]
+            manifest = on_rank_zero(partial(_manifest_at, path))
+            return CheckpointRef(path, manifest, candidates.is_own, tuple(faults))
         except CheckpointError as error:
             faults.append(str(error))
-        else:
-            return CheckpointRef(path, manifest, candidates.is_own, tuple(faults))
     if not faults:
         return None
     if candidates.is_exact:

@@ -93,12 +93,7 @@ class Plan(Protocol):
 
 
 def save_checkpoint(
-    folder: Path,
-    plan: Plan,
-    manifest: Manifest,
-    *,
-    group: dist.ProcessGroup | None = None,
-    lease: Lease | None = None,
+    folder: Path, plan: Plan, manifest: Manifest, *, group: dist.ProcessGroup | None = None, lease: Lease | None = None
 ) -> None:
     """Write a checkpoint so that it is either complete or not there; a collective call, also in a thread.
 

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pretraining.errors import DataError, PretrainError
@@ -67,9 +66,7 @@ class Team:
             threading.Thread(target=self._keep_heartbeat, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.size == 1:
             return
         try:
