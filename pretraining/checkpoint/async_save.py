@@ -3,9 +3,8 @@
     training thread   start -> step, poll -> step, poll -> ... -> `poll` says done, or raises what went wrong
     saving thread     write, commit, talking to the other ranks over a process group of its own
 
-Ranks must see the end at the same step: one that leaves the loop alone would leave the others waiting in a collective.
-So while a save is under way, each `poll` offers whether this rank's thread has ended and reads what all had offered a
-step ago; no rank waits for another.
+Ranks must see the end at the same step, or one would wait in a collective alone. So while a save is under way, each
+`poll` offers whether this rank's thread has ended and reads what all offered a step ago; no rank waits for another.
 
 What is written is a second copy (`Staging`). Its memory, on the host, is taken at the first save and used again. On a
 GPU it is pinned, and the copies run beside the next step; only the next update waits for them, on the device.

@@ -127,13 +127,12 @@ def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
         for name, size in expected.items()
         if name in found and found[name] != tuple(size)
     ]
-    repeated = sorted(name for name in found if len(weights.files_of(name)) > 1)
     strange = sorted(name for name in expected.keys() & found.keys() if weights.dtype(name) not in _FLOATS)
     problems = {
         "missing": [name for name in expected if name not in found],
         "not of a Llama": surplus,
         "of another shape": wrong,
-        "in two files": repeated,
+        "in two files": sorted(name for name in found if len(weights.files_of(name)) > 1),
         "no floating-point numbers": [f"{name} ({weights.dtype(name)})" for name in strange],
     }
     said = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]

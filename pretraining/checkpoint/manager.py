@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -241,10 +242,9 @@ class CheckpointManager:
     def _folder_for(self, manifest: Manifest) -> Path:
         """Where to commit; two steps whose names are the same by rounding must not replace each other."""
         folder = self._run / CHECKPOINTS / checkpoint_name(self._config.ckpt_name, manifest)
-        try:
+        taken = False
+        with suppress(CheckpointError):  # what nobody can read may go
             taken = folder.exists() and read_document(folder).step != manifest.step
-        except CheckpointError:
-            taken = False  # what nobody can read may go
         return folder.with_name(f"{folder.name}.step_{manifest.step}") if taken else folder
 
     def _restore(self, restored: CheckpointRef) -> None:

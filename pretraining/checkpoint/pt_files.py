@@ -63,12 +63,7 @@ def is_full(files: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class FullSave:
-    """The plan of a save in this form: rank 0 writes, all others take part in gathering.
-
-    Attributes:
-        tensors: as `tensor_state` gives them, sharded or not.
-        manifest: of the checkpoint; its files do not matter.
-    """
+    """The plan of a save in this form: rank 0 writes, all others take part in gathering."""
 
     tensors: Mapping[str, torch.Tensor]
     manifest: Manifest
@@ -253,10 +248,10 @@ def _passes(data: Mapping[str, Any], seq_length: int) -> int:
 
 
 def manifest_of_files(folder: Path) -> Manifest:
-    """The manifest that the four files carry, for a folder in which they stand alone; without sizes and checksums.
+    """The manifest that the four files carry where they stand alone; without sizes and checksums.
 
     Raises:
-        CheckpointError: the files carry none.
+        CheckpointError: they carry none.
     """
     content = load_file(folder / ITERATION_FILE)
     names = Manifest.__dataclass_fields__.keys() - {"files"}

@@ -4,8 +4,7 @@
     kept           the newest `keep_last` of those saved on an interval, all of them by default
     superseded     a preemption checkpoint by any newer one, a checkpoint that was the best by the next best
 
-Only what is committed counts, and only up to the step that was saved last: newer ones are those that the start passed
-over because they are damaged.
+Only what is committed counts, up to the step that was saved last: the start passed over newer ones as damaged.
 """
 
 from __future__ import annotations

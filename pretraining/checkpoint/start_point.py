@@ -251,7 +251,7 @@ def _manifest_at(path: Path) -> Manifest:
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
-    """Find the checkpoint at a path, or the newest of the run there, its files not read; without other processes.
+    """Find the checkpoint at a path, or the newest of the run there, without other processes.
 
     Raises:
         CheckpointError: there is none.
@@ -292,23 +292,14 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
 
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read tensors of a checkpoint of any form into place, whatever the layout; a collective call.
-
-    Raises:
-        DamagedError: a file is not what was written; the tensors hold anything.
-        CheckpointError: a tensor is missing or of another shape.
-    """
+    """Read tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
     files, header_of = _files_of(checkpoint)
     converts = not checkpoint.manifest.files or pt_files.is_full(files)  # other programs write these forms, too
     load_tensors(checkpoint.path, files, tensors, read_header=header_of, converts=converts)
 
 
 def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
-    """The tensors of a checkpoint, compared with the checksums of the manifest before they are used.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or of another form.
-    """
+    """The tensors of a checkpoint, compared with the manifest's checksums before use; raises as `TensorFiles`."""
     return TensorFiles(checkpoint.path, *_files_of(checkpoint))
 
 

@@ -231,7 +231,7 @@ class SavePlan:
     Attributes:
         files: items by the number of the file that they go into.
         number_of_files: that any process writes, at most.
-        total_bytes: of all tensors of the checkpoint, over all processes.
+        total_bytes: of all processes.
     """
 
     files: dict[int, list[WriteItem]]
@@ -330,8 +330,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Number of the file, from 1, that each tensor goes into; each process has files of its own with these numbers.
 
-    Tensors of a block stand together, blocks in order. A process has `FILES_OF_PROCESS` of them, fewer where they would
-    hold less than `SMALL_FILE_BYTES`, more where they would hold more than `FILE_BYTES`.
+    Tensors of a block stand together, blocks in order. Files hold from `SMALL_FILE_BYTES` to `FILE_BYTES` of a process.
     """
     block = re.compile(r"\blayers\.(\d+)\.")
 

@@ -21,6 +21,7 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -251,16 +252,14 @@ def port_of_name(name: str) -> int:
 
 def ancestor_named(name: str, pid: int | str = "self", proc: Path = Path("/proc")) -> int | None:
     """The process id of the closest ancestor with this command name, of at most 15 characters; None without one."""
-    while str(pid) not in ("0", "1"):
-        try:
+    with suppress(OSError):
+        while str(pid) not in ("0", "1"):
             stat = (proc / str(pid) / "stat").read_text()
-        except OSError:
-            return None
-        # "pid (command) state parent ..."; a command may hold blanks and brackets itself.
-        command, _, rest = stat.partition("(")[2].rpartition(")")
-        if command == name:
-            return int(stat.split()[0])
-        pid = rest.split()[1]
+            # "pid (command) state parent ..."; a command may hold blanks and brackets itself.
+            command, _, rest = stat.partition("(")[2].rpartition(")")
+            if command == name:
+                return int(stat.split()[0])
+            pid = rest.split()[1]
     return None
 
 

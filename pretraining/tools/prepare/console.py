@@ -180,12 +180,9 @@ def training_flags(summary: PrepareSummary) -> list[str]:
 
 def describe_training(summary: PrepareSummary) -> str:
     """How to train on a dataset, in a few lines."""
-    lines = []
+    lines = ["Train on it with:", "  " + shlex.join(training_flags(summary))]
     if summary.end_of_text is None:
         reason = "There is no tokenizer here to name an" if summary.tokenizer is None else "The tokenizer names no"
-        lines.append(
-            f"  {reason} end-of-text token: choose a --sep_token, or documents follow each other without a mark."
-        )
-    lines.append("Train on it with:")
-    lines.append("  " + " ".join(shlex.quote(flag) for flag in training_flags(summary)))
+        mark = "choose a --sep_token, or documents follow each other without a mark."
+        lines.insert(0, f"  {reason} end-of-text token: {mark}")
     return "\n".join(lines)

@@ -91,8 +91,6 @@ def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -
     """Read some shards (streamed) or rows (saved to disk) of a split.
 
     Args:
-        begin: first shard or row.
-        end: the one after the last.
         size: bytes on disk that they stand for.
 
     Raises:

@@ -38,7 +38,6 @@ class InputFile:
     """A file of documents.
 
     Attributes:
-        path: where it is.
         name: path below the input that it was found under, with `/`: the same on every machine.
         size: bytes on disk.
     """
@@ -166,13 +165,12 @@ def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALL
         DataError: there is less text than that, as in a Python that came without sources.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
+    files = (
+        InputFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
         for top in sorted(sys.stdlib_module_names)
         for path in (root / f"{top}.py", *sorted((root / top).rglob("*.py")))
         if path.is_file()
-    ]
-    files = [InputFile(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
+    )
     modules = [file for file in files if _is_kept(file)]
     size = sum(file.size for file in modules)
     if size < smallest_bytes:
@@ -185,9 +183,5 @@ def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALL
 
 
 def _is_kept(file: InputFile) -> bool:
-    folders = file.name.split("/")[:-1]
-    return (
-        file.size >= SMALLEST_MODULE_BYTES
-        and file.name not in LEFT_OUT_FILES
-        and not LEFT_OUT_FOLDERS.intersection(folders)
-    )
+    is_left_out = file.name in LEFT_OUT_FILES or LEFT_OUT_FOLDERS.intersection(file.name.split("/")[:-1])
+    return file.size >= SMALLEST_MODULE_BYTES and not is_left_out

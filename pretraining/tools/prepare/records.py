@@ -41,14 +41,13 @@ class PrepareSummary:
 
     Attributes:
         folder: of the dataset, in the root that training takes as data_path; the root has the tokenizer.
-        documents, tokens: in the token files.
         empty_documents: of the input, without any text; they are in no file.
         characters, text_bytes: of the text, the bytes in UTF-8; 0 where the input was token ids.
         median_document_tokens: about, within 3 per cent; None where an older release made it.
         files, token_bytes: token files and their size on disk.
-        tokenizer: hash of the tokenizer; None where token ids came without one.
+        tokenizer: its hash; None where token ids came without one.
         vocab_size: every id is below it.
-        end_of_text: token that ends a document; None where there is none.
+        end_of_text: token that ends a document, if there is one.
     """
 
     folder: Path
@@ -70,10 +69,8 @@ class Encoding:
     """What the tokens of a unit depend on, besides its input.
 
     Attributes:
-        text_field: column or field of the documents.
-        tokens_per_file: a token file is finished once it holds this many.
         dtype: of a token, `uint16` or `uint32`.
-        tokenizer: hash of the tokenizer; None where ids are taken as they are, without one.
+        tokenizer: its hash; None where ids are taken as they are, without one.
         largest_vocabulary: every id is below it.
         encodes_text: whether the input is text, and not token ids.
     """
@@ -120,13 +117,7 @@ class UnitRecord:
 
 
 class WorkFolder:
-    """The hidden folder in which a dataset is made.
-
-    Attributes:
-        root: the output path.
-        path: of the work folder.
-        files: the token files; becomes the dataset's folder.
-    """
+    """The hidden folder in which a dataset is made; its `files` become the dataset's folder."""
 
     def __init__(self, root: Path, dataset: str) -> None:
         self.root = root
@@ -238,25 +229,19 @@ def read_summary(folder: Path) -> PrepareSummary:
 
 
 def read_summaries(root: Path) -> list[PrepareSummary]:
-    """All datasets in a root that have a prepare.json, by name.
-
-    Raises:
-        DataError: one cannot be read.
-    """
+    """All datasets in a root that have a prepare.json, by name; raises as `read_summary`."""
     folders = sorted(path.parent for path in root.glob(f"*/{MANIFEST_FILE}"))
     return [read_summary(folder) for folder in folders if not folder.name.startswith(".")]
 
 
 def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> PrepareSummary | None:
-    """Look for a finished dataset made with the same settings. Reads names and sizes only.
+    """The summary of a finished dataset made with the same settings; None where the folder is not there, or empty.
+
+    Reads names and sizes only.
 
     Args:
-        folder: of the dataset.
         settings: as for `write_manifest`.
         tokenizer: to be used; None where the root has none and none is given.
-
-    Returns:
-        its summary; None where the folder is not there, or empty.
 
     Raises:
         DataError: the folder holds something else, was made with other settings, or has changed since.
@@ -279,8 +264,7 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
                 f"{folder} to prepare it again"
             )
         wanted["tokenizer"], made["tokenizer"] = tokenizer.sha256, summary.tokenizer
-    differences = describe_differences(made, wanted)
-    if differences:
+    if differences := describe_differences(made, wanted):
         problem = f"{folder} was prepared from other text or with other settings:"
         raise DataError("\n".join([problem, *differences, _way_out(folder)]))
     _check_sizes(folder, token_files)

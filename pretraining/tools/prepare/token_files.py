@@ -53,14 +53,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A finished file.
-
-    Attributes:
-        name: in its folder.
-        documents, tokens: in it.
-        bytes: size on disk.
-        crc32: of its bytes, eight hexadecimal digits; None where an older release wrote it.
-    """
+    """A finished file, with its checksum as eight hexadecimal digits; None where an older release wrote it."""
 
     name: str
     documents: int
@@ -106,14 +99,7 @@ class TokenWriter:
         self._pending_tokens = 0
 
     def write(self, tokens: np.ndarray) -> bool:
-        """Add a document.
-
-        Args:
-            tokens: ids, [T] of the writer's type; at most `LARGEST_DOCUMENT_TOKENS`.
-
-        Returns:
-            whether this finished a file.
-        """
+        """Add a document, ids [T] of the writer's type; returns whether this finished a file."""
         assert len(tokens) <= LARGEST_DOCUMENT_TOKENS and tokens.dtype == self._dtype
         if self._writer is None:
             self._sink = pa.OSFile(str(self._temporary), "wb")
