@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
+CHECKSUM_BYTES = 2**20  # read at once for a checksum: fits a core's cache
 
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
 """I/O error, stale handle of a network file system, no answer, busy: gone a second later, perhaps. A full disk, missing
@@ -54,6 +56,16 @@ def write_flushed(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def file_checksum(path: Path) -> tuple[str, int]:
+    """CRC-32 of a file's bytes, eight hexadecimal digits, and the number of bytes."""
+    checksum = size = 0
+    buffer = memoryview(bytearray(CHECKSUM_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            checksum, size = zlib.crc32(buffer[:count], checksum), size + count
+    return f"{checksum:08x}", size
 
 
 def link_atomic(link: Path, target: str) -> None:

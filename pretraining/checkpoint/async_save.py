@@ -3,13 +3,11 @@
     training thread   start -> step, poll -> step, poll -> ... -> `poll` says done, or raises what went wrong
     saving thread     write, commit, talking to the other ranks over a process group of its own
 
-Ranks must see the end at the same step: one that leaves the loop alone would leave the others waiting in a collective.
-So while a save is under way, each `poll` offers whether this rank's thread has ended and reads what all had offered a
-step ago; no rank waits for another.
+Ranks must see the end at the same step, or one would wait in a collective alone. So while a save is under way, each
+`poll` offers whether this rank's thread has ended and reads what all offered a step ago; no rank waits for another.
 
-What is written is a second copy (`Staging`) of what this process writes. Its memory, on the host, is taken at the first
-save and used again for every other. On a GPU it is pinned, and the copies run beside the next step; only the next
-update, which would change what is being copied, waits for them, on the device.
+What is written is a second copy (`Staging`). Its memory, on the host, is taken at the first save and used again. On a
+GPU it is pinned, and the copies run beside the next step; only the next update waits for them, on the device.
 """
 
 from __future__ import annotations
@@ -27,9 +25,10 @@ from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, on_every_rank
 
 
 class BackgroundSave:
-    """One thread for saves; its methods are collective calls, but for `settle`."""
+    """One thread for saves, which writes what is staged; its methods are collective calls, but for `settle`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.staging = Staging(device)
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -41,11 +40,12 @@ class BackgroundSave:
         return self._thread is not None
 
     def start(self, save: Callable[[dist.ProcessGroup], None]) -> None:
-        """Run `save`, which gets the group to talk over; there must be none under way."""
-        assert self._thread is None and self._group is not None
+        """Run `save` once everything is copied; it gets the group to talk over, and there must be none under way."""
+        assert self._thread is None
 
         def run() -> None:
             try:
+                self.staging.wait()
                 save(self._group)
             except BaseException as error:
                 self._failure = error
@@ -54,11 +54,7 @@ class BackgroundSave:
         self._thread.start()
 
     def poll(self) -> bool:
-        """Whether the save under way has ended on every rank; call it once a step.
-
-        Raises:
-            CheckpointError: it has failed, on every rank alike; once.
-        """
+        """Whether the save under way has ended on every rank; raises as `wait`. Call it once a step."""
         if self._thread is None:
             return False
         ended = torch.tensor([not self._thread.is_alive()], dtype=torch.int32)
@@ -73,21 +69,22 @@ class BackgroundSave:
         """Wait for the end of the save under way, if any.
 
         Raises:
-            CheckpointError: it has failed, on every rank alike.
+            CheckpointError: it has failed, on every rank alike; once.
         """
         if self._thread is None:
             return
         if self._offer is not None:
             _all_ended(self._offer)
-        self._thread.join()
-        self._thread = self._offer = None
-        on_every_rank(self._raise_failure)
+        failure = self.settle()
+
+        def raise_failure() -> None:
+            if failure is not None:
+                raise failure
+
+        on_every_rank(raise_failure)
 
     def settle(self) -> BaseException | None:
-        """Let the save under way come to its end after an error in the training; returns what went wrong with it, too.
-
-        Other ranks may be gone, so nothing is agreed on.
-        """
+        """Let the save under way end after an error of the training, without the other ranks; returns its error."""
         if self._thread is not None:
             self._thread.join()
         self._thread = self._offer = None
@@ -98,11 +95,6 @@ class BackgroundSave:
         """Leave the group of processes."""
         assert self._thread is None
         dist.destroy_process_group(self._group)
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
 
 def _all_ended(offer: tuple[Any, torch.Tensor]) -> bool:
@@ -118,11 +110,7 @@ ALIGNMENT_BYTES = 64
 
 
 class Staging:
-    """A second copy of what a process writes, in memory of the host.
-
-    Args:
-        device: where the tensors are.
-    """
+    """A second copy, on the host, of what a process writes from a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -131,25 +119,21 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, plan: SavePlan) -> SavePlan:
-        """Copy the values of a plan; on a GPU this only starts, and `wait` has to come before the copies are read.
+        """Copy the values of a plan, which has the same tensors each time, over those of the time before.
 
-        Args:
-            plan: with the same tensors each time. The copy of the time before is overwritten.
+        On a GPU this only starts the copies: `wait` has to come before they are read.
         """
         pieces = [piece for file in plan.files.values() for piece in file]
         if not self._buffers:
             memory = _allocate([piece.values for piece in pieces], pinned=self._stream is not None)
             self._buffers = {piece.name: buffer for piece, buffer in zip(pieces, memory, strict=True)}
-        if self._stream is None:
-            for piece in pieces:
-                self._buffers[piece.name].copy_(piece.values)
-        else:
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                for piece in pieces:
-                    self._buffers[piece.name].copy_(piece.values, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record(self._stream)
+        with torch.cuda.stream(self._stream):  # none on a CPU: the context does nothing
+            for piece in pieces:
+                self._buffers[piece.name].copy_(piece.values, non_blocking=True)
+        if self._stream is not None:
+            self._copied = self._stream.record_event()
         files = {
             number: [replace(piece, values=self._buffers[piece.name]) for piece in file]
             for number, file in plan.files.items()
@@ -169,18 +153,16 @@ class Staging:
 
 def _allocate(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
     """Memory on the host for each tensor, cut from slabs."""
-    slabs: list[torch.Tensor] = []
-    used: list[int] = []
+    rooms: list[torch.Tensor] = []  # what is left of each slab
     memory = []
     left = sum(_aligned(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
         size = _aligned(tensor.nbytes)
-        slab = next((number for number, full in enumerate(used) if full + size <= slabs[number].numel()), len(slabs))
-        if slab == len(slabs):
-            slabs.append(torch.empty(max(size, min(left, SLAB_BYTES)), dtype=torch.uint8, pin_memory=pinned))
-            used.append(0)
-        memory.append(slabs[slab][used[slab] : used[slab] + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        used[slab] += size
+        number = next((number for number, room in enumerate(rooms) if size <= len(room)), len(rooms))
+        if number == len(rooms):
+            rooms.append(torch.empty(max(size, min(left, SLAB_BYTES)), dtype=torch.uint8, pin_memory=pinned))
+        memory.append(rooms[number][: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        rooms[number] = rooms[number][size:]
         left -= size
     return memory
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pretraining.checkpoint.manifest import FORMAT_VERSION, Manifest
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.reader import TensorFiles
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.variants import LlamaShape
@@ -63,29 +63,7 @@ def manifest_of_folder(path: Path) -> Manifest:
     Raises:
         CheckpointError: as `open_folder`.
     """
-    return weights_manifest(open_folder(path).shape, {}, "")
-
-
-def weights_manifest(shape: LlamaShape, files: Mapping[str, Any], config: str) -> Manifest:
-    """The manifest of weights that no training step has touched here; it says so by having no position in the data."""
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        step=0,
-        tokens_seen=0,
-        seconds=0.0,
-        kind="interval",
-        loss=None,
-        evaluation_loss=None,
-        best_evaluation_loss=None,
-        data={},
-        state={},
-        global_batch_size=0,
-        model=asdict(shape),
-        world={},
-        torch_version=torch.__version__,
-        files=files,
-        config=config,
-    )
+    return Manifest(model=asdict(open_folder(path).shape))
 
 
 def weight_files(path: Path) -> list[str]:
@@ -149,13 +127,12 @@ def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
         for name, size in expected.items()
         if name in found and found[name] != tuple(size)
     ]
-    repeated = sorted(name for name in found if len(weights.files_of(name)) > 1)
     strange = sorted(name for name in expected.keys() & found.keys() if weights.dtype(name) not in _FLOATS)
     problems = {
         "missing": [name for name in expected if name not in found],
         "not of a Llama": surplus,
         "of another shape": wrong,
-        "in two files": repeated,
+        "in two files": sorted(name for name in found if len(weights.files_of(name)) > 1),
         "no floating-point numbers": [f"{name} ({weights.dtype(name)})" for name in strange],
     }
     said = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]

@@ -39,9 +39,7 @@ class Holder:
     """A process that writes into a run's folder.
 
     Attributes:
-        host: its name.
-        machine: tells apart what may share that name: another boot, another container.
-        pid: of the process.
+        machine: tells apart what may share the host's name: another boot, another container.
         process_start: what tells it from a later process with the same pid.
         started: when it took the lease, for people.
         token: of this one lease.
@@ -70,12 +68,7 @@ class Holder:
 
 
 class Lease:
-    """The right to write into a run's folder.
-
-    Args:
-        run: the folder.
-        pause: waits, given seconds.
-    """
+    """The right to write into a run's folder."""
 
     def __init__(self, run: Path, pause: Callable[[float], object] = time.sleep) -> None:
         self._run = run
@@ -135,11 +128,7 @@ class Lease:
         return True
 
     def _await_end_of_holder(self) -> None:
-        """Wait until the lease that is there is free.
-
-        Raises:
-            CheckpointError: its holder lives.
-        """
+        """Wait until the lease that is there is free; an error where its holder lives."""
         holder, renewed = _read(self._path), self._renewed()
         if holder is not None and holder.is_gone():
             return self._remove_stale(holder)
@@ -202,13 +191,9 @@ class Lease:
 
 @contextmanager
 def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
-    """Hold a run's lease, on rank 0 for all; a collective call.
-
-    Raises:
-        CheckpointError: another run holds it.
-    """
+    """Hold a run's lease, on rank 0 for all; a collective call. Raises as `acquire`."""
     lease = Lease(run)
-    on_rank_zero(lambda: lease.acquire())
+    on_rank_zero(lease.acquire)
     try:
         yield lease
     finally:
@@ -248,5 +233,5 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # it is another user's
     return True

@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretraining.checkpoint.async_save import BackgroundSave, Staging
+from pretraining.checkpoint.async_save import BackgroundSave
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import (
     CHECKPOINTS,
-    FORMAT_VERSION,
     Manifest,
     Stateful,
     checkpoint_name,
@@ -52,9 +51,7 @@ class CheckpointContents:
     """The parts of a run that go into its checkpoints.
 
     Attributes:
-        config: the settings of the run.
-        parameters: by name, as sharded.
-        optimizer: over these parameters.
+        parameters: by name, as sharded; the optimizer is over them.
         loader: of the training's batches; its position is kept.
         observer: knows the newest loss.
         states: further parts with a memory, by the name under which it is kept.
@@ -77,26 +74,17 @@ class CheckpointContents:
         return tensor_state(self.parameters, self.optimizer)
 
     def describe(self, progress: Progress) -> Manifest:
-        """The manifest of a checkpoint of this moment, without files and evaluation losses."""
+        """The manifest of a checkpoint of this moment, without kind, files and evaluation losses."""
         return Manifest(
-            format_version=FORMAT_VERSION,
             step=progress.steps,
             tokens_seen=progress.tokens,
             seconds=progress.seconds,
-            kind="interval",
             loss=self.observer.last_loss,
-            evaluation_loss=None,
-            best_evaluation_loss=None,
             data=self.loader.state_dict(),
             state={name: stateful.state_dict() for name, stateful in self.states.items()},
             global_batch_size=self.loader.reader.mixture.phases[-1].global_batch_size,
             model=asdict(resolve_shape(self.config.model)),
-            world={
-                "processes": dist.get_world_size(),
-                "sharding_strategy": self.config.parallel.sharding_strategy,
-            },
-            torch_version=torch.__version__,
-            files={},
+            world={"processes": dist.get_world_size(), "sharding_strategy": self.config.parallel.sharding_strategy},
             config=self._settings,
         )
 
@@ -117,8 +105,6 @@ class CheckpointManager:
     """Saves when it is time; a context around the loop. Making one and saving are collective calls.
 
     Args:
-        config: when to save, and what to keep.
-        contents: what goes into checkpoints.
         stopwatch: books the time that the training waits for a save.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         restored: the checkpoint that the run goes on from, if any.
@@ -152,12 +138,11 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._saving: Path | None = None
         self.newest: Path | None = None
-        self._staging: Staging | None = None
         self._background: BackgroundSave | None = None
         device = contents.device
         if config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full:
-            self._staging, self._background = Staging(device), BackgroundSave()
-            hold_update = self._staging.hold_update  # an update must not change what is still being copied
+            self._background = BackgroundSave(device)
+            hold_update = self._background.staging.hold_update  # an update must not change what is still being copied
             contents.optimizer.register_step_pre_hook(lambda *_: hold_update())
         if restored is not None:
             self._restore(restored)
@@ -165,9 +150,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._background is None:
             return
         failure = self._background.settle()
@@ -192,21 +175,13 @@ class CheckpointManager:
             self._save(state.progress, kind, wait=state.stopping)
 
     def save_now(self, state: TrainState, kind: str) -> None:
-        """Save this step, unless it is saved already, and return when the checkpoint is committed.
-
-        Raises:
-            CheckpointError: as `maybe_save`.
-        """
+        """Save this step, unless it is saved already, and return once it is committed; raises as `maybe_save`."""
         if self._saved_step != state.progress.steps:
             self._save(state.progress, kind, wait=True)
         self._await_background()
 
     def finish(self, state: TrainState) -> None:
-        """Save where the invocation ends, if it has trained, and return when the checkpoint is committed.
-
-        Raises:
-            CheckpointError: as `maybe_save`.
-        """
+        """Save where the invocation ends, if it has trained, and return once that is committed; as `maybe_save`."""
         if self._has_trained:
             self.save_now(state, _kind_at_end(state))
 
@@ -243,18 +218,13 @@ class CheckpointManager:
             tensors = self._contents.tensors()
             if self._is_full:
                 self._write(folder, FullSave(tensors, manifest), manifest)
-            elif self._background is None or self._staging is None or wait:
+            elif self._background is None or wait:
                 self._write(folder, plan_save(tensors), manifest)
             else:
-                staged = self._staging.copy(plan_save(tensors))
-                self._background.start(partial(self._write_staged, folder, staged, manifest))
+                staged = self._background.staging.copy(plan_save(tensors))
+                self._background.start(partial(self._write, folder, staged, manifest))
                 return
             self._note_saved()
-
-    def _write_staged(self, folder: Path, staged: Plan, manifest: Manifest, group: dist.ProcessGroup) -> None:
-        assert self._staging is not None
-        self._staging.wait()
-        self._write(folder, staged, manifest, group)
 
     def _write(self, folder: Path, plan: Plan, manifest: Manifest, group: dist.ProcessGroup | None = None) -> None:
         save_checkpoint(folder, plan, manifest, group=group, lease=self._lease)
@@ -272,10 +242,9 @@ class CheckpointManager:
     def _folder_for(self, manifest: Manifest) -> Path:
         """Where to commit; two steps whose names are the same by rounding must not replace each other."""
         folder = self._run / CHECKPOINTS / checkpoint_name(self._config.ckpt_name, manifest)
-        try:
+        taken = False
+        with suppress(CheckpointError):  # what nobody can read may go
             taken = folder.exists() and read_document(folder).step != manifest.step
-        except CheckpointError:
-            taken = False  # what nobody can read may go
         return folder.with_name(f"{folder.name}.step_{manifest.step}") if taken else folder
 
     def _restore(self, restored: CheckpointRef) -> None:

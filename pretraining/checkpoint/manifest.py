@@ -10,9 +10,8 @@
     <run>/checkpoints/best -> step_900_ckp       the lowest evaluation loss
     <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
 
-Both are independent of the number of processes: tensors are global (a rank writes its chunks of them), and there is one
-position in the data for the whole job. A name is for people: what a checkpoint is stands in its manifest. The step in a
-name only saves reading the manifest when checkpoints are put in order.
+Both are independent of the number of processes: tensors are global, and the job has one position in the data. A name is
+for people: what a checkpoint is stands in its manifest. The step in a name only saves reading that to sort.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,49 +74,46 @@ class FileEntry:
 class Manifest:
     """The JSON document of a checkpoint; written last, it says that the checkpoint is complete.
 
+    Its defaults are those of weights that no training step has touched.
+
     Attributes:
         format_version: of this document and of the tensors' names.
-        step: updates done.
-        tokens_seen: tokens of those updates.
-        seconds: time trained, over all invocations, as intervals in time count it.
+        step, tokens_seen: updates done, and their tokens.
+        seconds: time trained, over all invocations.
         kind: why it was saved: "interval"; "final", the run is done; "preempt", in case the run is stopped, superseded
             by the next one; "best", its evaluation loss was the lowest, superseded by the next best.
-        loss: the newest reported one, if any and finite.
-        evaluation_loss: the newest one, if any and finite.
-        best_evaluation_loss: the lowest one of the run so far, if any.
+        loss, evaluation_loss: the newest, if any and finite.
+        best_evaluation_loss: the lowest of the run so far, if any.
         data: position in the data, as the loader gives it; empty where a checkpoint holds weights alone.
         state: what parts of the run remember, by name.
         global_batch_size: sequences a step.
-        model: dimensions of the model.
         world: number of processes and strategy that wrote it; another one can read it.
-        torch_version: that wrote it.
-        files: every tensor file.
         config: the run's settings, as YAML.
     """
 
-    format_version: int
-    step: int
-    tokens_seen: int
-    seconds: float
-    kind: str
-    loss: float | None
-    evaluation_loss: float | None
-    best_evaluation_loss: float | None
-    data: dict[str, Any]
-    state: dict[str, Any]
-    global_batch_size: int
-    model: dict[str, Any]
-    world: dict[str, Any]
-    torch_version: str
-    files: Mapping[str, FileEntry]
-    config: str
+    format_version: int = FORMAT_VERSION
+    step: int = 0
+    tokens_seen: int = 0
+    seconds: float = 0.0
+    kind: str = "interval"
+    loss: float | None = None
+    evaluation_loss: float | None = None
+    best_evaluation_loss: float | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    global_batch_size: int = 0
+    model: dict[str, Any] = field(default_factory=dict)
+    world: dict[str, Any] = field(default_factory=dict)
+    torch_version: str = torch.__version__
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    config: str = ""
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:
         """Read the manifest in a JSON document.
 
         Raises:
-            CheckpointError: it is not one, or of a version that this code cannot read, or it was damaged.
+            CheckpointError: it is none, of a version that this code cannot read, or damaged.
         """
         if not isinstance(document, dict) or "format_version" not in document:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint: it has no format_version")
@@ -199,10 +195,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def misnamed_files(folder: Path, manifest: Manifest, suffixes: Sequence[str] = (SHARD_SUFFIX,)) -> Iterator[str]:
-    """Say which files with these suffixes the manifest does not name, and which it names that cannot be its own.
-
-    A reader of the folder would take the former for parts of tensors; the latter may lie anywhere.
-    """
+    """Say which files the manifest does not name, and which it names that may lie anywhere."""
     here = {path.name for suffix in suffixes for path in folder.glob(f"*{suffix}")}
     for name in sorted(here - manifest.files.keys()):
         yield f"{folder / name} is no part of the checkpoint: its manifest does not name it"
@@ -273,7 +266,6 @@ def tensor_state(
     """The tensors of a checkpoint, the very ones that train: loading into them restores the run.
 
     Args:
-        parameters: by name, as sharded.
         optimizer: over the same parameters, its state already made; None for the parameters alone.
     """
     tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}

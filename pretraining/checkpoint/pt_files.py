@@ -5,8 +5,8 @@
     lr_state_dict.pt       settings of the learning rate and the step; it is a function of these
     iter_state_dict.pt     epoch, segment, its start and end, best loss; step, tokens, losses, position in the data
 
-They stand in a checkpoint's folder in place of the shards, with the same manifest.json, which a restore believes. All
-four load with `torch.load(…, weights_only=True)`, and nothing here ever loads them otherwise.
+They stand in a checkpoint's folder in place of the shards, with the same manifest.json, which a restore believes.
+Nothing here loads them otherwise than with `torch.load(…, weights_only=True)`.
 
 Rank 0 writes them and holds one tensor at a time, whatever the size of the model: torch.save asks a storage that is on
 no CPU for a copy there when its turn comes, and only then is the tensor fetched. For reading, torch.load under
@@ -63,12 +63,7 @@ def is_full(files: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class FullSave:
-    """The plan of a save in this form: rank 0 writes, all others take part in gathering.
-
-    Attributes:
-        tensors: as `tensor_state` gives them, sharded or not.
-        manifest: of the checkpoint; its files do not matter.
-    """
+    """The plan of a save in this form: rank 0 writes, all others take part in gathering."""
 
     tensors: Mapping[str, torch.Tensor]
     manifest: Manifest
@@ -79,11 +74,7 @@ class FullSave:
         return sum(size_of(*kind) for kind in self._kinds().values())
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Write the four files; a collective call. Returns what they have to be, on rank 0.
-
-        Raises:
-            OSError: on rank 0, a file cannot be written.
-        """
+        """Write the four files; a collective call. Returns what they have to be, on rank 0."""
         kinds = self._kinds()
         values = (self.tensors[name].detach() for name in in_order(kinds))
         whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in values)
@@ -101,13 +92,8 @@ def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manif
     """Write the four files from one process; returns what they have to be, by name.
 
     Args:
-        folder: that they go into.
-        kinds: of all tensors.
         values: of all tensors, `in_order`; one is in memory at a time.
         manifest: of the checkpoint; its files do not matter.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     shape, config = shape_of(manifest), settings_in(manifest.config, "config of the checkpoint")
     stream = iter(values)
@@ -123,8 +109,7 @@ def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manif
 
 def in_order(kinds: Kinds) -> list[str]:
     """The order in which tensors are written: of the model, then of the optimizer."""
-    of_model, of_optimizer = _split(kinds)
-    return [*of_model, *of_optimizer]
+    return [name for part in _split(kinds) for name in part]
 
 
 def write_file(
@@ -133,12 +118,8 @@ def write_file(
     """Write a file as torch.save does, flushed to disk, with one tensor in memory at a time.
 
     Args:
-        kinds: of its tensors; each has memory of its own.
         arrange: makes the file's content of the tensors by name, which stand in it in the order of `kinds`.
-        values: the tensors, in that order.
-
-    Raises:
-        OSError: it cannot be written.
+        values: the tensors, in that order; each has memory of its own.
     """
     needed = sum(size_of(*kind) for kind in kinds.values())
     if shutil.disk_usage(path.parent).free < needed:
@@ -222,11 +203,8 @@ def _optimizer_state(tensors: Mapping[str, torch.Tensor], shape: LlamaShape, con
         model = Llama(shape)
     names = {parameter: name for name, parameter in model.named_parameters()}
     settings = config.optimizer
-    common = {
-        "lr": settings.learning_rate,
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_epsilon,
-    }
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    common = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
     groups = [
         {**group, **common, "params": [names[parameter] for parameter in group["params"]]}
         for group in parameter_groups(model, settings.weight_decay)
@@ -270,10 +248,10 @@ def _passes(data: Mapping[str, Any], seq_length: int) -> int:
 
 
 def manifest_of_files(folder: Path) -> Manifest:
-    """The manifest that the four files carry, for a folder in which they stand alone; without sizes and checksums.
+    """The manifest that the four files carry where they stand alone; without sizes and checksums.
 
     Raises:
-        CheckpointError: the files carry none.
+        CheckpointError: they carry none.
     """
     content = load_file(folder / ITERATION_FILE)
     names = Manifest.__dataclass_fields__.keys() - {"files"}
@@ -284,11 +262,7 @@ def manifest_of_files(folder: Path) -> Manifest:
 
 
 def read_header(path: Path) -> Header:
-    """Read which tensors one of the four files holds, and where.
-
-    Raises:
-        CheckpointError: it cannot be read, is damaged, or holds anything but tensors and plain values.
-    """
+    """Read which tensors one of the four files holds, and where; raises as `load_file`."""
     with FakeTensorMode():
         content = load_file(path)
     if path.name not in (MODEL_FILE, OPTIMIZER_FILE):

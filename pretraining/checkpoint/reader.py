@@ -11,8 +11,7 @@ ranks in one pass, and compares each byte with what was written:
     files that no rank needs wholly     -> read by one rank more, for their checksums alone
     what every rank has found           -> told to all, before any of them uses a tensor
 
-With the layout that wrote the checkpoint every file is needed wholly. Reading never executes anything: safetensors
-files hold numbers and JSON, and of other files only tensors and plain values are taken (`pt_files`).
+With the layout that wrote the checkpoint every file is needed wholly. Reading never executes anything.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from pretraining.checkpoint.manifest import FileEntry, crc32_text
 from pretraining.checkpoint.writer import CHUNK_BYTES, DTYPES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import with_retries
+from pretraining.files import file_checksum, with_retries
 
 READING_THREADS = 4
 LARGEST_HEADER_BYTES = 10**8
@@ -80,7 +79,6 @@ def read_header(path: Path) -> Header:
 
     Raises:
         CheckpointError: it is no such file, or its tensors do not fill it exactly.
-        OSError: it cannot be read.
     """
     with path.open("rb") as file:
         end = os.fstat(file.fileno()).st_size
@@ -144,7 +142,7 @@ class TensorFiles:
     def __init__(self, folder: Path, files: Files, read_header: ReadHeader = read_header) -> None:
         self._folder = folder
         self._unchecked = {name: entry for name, entry in files.items() if entry is not None}
-        self._chunks = _chunks_by_name(self._header_of(name, read_header) for name in files)
+        self._chunks = chunks_by_name(self._header_of(name, read_header) for name in files)
         for name, chunks in self._chunks.items():
             if len({(stored.dtype, len(stored.chunk.sizes)) for stored in chunks}) > 1:
                 raise CheckpointError(f"{folder}: pieces of {name} are of different types")
@@ -213,7 +211,8 @@ def _header_of(path: Path, read_header: ReadHeader) -> Header:
         raise CheckpointError(_cannot_be_read(path, error)) from None
 
 
-def _chunks_by_name(headers: Iterable[Header]) -> dict[str, list[StoredChunk]]:
+def chunks_by_name(headers: Iterable[Header]) -> dict[str, list[StoredChunk]]:
+    """What files hold together: the chunks of each tensor."""
     chunks: dict[str, list[StoredChunk]] = {}
     for header in headers:
         for stored in header.chunks:
@@ -223,8 +222,7 @@ def _chunks_by_name(headers: Iterable[Header]) -> dict[str, list[StoredChunk]]:
 
 def extent(chunks: Iterable[Chunk]) -> tuple[int, ...]:
     """The smallest shape that all chunks are inside of."""
-    ends = [[begin + size for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
-    return tuple(max(column) for column in zip(*ends, strict=True))
+    return tuple(map(max, zip(*(chunk.ends for chunk in chunks), strict=True)))
 
 
 # All processes: every tensor in one pass
@@ -240,12 +238,9 @@ def load_tensors(
 ) -> None:
     """Read files into `tensors`, in place, whatever the layout that wrote them; a collective call.
 
-    Tensors of the files that are not asked for are not kept, but their files are compared, too.
-
     Args:
-        files: all of them; those with size and checksum are compared.
+        files: all of them; those with size and checksum are compared, also where no tensor of them is asked for.
         tensors: the same names on every rank.
-        read_header: reads what such a file holds.
         converts: whether a tensor may be stored in another type.
 
     Raises:
@@ -271,8 +266,7 @@ def check_files(folder: Path, files: Files) -> None:
     Raises:
         DamagedError: names every file whose content is not what was written.
     """
-    faults = _faults(folder, files)
-    if faults:
+    if faults := _faults(folder, files):
         raise DamagedError("; ".join(faults))
 
 
@@ -288,18 +282,9 @@ def file_fault(path: Path, written: FileEntry) -> str | None:
 
 
 def checksum_file(path: Path) -> FileEntry:
-    """Size and checksum of a file as it is on disk.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    size = checksum = 0
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            checksum = zlib.crc32(buffer[:count], checksum)
-            size += count
-    return FileEntry(size, crc32_text(checksum))
+    """Size and checksum of a file as it is on disk."""
+    checksum, size = file_checksum(path)
+    return FileEntry(size, checksum)
 
 
 def share_of_files(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list[str]:
@@ -351,11 +336,7 @@ def _read_headers(folder: Path, names: list[str], read_header: ReadHeader) -> di
 
 
 def _fill(
-    folder: Path,
-    files: Files,
-    headers: Mapping[str, Header],
-    tensors: Mapping[str, torch.Tensor],
-    converts: bool,
+    folder: Path, files: Files, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor], converts: bool
 ) -> tuple[list[str], list[str]]:
     """Read this rank's part of every tensor; returns the files that were compared, and the faults of those read."""
     reads = _plan(folder, headers, tensors, converts)
@@ -380,7 +361,7 @@ def _plan(
     folder: Path, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor], converts: bool
 ) -> dict[str, list[ReadItem]]:
     """What this rank needs of each file, in the order in which it lies there."""
-    stored = _chunks_by_name(headers.values())
+    stored = chunks_by_name(headers.values())
     reads: dict[str, list[ReadItem]] = {}
     for name, tensor in tensors.items():
         chunks = stored.get(name, [])
@@ -461,7 +442,6 @@ def read_chunk(descriptor: int, read: ReadItem, crc32: int | None = None) -> int
     """Read a part of a stored chunk into its place; the type is converted.
 
     Args:
-        read: what, and where to.
         crc32: of the file up to the part, which is then the whole chunk; None = do not compute one.
 
     Returns:
@@ -469,7 +449,6 @@ def read_chunk(descriptor: int, read: ReadItem, crc32: int | None = None) -> int
 
     Raises:
         CheckpointError: the file ends early.
-        OSError: it cannot be read.
     """
     stored, part, target = read.stored, read.part, read.target
     offsets = [wanted - begin for wanted, begin in zip(part.offsets, stored.chunk.offsets, strict=True)]

@@ -4,8 +4,7 @@
     kept           the newest `keep_last` of those saved on an interval, all of them by default
     superseded     a preemption checkpoint by any newer one, a checkpoint that was the best by the next best
 
-Only what is committed counts, and only up to the step that was saved last: newer ones are those that the start passed
-over because they are damaged.
+Only what is committed counts, up to the step that was saved last: the start passed over newer ones as damaged.
 """
 
 from __future__ import annotations
@@ -16,13 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import (
-    BEST,
-    CHECKPOINTS,
-    MANIFEST,
-    committed_checkpoints,
-    read_document,
-)
+from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints, read_document
 from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError
 from pretraining.files import link_atomic
@@ -46,7 +39,6 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
     What cannot be replaced or removed is a warning and does not end the run.
 
     Args:
-        run: folder of the run.
         newest: the checkpoint that was just committed, or that the run goes on from.
         keep_last: how many to keep; None = all.
     """
@@ -66,14 +58,7 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
 
 
 def superseded(records: Sequence[Record], newest: Record, best: Record | None, keep_last: int | None) -> list[Record]:
-    """What has to go.
-
-    Args:
-        records: all checkpoints up to the newest, in the order of their steps.
-        newest: one of them.
-        best: one of them, if there is one.
-        keep_last: how many of those saved on an interval, or at a run's end, stay.
-    """
+    """What has to go of all checkpoints up to the newest, in the order of their steps."""
     removable = [record for record in records if record not in (newest, best)]
     passing = [record for record in removable if record.kind in ("preempt", "best")]
     regular = [record for record in records if record.kind not in ("preempt", "best")]
@@ -106,11 +91,7 @@ def _record(path: Path, modified_ns: int) -> Record:
 
 
 def point_to_best(run: Path, best: Record | None) -> None:
-    """Make the relative link `best` of a run lead there, replacing it at once; without a best one there is none.
-
-    Raises:
-        OSError: it cannot be replaced.
-    """
+    """Make the relative link `best` of a run lead there, replacing it at once; without a best one there is none."""
     link = run / CHECKPOINTS / BEST
     if best is None:
         link.unlink(missing_ok=True)

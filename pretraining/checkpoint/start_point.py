@@ -5,13 +5,8 @@
     what was found                    -> `load`: its tensors, into place; if they are damaged, the next is looked for
 
 The save path wins over the load path: a job that is submitted again resumes itself, whatever it was first started from.
-What can be found:
-
-    checkpoint, sharded or full (`pt_files`)          everything, or with weights_only its weights
-    four .pt files without a manifest                 the same
-    folder of a Hugging Face Llama (`hf_import`)      its weights
-
-A run of weights alone begins at step 0 with an optimizer, a learning rate and a position in the data of its own.
+It is a checkpoint, sharded or full (`pt_files`), its four .pt files without a manifest, or the folder of a Hugging Face
+Llama (`hf_import`). Of the last, and with weights_only, a run takes the weights alone and begins at step 0.
 """
 
 from __future__ import annotations
@@ -21,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -64,10 +60,8 @@ def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
     """Fill in the timestamp of the run's folder; call it on one rank, which tells the others.
 
     `--ckpt_save_path=runs/try.{timestamp}` makes runs/try.20261121-143005, in UTC, at the first start. A start with the
-    same settings goes on in the newest such folder whose run is not finished: a job that was preempted, requeued or
-    restarted finds its run again, whatever its number is now. Other settings, or a finished run, make a new folder, at
-    once and with the time `now`, so that no other start takes the same name. To go on with changed settings, name the
-    folder itself.
+    same settings goes on in the newest such folder whose run is not finished, as a requeued job does. Other settings,
+    or a finished run, make a new folder. To go on with changed settings, name the folder itself.
 
     Raises:
         CheckpointError: a new folder cannot be made.
@@ -83,14 +77,13 @@ def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
         folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
         try:
             folder.mkdir(parents=True)
+            return str(folder)
         except FileExistsError:
             moment += timedelta(seconds=1)  # another run began in the same second
         except OSError as error:
             raise CheckpointError(
                 f"--ckpt_save_path={folder} cannot be written: {error}. Give a folder that this user may write."
             ) from None
-        else:
-            return str(folder)
 
 
 def newest_run_path(pattern: str) -> str:
@@ -150,8 +143,7 @@ class CheckpointRef:
     """A checkpoint that a run can start from.
 
     Attributes:
-        path: its folder.
-        manifest: its contents; that of a Hugging Face folder says what a checkpoint of it would.
+        manifest: that of a Hugging Face folder says what a checkpoint of it would.
         is_own: whether it is the run's own, and not one of another run that a new one starts from.
         passed_over: newer ones that are damaged, and how, a line each.
     """
@@ -176,15 +168,7 @@ class StartPoint:
 
 
 def find_start_point(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> StartPoint | None:
-    """Find what a run with these settings starts from; None for initial weights. A collective call.
-
-    Args:
-        config: where to look.
-        damaged: checkpoints that loading has found damaged, and how.
-
-    Raises:
-        CheckpointError: a load path was named and holds nothing to start from, or all there is is damaged.
-    """
+    """Find what a run with these settings starts from, as `find_checkpoint`; None for initial weights."""
     found = find_checkpoint(config, damaged)
     if found is None:
         return None
@@ -200,7 +184,6 @@ def find_checkpoint(
     Its files are there and have their sizes; what is in them is not read.
 
     Args:
-        config: where to look.
         damaged: checkpoints that are known not to be good, and what is wrong with them.
 
     Raises:
@@ -212,11 +195,10 @@ def find_checkpoint(
         try:
             if path in damaged:
                 raise CheckpointError(damaged[path])
-            manifest = on_rank_zero(lambda path=path: _manifest_at(path))  # type: ignore[misc]
+            manifest = on_rank_zero(partial(_manifest_at, path))
+            return CheckpointRef(path, manifest, candidates.is_own, tuple(faults))
         except CheckpointError as error:
             faults.append(str(error))
-        else:
-            return CheckpointRef(path, manifest, candidates.is_own, tuple(faults))
     if not faults:
         return None
     if candidates.is_exact:
@@ -230,11 +212,9 @@ def find_checkpoint(
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Where to look, newest first.
+    """Checkpoints to look at, newest first, and the flag that led to them.
 
     Attributes:
-        paths: of checkpoints.
-        source: the flag that led here.
         is_own: whether they are the run's own.
         is_exact: whether the user named this one, so that no other will do.
     """
@@ -271,7 +251,7 @@ def _manifest_at(path: Path) -> Manifest:
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
-    """Find the checkpoint at a path, or the newest of the run there, its files not read; without other processes.
+    """Find the checkpoint at a path, or the newest of the run there, without other processes.
 
     Raises:
         CheckpointError: there is none.
@@ -287,8 +267,8 @@ def named_checkpoint(path: str) -> CheckpointRef:
 def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
     """Give a run's settings its model: without a model_variant, dimensions are those of what the run starts from.
 
-    A collective call, or one of a process alone; no tensors are read. Dimensions that were given stay; where they
-    differ, the start refuses them.
+    A collective call, or one of a process alone. Dimensions that were given stay; where they differ, the start refuses
+    them.
 
     Raises:
         CheckpointError: there is nothing to start from at a load path, or it does not say what it is.
@@ -312,23 +292,14 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
 
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read tensors of a checkpoint of any form into place, whatever the layout; a collective call.
-
-    Raises:
-        DamagedError: a file is not what was written; the tensors hold anything.
-        CheckpointError: a tensor is missing or of another shape.
-    """
+    """Read tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
     files, header_of = _files_of(checkpoint)
     converts = not checkpoint.manifest.files or pt_files.is_full(files)  # other programs write these forms, too
     load_tensors(checkpoint.path, files, tensors, read_header=header_of, converts=converts)
 
 
 def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
-    """The tensors of a checkpoint, compared with the checksums of the manifest before they are used.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or of another form.
-    """
+    """The tensors of a checkpoint, compared with the manifest's checksums before use; raises as `TensorFiles`."""
     return TensorFiles(checkpoint.path, *_files_of(checkpoint))
 
 

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
+from operator import add, sub
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,20 +93,12 @@ class Plan(Protocol):
 
 
 def save_checkpoint(
-    folder: Path,
-    plan: Plan,
-    manifest: Manifest,
-    *,
-    group: dist.ProcessGroup | None = None,
-    lease: Lease | None = None,
+    folder: Path, plan: Plan, manifest: Manifest, *, group: dist.ProcessGroup | None = None, lease: Lease | None = None
 ) -> None:
-    """Write a checkpoint so that it is either complete or not there; a collective call.
-
-    It may run in a thread beside the training.
+    """Write a checkpoint so that it is either complete or not there; a collective call, also in a thread.
 
     Args:
         folder: the committed name; its parent holds the run's checkpoints.
-        plan: what this process writes.
         manifest: of the checkpoint; its `files` are filled in.
         group: of all ranks, to talk over.
         lease: on the run's folder; once it is lost, nothing is committed.
@@ -125,11 +118,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint so that one half removed never looks like one.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a checkpoint so that one half removed never looks like one."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -209,6 +198,11 @@ class Chunk:
         """Elements inside."""
         return prod(self.sizes)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where it ends, in each dim."""
+        return tuple(map(add, self.offsets, self.sizes))
+
     @staticmethod
     def whole(shape: Sequence[int]) -> Chunk:
         """All of a tensor."""
@@ -216,15 +210,9 @@ class Chunk:
 
     def overlap(self, other: Chunk) -> Chunk | None:
         """The part that this chunk and another of the same tensor both have, or None."""
-        begins = [max(pair) for pair in zip(self.offsets, other.offsets, strict=True)]
-        ends = [
-            min(begin + size, other_begin + other_size)
-            for begin, size, other_begin, other_size in zip(
-                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-            )
-        ]
-        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return Chunk(tuple(begins), sizes) if all(size > 0 for size in sizes) else None
+        begins = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(map(sub, map(min, self.ends, other.ends), begins))
+        return Chunk(begins, sizes) if all(size > 0 for size in sizes) else None
 
 
 @dataclass(frozen=True)
@@ -243,7 +231,7 @@ class SavePlan:
     Attributes:
         files: items by the number of the file that they go into.
         number_of_files: that any process writes, at most.
-        total_bytes: of all tensors of the checkpoint, over all processes.
+        total_bytes: of all processes.
     """
 
     files: dict[int, list[WriteItem]]
@@ -342,8 +330,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Number of the file, from 1, that each tensor goes into; each process has files of its own with these numbers.
 
-    Tensors of a block stand together, blocks in order. A process has `FILES_OF_PROCESS` of them, fewer where they would
-    hold less than `SMALL_FILE_BYTES`, more where they would hold more than `FILE_BYTES`.
+    Tensors of a block stand together, blocks in order. Files hold from `SMALL_FILE_BYTES` to `FILE_BYTES` of a process.
     """
     block = re.compile(r"\blayers\.(\d+)\.")
 
@@ -364,11 +351,7 @@ def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict
 
 
 def write_chunks(path: Path, items: Sequence[WriteItem]) -> FileEntry:
-    """Write chunks of tensors into a file, flushed to disk; what was there before is replaced.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write chunks of tensors into a safetensors file, as `write_tensors`."""
     # Wide elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(items, key=lambda item: (-item.values.element_size(), item.name))
     offsets = {item.name: {"saved_offsets": item.chunk.offsets} for item in ordered}
@@ -383,9 +366,7 @@ def write_tensors(
     """Write tensors into a safetensors file, flushed to disk; what was there before is replaced.
 
     Args:
-        kinds: of the tensors, in order.
-        values: the tensors in the same order; one is held at a time.
-        metadata: beside the tensors.
+        values: the tensors in the order of `kinds`; one is held at a time.
 
     Returns:
         Size and checksum of what was written, computed from memory, not read back.
@@ -409,16 +390,13 @@ def _contents(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> It
     for (dtype, shape), value in zip(kinds.values(), values, strict=True):
         assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
         content = memory_of(value.cpu().contiguous())
-        if len(content) < CHUNK_BYTES:
+        is_large = len(content) >= CHUNK_BYTES
+        if not is_large:
             small.append(content)
-            if sum(map(len, small)) >= CHUNK_BYTES:
-                yield memoryview(b"".join(small))
-                small.clear()
-            continue
-        if small:
+        if is_large or sum(map(len, small)) >= CHUNK_BYTES:
             yield memoryview(b"".join(small))
             small.clear()
-        for begin in range(0, len(content), CHUNK_BYTES):
+        for begin in range(0, len(content) if is_large else 0, CHUNK_BYTES):
             yield content[begin : begin + CHUNK_BYTES]
     yield memoryview(b"".join(small))
 

@@ -11,9 +11,7 @@ variables are there too and number other things.
     environment    RANK or WORLD_SIZE     set by hand or by a platform
     single         none of these
 
-Rank and sizes stand in these variables. Where rank 0 answers is derived from what all processes of the job know, if
-MASTER_ADDR and MASTER_PORT are not given. The result goes two ways: `ProcessLayout` to code that asks for ranks,
-`as_environment()` to libraries that read RANK and MASTER_ADDR.
+Where rank 0 answers is derived from what all processes of the job know, if MASTER_ADDR and MASTER_PORT are not given.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +42,14 @@ VARIABLES: dict[str, tuple[str, str, str, str]] = {
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     "environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+
+# The variables that tell the launchers, innermost first. PMI_RANK alone does not: srun --mpi=pmi2 sets it as well.
+SIGNS = {
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "OMPI_COMM_WORLD_RANK": "openmpi",
+    "MPI_LOCALRANKID": "mpich",
+    "SLURM_STEP_NUM_TASKS": "slurm",
 }
 
 # How a user gives every process the same MASTER_ADDR and MASTER_PORT.
@@ -72,13 +79,10 @@ class ProcessLayout:
     """This process among all processes of the job.
 
     Attributes:
-        rank: number of this process, from 0 to world_size - 1.
-        world_size: processes of the job.
-        local_rank: number of this process on its node.
-        local_world_size: processes of the job on this node.
+        rank, world_size: its number, from 0, and the processes of the job.
+        local_rank, local_world_size: the same on this node.
         launcher: a key of `VARIABLES`, or "single".
-        master_addr: host of rank 0.
-        master_port: port on which rank 0 answers.
+        master_addr, master_port: where rank 0 answers.
     """
 
     rank: int
@@ -125,15 +129,9 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
 
 
 def _launcher(environ: Mapping[str, str]) -> str:
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return "torchrun"
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return "openmpi"
-    # PMI_RANK alone does not tell: srun --mpi=pmi2 sets it as well.
-    if "MPI_LOCALRANKID" in environ:
-        return "mpich"
-    if "SLURM_STEP_NUM_TASKS" in environ:
-        return "slurm"
+    for name, launcher in SIGNS.items():
+        if name in environ:
+            return launcher
     if read_text(environ, "RANK") is not None or (read_text(environ, "WORLD_SIZE") or "1") != "1":
         return "environment"
     return "single"
@@ -253,30 +251,20 @@ def port_of_name(name: str) -> int:
 
 
 def ancestor_named(name: str, pid: int | str = "self", proc: Path = Path("/proc")) -> int | None:
-    """The process id of the closest ancestor with this command name; None where there is none, or no /proc.
-
-    Args:
-        name: what `ps -o comm` shows: at most 15 characters.
-        pid: where to start.
-        proc: the process file system.
-    """
-    while str(pid) not in ("0", "1"):
-        try:
+    """The process id of the closest ancestor with this command name, of at most 15 characters; None without one."""
+    with suppress(OSError):
+        while str(pid) not in ("0", "1"):
             stat = (proc / str(pid) / "stat").read_text()
-        except OSError:
-            return None
-        # "pid (command) state parent ..."; a command may hold blanks and brackets itself.
-        command, _, rest = stat.partition("(")[2].rpartition(")")
-        if command == name:
-            return int(stat.split()[0])
-        pid = rest.split()[1]
+            # "pid (command) state parent ..."; a command may hold blanks and brackets itself.
+            command, _, rest = stat.partition("(")[2].rpartition(")")
+            if command == name:
+                return int(stat.split()[0])
+            pid = rest.split()[1]
     return None
 
 
 def first_node(node_list: str) -> str:
-    """The first host of a node list: `node[01-03,7],gpu-a` -> `node01`.
-
-    SLURM places task 0 on the first node of its step's list.
+    """The first host of a node list, where SLURM places task 0: `node[01-03,7],gpu-a` -> `node01`.
 
     Raises:
         LaunchError: the list has another form.

@@ -2,13 +2,9 @@
 
     command returns or raises --> exit code --> atexit handlers --> stdout and stderr flushed --> os._exit
 
-Python takes itself apart at its end while threads of libraries (gloo's, NCCL's, stores', Arrow's) still run. One that
-then wants Python's lock is made to leave in the middle of C++ code, which aborts: "terminate called without an active
-exception", exit code 134 of a run that is finished and saved. A thread that never ends, or a destructor that waits for
-a process that is dead, would keep the process for ever.
-
-Handlers of `atexit` run: temporary folders, processes of multiprocessing, compile workers, logging, trackers. Threads
-are not waited for; code that starts one with work to finish joins it, as all of ours does.
+Python takes itself apart at its end while threads of libraries (gloo's, NCCL's, Arrow's) still run. One that then wants
+Python's lock aborts ("terminate called without an active exception", exit code 134 of a run that is finished), and one
+that never ends keeps the process for ever. So threads are not waited for; code that starts one joins it.
 """
 
 from __future__ import annotations
@@ -29,11 +25,7 @@ FAILED = 1
 def run_as_program(command: Callable[[], object]) -> NoReturn:
     """Run a command as all that this process is for, and end the process with its exit code.
 
-    For the outermost line of a program only: it does not return.
-
-    Args:
-        command: ends the usual ways: it returns (exit code 0), or raises SystemExit with a code or a text, or raises
-            something else, whose traceback is printed.
+    The command returns (exit code 0), or raises SystemExit, or something else, whose traceback is printed.
     """
     code = _exit_code_of(command)
     atexit._run_exitfuncs()  # prints what goes wrong in a handler, and goes on with the next one

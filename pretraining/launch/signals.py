@@ -3,9 +3,8 @@
     SIGTERM, SIGUSR1    remembered, no more: training looks between steps, saves and ends (train/preemption.py)
     SIGINT (Ctrl-C)     KeyboardInterrupt, as always in Python; during imports one line and the end
 
-A handler that only remembers cannot interrupt anything half-way: not a save, however many signals come. Schedulers and
-launchers send SIGTERM, and SIGUSR1 ahead of a time limit. By default either would end a process on the spot, so they
-are listened to before torch is imported, which takes seconds.
+A handler that only remembers cannot interrupt a save half-way. By default either signal would end a process on the
+spot, so they are listened to before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ReceivedSignals:
-    """Which of the signals that ask for an early end has come to this process.
-
-    Attributes:
-        first: the first one that came; None so far.
-    """
+    """The first of the signals that ask for an early end that has come to this process, if one has."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -46,12 +41,9 @@ class ReceivedSignals:
 
 @contextmanager
 def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """For the time of a `with` block, Ctrl-C ends the process at once, with a line in place of a traceback.
+    """For the time of a `with` block, Ctrl-C ends the process at once, with a line from rank 0 and no traceback.
 
     For imports: a KeyboardInterrupt inside them may come out as any error, or not at all.
-
-    Args:
-        text: what to say; one process of a job says it.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -73,8 +65,7 @@ def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> It
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """Get a SIGTERM when the torchrun that started this process dies, even by SIGKILL (Linux).
 
-    torchrun's processes are in sessions of their own: without this they would train on, unseen, and keep GPUs and the
-    run's folder from the next start of the run.
+    torchrun's processes are in sessions of their own: without this they would train on, unseen.
     """
     if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -22,11 +22,7 @@ def _print_line(line: str) -> None:
 
 
 class TerminalHandler(logging.Handler):
-    """Shows what the package logs.
-
-    Args:
-        rank: of this process; rank 0 shows messages of level INFO for all.
-    """
+    """Shows what the package logs; rank 0 shows messages of level INFO for all."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.INFO if rank == 0 else logging.WARNING)

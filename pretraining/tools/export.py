@@ -170,26 +170,21 @@ def plan_files(kinds: Kinds, max_bytes: int) -> dict[str, Kinds]:
     files: list[dict[str, Any]] = [{}]
     used = 0
     for name, kind in kinds.items():
-        size = size_of(*kind)
-        if files[-1] and used + size > max_bytes:
+        used += size_of(*kind)
+        if files[-1] and used > max_bytes:
             files.append({})
-            used = 0
+            used = size_of(*kind)
         files[-1][name] = kind
-        used += size
     if len(files) == 1:
         return {WEIGHTS_FILE: files[0]}
-    return {
-        f"model-{number:05d}-of-{len(files):05d}.safetensors": content for number, content in enumerate(files, start=1)
-    }
+    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": content for n, content in enumerate(files, start=1)}
 
 
 def index_document(files: dict[str, Kinds]) -> dict[str, Any]:
     """The index of several files."""
     kinds = [kind for content in files.values() for kind in content.values()]
+    parameters, size = sum(math.prod(shape) for _, shape in kinds), sum(size_of(*kind) for kind in kinds)
     return {
-        "metadata": {
-            "total_parameters": sum(math.prod(shape) for _, shape in kinds),
-            "total_size": sum(size_of(*kind) for kind in kinds),
-        },
+        "metadata": {"total_parameters": parameters, "total_size": size},
         "weight_map": {name: file for file, content in files.items() for name in content},
     }

@@ -8,17 +8,17 @@ The checkpoint holds weights alone. Training that finds it begins with them at s
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.hf_import import HuggingFaceFolder, open_folder, weights_manifest
-from pretraining.checkpoint.manifest import MANIFEST, checkpoint_path, committed_checkpoints
+from pretraining.checkpoint.hf_import import HuggingFaceFolder, open_folder
+from pretraining.checkpoint.manifest import MANIFEST, Manifest, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import size_of, write_tensors
 from pretraining.config.commands import ImportConfig
 from pretraining.config.recipes import dump_config
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
 from pretraining.config.variants import model_settings, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
@@ -50,19 +50,19 @@ def import_weights(config: ImportConfig) -> None:
             name: write_tensors(temporary / name, content, (source.weights.read(each).float() for each in content))
             for name, content in planned.items()
         }
-        write_json(temporary / MANIFEST, weights_manifest(source.shape, files, _settings(source, run)).document())
+        manifest = Manifest(model=asdict(source.shape), files=files, config=_settings(source, run))
+        write_json(temporary / MANIFEST, manifest.document())
     print(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
     print(f"  train      pretrain train --ckpt_save_path={run} --data_path=…")
 
 
 def _settings(source: HuggingFaceFolder, run: Path) -> str:
     """What is known of the run's settings: its model, and the tokenizer where the folder has one."""
-    config = TrainConfig(model=model_settings(source.shape))
     tokenizer = str(source.path.resolve()) if (source.path / TOKENIZER_FILE).is_file() else None
     return dump_config(
-        replace(
-            config,
-            data=replace(config.data, tokenizer_path=tokenizer),
-            checkpoint=replace(config.checkpoint, ckpt_save_path=str(run)),
+        TrainConfig(
+            model=model_settings(source.shape),
+            data=DataConfig(tokenizer_path=tokenizer),
+            checkpoint=CheckpointConfig(ckpt_save_path=str(run)),
         )
     )

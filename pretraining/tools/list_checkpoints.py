@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pretraining.checkpoint.manifest import (
@@ -18,7 +18,7 @@ from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A checkpoint.
 
@@ -36,15 +36,15 @@ class Row:
 
     name: str
     state: str
-    kind: str | None
+    kind: str | None = None
     best: bool
-    step: int | None
-    tokens_seen: int | None
-    loss: float | None
-    evaluation_loss: float | None
+    step: int | None = None
+    tokens_seen: int | None = None
+    loss: float | None = None
+    evaluation_loss: float | None = None
     bytes: int
     age_seconds: float
-    fault: str | None
+    fault: str | None = None
 
 
 def list_checkpoints(config: ListConfig) -> None:
@@ -58,12 +58,10 @@ def list_checkpoints(config: ListConfig) -> None:
     if not (run / CHECKPOINTS).is_dir():
         raise CheckpointError(f"--run_path={source} is no run: it has no folder {CHECKPOINTS}")
     rows = rows_of(run)
-    if config.json:
-        for row in rows:
-            print(json.dumps(asdict(row)))
-        return
-    for line in _table(rows):
+    for line in [json.dumps(asdict(row)) for row in rows] if config.json else _table(rows):
         print(line)
+    if config.json:
+        return
     total = sum(row.bytes for row in rows)
     print(f"{len(rows)} checkpoints, {_size(total)} in {run / CHECKPOINTS}")
 
@@ -72,38 +70,27 @@ def rows_of(run: Path) -> list[Row]:
     """Every checkpoint of a run, complete ones by step, then what interrupted saves have left."""
     link = run / CHECKPOINTS / BEST
     best = link.resolve() if link.is_symlink() else None
-    complete = [_row(path, best is not None and path.resolve() == best) for path in committed_checkpoints(run)]
-    return complete + [_unread(path, "incomplete", None) for path in incomplete_checkpoints(run)]
+    incomplete = [_measured(path, "incomplete", best) for path in incomplete_checkpoints(run)]
+    return [_row(path, best) for path in committed_checkpoints(run)] + incomplete
 
 
-def _row(path: Path, is_best: bool) -> Row:
+def _row(path: Path, best: Path | None) -> Row:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return _unread(path, "damaged", str(error), is_best)
-    size, age = _measure(path)
-    return Row(
-        name=path.name,
-        state="complete",
+        return replace(_measured(path, "damaged", best), fault=str(error))
+    return replace(
+        _measured(path, "complete", best),
         kind=manifest.kind if manifest.data else "import",
-        best=is_best,
         step=manifest.step,
         tokens_seen=manifest.tokens_seen,
         loss=manifest.loss,
         evaluation_loss=manifest.evaluation_loss,
-        bytes=size,
-        age_seconds=age,
-        fault=None,
     )
 
 
-def _unread(path: Path, state: str, fault: str | None, is_best: bool = False) -> Row:
-    size, age = _measure(path)
-    return Row(path.name, state, None, is_best, None, None, None, None, size, age, fault)
-
-
-def _measure(path: Path) -> tuple[int, float]:
-    """Bytes of a folder's files, and seconds since the newest was written; a save may be changing it meanwhile."""
+def _measured(path: Path, state: str, best: Path | None) -> Row:
+    """What a look at the files tells; a save may be changing them meanwhile."""
     size, newest = 0, 0.0
     for file in (path, *path.iterdir()):
         try:
@@ -112,31 +99,29 @@ def _measure(path: Path) -> tuple[int, float]:
             continue
         size += status.st_size if file.is_file() else 0
         newest = max(newest, status.st_mtime)
-    return size, round(max(0.0, time.time() - newest), 1)
+    age = round(max(0.0, time.time() - newest), 1)
+    return Row(name=path.name, state=state, best=path.resolve() == best, bytes=size, age_seconds=age)
 
 
 def _table(rows: list[Row]) -> list[str]:
-    head = ("step", "tokens", "loss", "evaluation", "size", "state", "age", "name")
-    lines = [head, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    lines = [("step", "tokens", "loss", "evaluation", "size", "state", "age", "name"), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    justify = (str.rjust,) * 5 + (str.ljust, str.rjust, str.ljust)
     return [
-        "  ".join(
-            cell.ljust(width) if name in ("state", "name") else cell.rjust(width)
-            for name, cell, width in zip(head, line, widths, strict=True)
-        ).rstrip()
+        "  ".join(place(cell, width) for place, cell, width in zip(justify, line, widths, strict=True)).rstrip()
         for line in lines
     ] + [f"{row.name}: {row.fault}" for row in rows if row.fault]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    notes = [row.state, *filter(None, [row.kind if row.kind != "interval" else None, "best" if row.best else None])]
+    notes = [row.state, row.kind if row.kind != "interval" else None, "best" if row.best else None]
     return (
         "-" if row.step is None else str(row.step),
         "-" if row.tokens_seen is None else f"{row.tokens_seen:,}",
         "-" if row.loss is None else f"{row.loss:.4f}",
         "-" if row.evaluation_loss is None else f"{row.evaluation_loss:.4f}",
         _size(row.bytes),
-        ", ".join(dict.fromkeys(notes)),
+        ", ".join(dict.fromkeys(filter(None, notes))),
         _age(row.age_seconds),
         row.name,
     )

@@ -27,7 +27,7 @@ from pretraining.checkpoint.manifest import (
     read_document,
     shape_of,
 )
-from pretraining.checkpoint.reader import Header, StoredChunk, extent, file_fault, read_header
+from pretraining.checkpoint.reader import Header, StoredChunk, chunks_by_name, extent, file_fault, read_header
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.commands import VerifyConfig
 from pretraining.errors import CheckpointError
@@ -79,15 +79,14 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         found = pool.map(lambda name: file_fault(path / name, manifest.files[name]), own)
         faults = [fault for fault in found if fault]
-    chunks: dict[str, list[StoredChunk]] = {}
+    headers = []
     for name in () if faults else own:
         try:
-            for stored in _read_header(path / name).chunks:
-                chunks.setdefault(stored.name, []).append(stored)
+            headers.append(_read_header(path / name))
         except CheckpointError as error:
             faults.append(str(error))
     # What a bad file holds would be missed everywhere.
-    return misnamed + (faults or _tensor_faults(path, chunks, parameters, bool(manifest.data)))
+    return misnamed + (faults or _tensor_faults(path, chunks_by_name(headers), parameters, bool(manifest.data)))
 
 
 def _read_header(path: Path) -> Header:
@@ -99,32 +98,24 @@ def _read_header(path: Path) -> Header:
         raise CheckpointError(f"{path} is no sound safetensors file: {error}") from None
 
 
-def coverage_fault(chunks: Sequence[Chunk], shape: Sequence[int]) -> str | None:
-    """Where chunks do not hold each element of a tensor exactly once, or None.
+def coverage_fault(chunks: Sequence[Chunk], shape: Sequence[int], dim: int = 0) -> str | None:
+    """Where chunks do not hold each element of a tensor exactly once, from a dim on, or None.
 
     They are cut as meshes cut: along one dim after the other, so that in each dim two chunks begin and end together, or
     do not overlap.
-
-    Args:
-        chunks: parts of a tensor.
-        shape: of the tensor.
     """
-    return _coverage_fault(chunks, shape, 0)
-
-
-def _coverage_fault(chunks: Sequence[Chunk], shape: Sequence[int], dim: int) -> str | None:
     if dim == len(shape):
         return None if len(chunks) == 1 else f"they are there {len(chunks)} times"
     slabs: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
-        slabs.setdefault((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]), []).append(chunk)
+        slabs.setdefault((chunk.offsets[dim], chunk.ends[dim]), []).append(chunk)
     at = 0
     for (begin, end), inside in sorted(slabs.items()):
         if begin > at:
             return f"{at} to {begin - 1} of dim {dim} are missing"
         if begin < at:
             return f"{begin} to {min(at, end) - 1} of dim {dim} are there more than once"
-        deeper = _coverage_fault(inside, shape, dim + 1)
+        deeper = coverage_fault(inside, shape, dim + 1)
         if deeper is not None:
             return deeper if len(slabs) == 1 else f"of {begin} to {end - 1} of dim {dim}, {deeper}"
         at = end

@@ -28,9 +28,10 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import DataError
+from pretraining.files import file_checksum
 from pretraining.launch.terminal import showing_through
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
-from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile, file_checksum
+from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile
 
 log = logging.getLogger(__name__)
 

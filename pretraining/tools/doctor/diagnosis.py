@@ -134,7 +134,7 @@ def _rates(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"{'each rank by itself':24} {'median':>9} {'slowest':>9} {'fastest':>9}"
     for name, rates in _by_name(diagnosis.ranks).items():
         values = {rank: rate.value for rank, rate in rates.items()}
-        slowest = min(values, key=lambda rank: values[rank])
+        slowest = min(values, key=values.__getitem__)
         median = statistics.median(values.values())
         of_peak = f", {median / peak:.0%} of the peak of {peak:g}" if peak and "matmul bfloat16" in name else ""
         among = f" (slowest: rank {slowest})" if len(values) > 1 else ""
@@ -150,9 +150,8 @@ def _collectives(diagnosis: Diagnosis) -> Iterator[str]:
     yield ""
     yield f"{'collectives of all ranks':24} {'size':>9} {'time':>9} {'bus':>9}"
     for each in diagnosis.collectives:
-        yield (
-            f"  {each.name:22} {_size(each.size):>9} {each.seconds * 1e3:6.3f} ms {each.bus_gib_per_second:9.3g} GiB/s"
-        )
+        milliseconds, rate = each.seconds * 1e3, each.bus_gib_per_second
+        yield f"  {each.name:22} {_size(each.size):>9} {milliseconds:6.3f} ms {rate:9.3g} GiB/s"
 
 
 def _links(diagnosis: Diagnosis) -> Iterator[str]:

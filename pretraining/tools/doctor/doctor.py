@@ -19,13 +19,7 @@ from pretraining.errors import ConfigError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.doctor.diagnosis import Diagnosis, RankReport, as_object, as_text, find_what_is_slow
 from pretraining.tools.doctor.environment import facts_of, warnings_across, warnings_of
-from pretraining.tools.doctor.measure import (
-    barrier,
-    measure_collectives,
-    measure_device,
-    measure_disk,
-    measure_links,
-)
+from pretraining.tools.doctor.measure import barrier, measure_collectives, measure_device, measure_disk, measure_links
 
 LARGEST_MIB = {"cpu": 16, "cuda": 256}
 
@@ -57,8 +51,7 @@ def diagnose(config: DoctorConfig, processes: Processes) -> Diagnosis:
     warnings = warnings_across([rank.facts for rank in ranks], [rank.clock for rank in ranks])
     for sentence in dict.fromkeys(sentence for rank in ranks for sentence in rank.warnings):
         named = [number for number, rank in enumerate(ranks) if sentence in rank.warnings]
-        where = "" if len(named) == len(ranks) else f" (rank {', '.join(map(str, named))})"
-        warnings.append(sentence + where)
+        warnings.append(sentence + ("" if len(named) == len(ranks) else f" (rank {', '.join(map(str, named))})"))
     return Diagnosis(ranks, collectives, links, find_what_is_slow(ranks, links, config.slow_factor), warnings)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from pretraining.data.threads import usable_cores
+
 OPEN_FILES_WANTED = 4096
 SHARED_MEMORY_WANTED = 2**30
 CLOCK_SKEW_SECONDS = 1.0
@@ -37,7 +39,7 @@ def facts_of(device: torch.device) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "torch": torch.__version__,
         "device": device.type,
-        "cores": f"{_cores()}, {torch.get_num_threads()} threads a process",
+        "cores": f"{usable_cores()}, {torch.get_num_threads()} threads a process",
         "memory": _size(memory_bytes()),
         "last-level cache": _size(cache) if (cache := last_level_cache_bytes()) else "unknown",
         "open files": "any number" if soft_files == resource.RLIM_INFINITY else str(soft_files),
@@ -72,13 +74,13 @@ def warnings_of(device: torch.device, local_world_size: int, environment: Mappin
     if device.type == "cuda" and soft_locked != resource.RLIM_INFINITY and soft_locked < 2**26:
         found.append(f"only {_size(soft_locked)} of memory may be locked; InfiniBand needs more: ulimit -l unlimited")
     threads = torch.get_num_threads() * local_world_size
-    if local_world_size > 1 and threads > _cores():
+    if local_world_size > 1 and threads > usable_cores():
         found.append(
-            f"{local_world_size} processes of {torch.get_num_threads()} threads share {_cores()} cores: set "
-            f"OMP_NUM_THREADS={max(1, _cores() // local_world_size)}"
+            f"{local_world_size} processes of {torch.get_num_threads()} threads share {usable_cores()} cores: set "
+            f"OMP_NUM_THREADS={max(1, usable_cores() // local_world_size)}"
         )
-    if _cores() < local_world_size:
-        found.append(f"{local_world_size} processes share {_cores()} cores: ask for more (--cpus-per-task)")
+    if usable_cores() < local_world_size:
+        found.append(f"{local_world_size} processes share {usable_cores()} cores: ask for more (--cpus-per-task)")
     governor = _text_of(f"{CORES_FOLDER}/cpu0/cpufreq/scaling_governor")
     if governor == "powersave" and _text_of(f"{CORES_FOLDER}/cpu0/cpufreq/scaling_driver") == "acpi-cpufreq":
         found.append("the cores are kept at their lowest clock: cpupower frequency-set -g performance")
@@ -99,12 +101,10 @@ def warnings_across(facts: list[dict[str, str]], clocks: list[float]) -> list[st
     """
     found = []
     for name in ("torch", "CUDA", "driver", "NCCL", "device"):
-        values = {rank: each.get(name, "none") for rank, each in enumerate(facts)}
-        if len(set(values.values())) > 1:
-            first: dict[str, int] = {}
-            for rank, value in values.items():
-                first.setdefault(value, rank)
-            found.append(f"{name} differs: " + "; ".join(f"{value} on rank {rank}" for value, rank in first.items()))
+        values = [each.get(name, "none") for each in facts]
+        if len(set(values)) > 1:
+            first = (f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))
+            found.append(f"{name} differs: " + "; ".join(first))
     skew = max(clocks) - min(clocks)
     if skew > CLOCK_SKEW_SECONDS:
         late = clocks.index(min(clocks))
@@ -135,11 +135,6 @@ def last_level_cache_bytes() -> int:
             size = _text_of(f"{by_level[last]}/size").removesuffix("K")
             sizes[last, _text_of(f"{by_level[last]}/shared_cpu_list")] = int(size) * 2**10 if size.isdigit() else 0
     return sum(sizes.values())
-
-
-def _cores() -> int:
-    """How many cores this process may use."""
-    return len(_allowed_cores())
 
 
 def _allowed_cores() -> Collection[int]:

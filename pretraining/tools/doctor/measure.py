@@ -33,6 +33,7 @@ SMALLEST_BYTES = 1024
 REPEATS = 5
 BUDGET_SECONDS = 0.3
 MOST_CALLS = 2**14
+MOST_FOR_ALL = 16
 Pair = tuple[int, int]
 
 
@@ -55,10 +56,11 @@ class Rate:
 
 def measure_device(device: torch.device, local_world_size: int) -> list[Rate]:
     """Matrix products in bfloat16 and float32, and copies of memory; all processes of the machine measure at once."""
-    rates = []
-    for dtype in (torch.bfloat16, torch.float32):
-        for size in MATMUL_SIZES[device.type]:
-            rates.append(Rate(f"matmul {str(dtype)[6:]} {size}", matmul_tflops(device, dtype, size), "TFLOP/s"))
+    rates = [
+        Rate(f"matmul {str(dtype)[6:]} {size}", matmul_tflops(device, dtype, size), "TFLOP/s")
+        for dtype in (torch.bfloat16, torch.float32)
+        for size in MATMUL_SIZES[device.type]
+    ]
     return rates + _measure_copies(device, copy_bytes(device, local_world_size))
 
 
@@ -107,17 +109,16 @@ def measure_disk(folder: Path, mib: int, name: str) -> list[Rate]:
     """
     path = folder / name
     try:
-        try:
-            write_seconds = _write_seconds(path, mib)
-            read_seconds = _read_seconds(path)
-        finally:
-            with suppress(OSError):
-                path.unlink()
+        write_seconds = _write_seconds(path, mib)
+        read_seconds = _read_seconds(path)
     except OSError as error:
         raise ConfigError(
             f"--disk_path={folder} cannot be written and read: {error}. Give a folder that this user may write, or "
             "--disk_path=none."
         ) from None
+    finally:
+        with suppress(OSError):
+            path.unlink()
     return [
         Rate("disk write + fsync", mib / 1024 / write_seconds, "GiB/s"),
         Rate("disk read", mib / 1024 / read_seconds, "GiB/s"),
@@ -204,9 +205,7 @@ def _measure_collectives(device: torch.device, largest_bytes: int) -> list[Colle
         ]
         for name, call, passes in kinds:
             barrier()
-            own = torch.tensor([seconds_of(call, device, together=True)], dtype=torch.float64)
-            dist.all_reduce(own, op=dist.ReduceOp.MAX)
-            seconds = own.item()
+            seconds = _slowest(seconds_of(call, device, together=True))
             bus = whole.nbytes * passes * (ranks - 1) / ranks / seconds / 2**30
             times.append(CollectiveTime(name, whole.nbytes, seconds, bus))
     return times
@@ -222,23 +221,21 @@ def measure_links(device: torch.device, size: int, hosts: list[str]) -> dict[Lin
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
-    own: dict[tuple[int, int], float] = {}
+    own: dict[Pair, float] = {}
     for pairs in rounds_of_pairs(hosts):
         barrier()
         mine = next((pair for pair in pairs if rank in pair), None)
         if mine is None:
             seconds_of(lambda: None, device, together=True)  # the others ask all ranks how many calls to make
             continue
-        other = mine[1] if rank == mine[0] else mine[0]
-        own[mine] = size / GIB / exchange_seconds(sent, received, other)
+        own[mine] = size / GIB / exchange_seconds(sent, received, other=sum(mine) - rank)
     synchronize(device)
-    everyone: list[dict[tuple[int, int], float]] = [{}] * world_size
+    everyone: list[dict[Pair, float]] = [{}] * world_size
     dist.all_gather_object(everyone, own)
-    links = {}
-    for one, other in sorted({pair for each in everyone for pair in each}):
-        rate = min(everyone[one][one, other], everyone[other][one, other])
-        links[Link(one, other, hosts[one] == hosts[other])] = rate
-    return links
+    return {
+        Link(one, other, hosts[one] == hosts[other]): min(everyone[one][one, other], everyone[other][one, other])
+        for one, other in sorted({pair for each in everyone for pair in each})
+    }
 
 
 def exchange_seconds(sent: torch.Tensor, received: torch.Tensor, other: int) -> float:
@@ -252,22 +249,21 @@ def exchange_seconds(sent: torch.Tensor, received: torch.Tensor, other: int) -> 
     return seconds_of(exchange, sent.device, together=True)
 
 
-def rounds_of_pairs(hosts: Sequence[str], most_for_all: int = 16) -> list[list[Pair]]:
+def rounds_of_pairs(hosts: Sequence[str]) -> list[list[Pair]]:
     """Pairs of ranks that exchange messages, round by round; in a round no rank is in two pairs.
 
     First come the ranks inside each machine, then those of two machines, all against all. So a machine's network
     carries as many messages in one round between machines as in any other, and no link is slow only because of the
-    others in its round. Up to `most_for_all` ranks all exchange with each other; of more, each exchanges with those of
-    its machine and with its counterparts on the machines beside.
+    others in its round. Up to `MOST_FOR_ALL` ranks all exchange with each other; of more, each exchanges with those of
+    its machine and with its counterparts on the machines beside. A machine that has more exchanges between neighbours.
 
     Args:
         hosts: machine of each rank.
-        most_for_all: ranks; a machine that has more exchanges between neighbours only.
     """
     machines = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
-    inside = [_all_against_all(ranks) if len(ranks) <= most_for_all else _neighbours(ranks) for ranks in machines]
+    inside = [_all_against_all(ranks) if len(ranks) <= MOST_FOR_ALL else _neighbours(ranks) for ranks in machines]
     rounds = [list(chain(*at_once)) for at_once in zip_longest(*inside, fillvalue=[])]
-    is_few = len(hosts) <= most_for_all
+    is_few = len(hosts) <= MOST_FOR_ALL
     numbers = range(len(machines))
     for pairings in _all_against_all(numbers) if is_few else _neighbours(numbers):
         size = max((len(machines[number]) for pairing in pairings for number in pairing), default=0)
@@ -316,11 +312,8 @@ def seconds_of(function: Callable[[], object], device: torch.device, together: b
 def _calls_of_a_stretch(function: Callable[[], object], device: torch.device, together: bool) -> int:
     """As many as its part of the budget allows, found by doubling: that brings caches, buffers and clocks up, too."""
     function()  # chooses algorithms, makes buffers and connections
-    calls = 1
-    while calls < MOST_CALLS:
-        seconds = _stretch(function, device, calls)
-        if (_slowest(seconds) if together else seconds) > BUDGET_SECONDS / REPEATS / 2:
-            break
+    calls, agree = 1, _slowest if together else float
+    while calls < MOST_CALLS and agree(_stretch(function, device, calls)) <= BUDGET_SECONDS / REPEATS / 2:
         calls *= 2
     return calls
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from pretraining.observability.display import format_seconds
 from pretraining.tools.prepare.records import PrepareSummary, read_summaries
 from pretraining.tools.prepare.token_files import Counts
 
@@ -25,27 +26,19 @@ Report = Callable[[Counts], None]
 
 
 @contextmanager
-def encoding_progress(
-    total_bytes: int,
-    done_bytes: int,
-    who: str = "",
-    clock: Callable[[], float] = time.monotonic,
-    terminal: bool | None = None,
-) -> Iterator[Report]:
+def encoding_progress(total_bytes: int, done_bytes: int, who: str = "") -> Iterator[Report]:
     """Show progress while the body runs.
 
     Args:
         total_bytes: size of the input on disk; 0 = unknown.
         done_bytes: of it, done by an earlier call.
         who: of whom this is the progress, where that is one process of several.
-        clock: seconds, rising.
-        terminal: whether to draw a bar; None = where the standard error stream is a terminal.
 
     Yields:
         a function to call with what was done, after every step; it draws a few times a second at most.
     """
-    meter = _Meter(f"encoding{who}", total_bytes, done_bytes, clock, clock())
-    if sys.stderr.isatty() if terminal is None else terminal:
+    meter = _Meter(f"encoding{who}", total_bytes, done_bytes, time.monotonic())
+    if sys.stderr.isatty():
         with _bar(meter) as draw:
             yield draw
     else:
@@ -54,22 +47,16 @@ def encoding_progress(
 
 @dataclass
 class _Meter:
-    """What was done, and how fast.
-
-    Attributes:
-        began: time of the start, by `clock`.
-        done: since then.
-    """
+    """What was done since it began, and how fast."""
 
     title: str
     total_bytes: int
     done_bytes: int
-    clock: Callable[[], float]
     began: float
     done: Counts = field(default_factory=Counts)
 
     def rates(self) -> str:
-        done, seconds = self.done, max(self.clock() - self.began, 1e-9)
+        done, seconds = self.done, max(time.monotonic() - self.began, 1e-9)
         speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # token ids are no text
         return (
             f"{done.documents:,} documents ({done.documents / seconds:,.0f}/s), "
@@ -105,28 +92,18 @@ def _lines(meter: _Meter) -> Report:
     def line(more: Counts) -> None:
         nonlocal shown_at
         meter.done += more
-        if meter.clock() - shown_at < LINE_INTERVAL_SECONDS:
+        if time.monotonic() - shown_at < LINE_INTERVAL_SECONDS:
             return
-        shown_at = meter.clock()
+        shown_at = time.monotonic()
         left_bytes = meter.total_bytes - meter.done_bytes - meter.done.input_bytes
         share, left = "", ""
         if meter.total_bytes:
             share = f"{1 - left_bytes / meter.total_bytes:.0%} of the input, "
             seconds = (shown_at - meter.began) * left_bytes / max(meter.done.input_bytes, 1)
-            left = f", {_duration(seconds)} left"
+            left = f", {format_seconds(seconds)} left"
         log.info("%s: %s%s%s", meter.title, share, meter.rates(), left)
 
     return line
-
-
-def _duration(seconds: float) -> str:
-    """As people say it: 45s, 3m 20s, 5h 07m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
 
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
@@ -203,12 +180,9 @@ def training_flags(summary: PrepareSummary) -> list[str]:
 
 def describe_training(summary: PrepareSummary) -> str:
     """How to train on a dataset, in a few lines."""
-    lines = []
+    lines = ["Train on it with:", "  " + shlex.join(training_flags(summary))]
     if summary.end_of_text is None:
         reason = "There is no tokenizer here to name an" if summary.tokenizer is None else "The tokenizer names no"
-        lines.append(
-            f"  {reason} end-of-text token: choose a --sep_token, or documents follow each other without a mark."
-        )
-    lines.append("Train on it with:")
-    lines.append("  " + " ".join(shlex.quote(flag) for flag in training_flags(summary)))
+        mark = "choose a --sep_token, or documents follow each other without a mark."
+        lines.insert(0, f"  {reason} end-of-text token: {mark}")
     return "\n".join(lines)

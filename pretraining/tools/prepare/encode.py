@@ -279,10 +279,12 @@ def _encoder(encoding: Encoding, tokenizer: Tokenizer | None) -> Callable[[list[
 def _text_of(piece: Piece, encoding: Encoding) -> str:
     if isinstance(piece.content, str):
         return piece.content
-    raise DataError(
-        f"{piece.place}: {encoding.text_field!r} holds token ids here, but text in other inputs: prepare them as two "
-        "datasets"
-    )
+    raise _mixed(piece, encoding, "token ids here, but text")
+
+
+def _mixed(piece: Piece, encoding: Encoding, what: str) -> DataError:
+    field = encoding.text_field
+    return DataError(f"{piece.place}: {field!r} holds {what} in other inputs: prepare them as two datasets")
 
 
 def _checked(piece: Piece, encoding: Encoding, dtype: np.dtype) -> np.ndarray:
@@ -291,12 +293,9 @@ def _checked(piece: Piece, encoding: Encoding, dtype: np.dtype) -> np.ndarray:
     if isinstance(ids, str):
         if not ids:  # rows of a column without any value have no type
             return np.zeros(0, dtype)
-        raise DataError(
-            f"{piece.place}: {encoding.text_field!r} holds text here, but token ids in other inputs: prepare them as "
-            "two datasets"
-        )
+        raise _mixed(piece, encoding, "text here, but token ids")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
-        wrong = int(np.flatnonzero((ids < 0) | (ids >= encoding.largest_vocabulary))[0])
+        wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
         why = (
             "give the --vocab_size that the ids were made for"
             if encoding.tokenizer is None

@@ -28,13 +28,7 @@ _SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a dataset.
-
-    Attributes:
-        path: name on the Hub, or a local folder.
-        config: the configuration; None where there is only one.
-        split: its name.
-    """
+    """One split of a dataset, by its name on the Hub or a local folder; config is None where there is only one."""
 
     path: str
     config: str | None
@@ -76,9 +70,8 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
         bounds = tuple((cuts[i], cuts[i + 1], size * (i + 1) // ranges - size * i // ranges) for i in range(ranges))
         return HubShards(bounds, fingerprint([(opened._fingerprint, rows)]))
     files = _data_files(split)
-    names, sizes = [name for name, _ in files], [size for _, size in files]
-    shards = opened.num_shards
-    if len(names) != shards:  # archives have more shards than files
+    sizes, shards = [size for _, size in files], opened.num_shards
+    if len(sizes) != shards:  # archives have more shards than files
         sizes = [sum(sizes) // shards] * shards
     return HubShards(tuple((i, i + 1, sizes[i]) for i in range(shards)), fingerprint(files))
 
@@ -98,8 +91,6 @@ def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -
     """Read some shards (streamed) or rows (saved to disk) of a split.
 
     Args:
-        begin: first shard or row.
-        end: the one after the last.
         size: bytes on disk that they stand for.
 
     Raises:
@@ -132,15 +123,10 @@ def _tables(split: HubSplit, opened: Dataset | IterableDataset, column: str, row
     if opened.features is not None:  # else the first rows tell
         field_type(opened.features.arrow_schema, column, str(split))
     with_column = opened.select_columns([column]).with_format("arrow")
-    batches = iter(with_column.iter(batch_size=rows))
-    while True:
-        try:
-            table = next(batches)
-        except StopIteration:
-            return
-        except Exception as error:  # a file format's reader and the network raise errors of many kinds
-            raise DataError(f"{split} cannot be read: {_first_line(error)}") from error
-        yield table
+    try:
+        yield from with_column.iter(batch_size=rows)
+    except Exception as error:  # a file format's reader and the network raise errors of many kinds
+        raise DataError(f"{split} cannot be read: {_first_line(error)}") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -177,9 +163,8 @@ def _data_files(split: HubSplit) -> list[tuple[str, int]]:
     folder = Path(split.path).expanduser()
     try:
         builder = datasets.load_dataset_builder(_place(split), split.config)
-        urls = list((builder.config.data_files or {}).get(split.split, ()))
         found = []
-        for url in urls:
+        for url in (builder.config.data_files or {}).get(split.split, ()):
             system, path = fsspec.core.url_to_fs(url)
             name = Path(url).relative_to(folder.absolute()).as_posix() if folder.is_dir() else url
             found.append((name, int(system.size(path) or 0)))

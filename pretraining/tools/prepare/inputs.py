@@ -38,7 +38,6 @@ class InputFile:
     """A file of documents.
 
     Attributes:
-        path: where it is.
         name: path below the input that it was found under, with `/`: the same on every machine.
         size: bytes on disk.
     """
@@ -90,10 +89,9 @@ def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFi
             ) from error
         for path, name, status in found:
             identity = (status.st_dev, status.st_ino)
-            if not stat.S_ISREG(status.st_mode) or (identity in seen and status.st_ino):
-                continue
-            seen.add(identity)
-            files.append(InputFile(path, name, status.st_size))
+            if stat.S_ISREG(status.st_mode) and not (identity in seen and status.st_ino):
+                seen.add(identity)
+                files.append(InputFile(path, name, status.st_size))
         if len(files) == before:
             endings = ", ".join(f".{extension}" for extension in extensions)
             raise DataError(
@@ -117,11 +115,9 @@ def _paths_of(given: str, extensions: Sequence[str]) -> Iterator[tuple[Path, str
         yield from _walk(path, tuple(ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS)))
     elif path.exists():
         yield path, path.name
-    elif any(character in given for character in "*?["):
+    elif set("*?[").intersection(given):
         # Names start below the last folder without a wildcard.
-        fixed = path
-        while any(character in str(fixed) for character in "*?["):
-            fixed = fixed.parent
+        fixed = next(parent for parent in path.parents if not set("*?[").intersection(str(parent)))
         # Unlike Path.glob, glob.glob takes absolute patterns and passes hidden names over.
         for match in sorted(Path(found) for found in glob.glob(str(path), recursive=True)):  # noqa: PTH207
             if not match.is_dir():
@@ -169,13 +165,12 @@ def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALL
         DataError: there is less text than that, as in a Python that came without sources.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
+    files = (
+        InputFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
         for top in sorted(sys.stdlib_module_names)
         for path in (root / f"{top}.py", *sorted((root / top).rglob("*.py")))
         if path.is_file()
-    ]
-    files = [InputFile(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
+    )
     modules = [file for file in files if _is_kept(file)]
     size = sum(file.size for file in modules)
     if size < smallest_bytes:
@@ -188,9 +183,5 @@ def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALL
 
 
 def _is_kept(file: InputFile) -> bool:
-    folders = file.name.split("/")[:-1]
-    return (
-        file.size >= SMALLEST_MODULE_BYTES
-        and file.name not in LEFT_OUT_FILES
-        and not LEFT_OUT_FOLDERS.intersection(folders)
-    )
+    is_left_out = file.name in LEFT_OUT_FILES or LEFT_OUT_FOLDERS.intersection(file.name.split("/")[:-1])
+    return file.size >= SMALLEST_MODULE_BYTES and not is_left_out

@@ -130,11 +130,10 @@ def _follow(config: PrepareConfig, root: Path, team: Team, threads: int) -> Prep
         settings = _settings(config, found)
         differences = describe_differences(published["settings"], settings)
         if differences:
-            problem = (
+            raise DataError(
                 "this process was started with other settings than rank 0, or sees other input (rank 0 has it, this "
-                "process asks for it):"
+                "process asks for it):\n" + "\n".join(differences)
             )
-            raise DataError("\n".join([problem, *differences]))
         work, encoding = WorkFolder(root, config.dataset_name), Encoding(**published["encoding"])
         tokenizer = None if encoding.tokenizer is None else load_tokenizer(work.path)
         _encode_share(_Plan(found, settings, encoding, tokenizer, work), team, threads)
@@ -148,12 +147,8 @@ def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
     share, records = plan.found.units[mine], plan.read_records()[mine]
     left = [unit for unit, record in zip(share, records, strict=True) if not record.finished]
     who = f" (rank {team.rank} of {team.size})" if team.size > 1 else ""
-    progress = (
-        encoding_progress(sum(unit.size for unit in share), counts_of(records).input_bytes, who)
-        if team.rank == 0
-        else nullcontext(lambda counts: None)
-    )
-    with progress as shown:
+    progress = encoding_progress(sum(unit.size for unit in share), counts_of(records).input_bytes, who)
+    with progress if team.rank == 0 else nullcontext(lambda counts: None) as shown:
 
         def report(counts: Counts) -> None:
             shown(counts)
@@ -185,9 +180,8 @@ def _merge(config: PrepareConfig, plan: _Plan, records: Sequence[UnitRecord], fo
         named = config.hf_dataset or ", ".join(config.input_path)
         raise DataError(f"{named}: no document has any text, there is nothing to train on")
     names = {file.name for record in records for file in record.files}
-    for leftover in work.files.iterdir():  # of other settings, or half written
-        if leftover.name not in names:
-            leftover.unlink()
+    for leftover in {path.name for path in work.files.iterdir()} - names:  # of other settings, or half written
+        (work.files / leftover).unlink()
     largest_token = max(record.largest_token for record in records)
     vocab_size = tokenizer.vocab_size if tokenizer else config.vocab_size or largest_token + 1
     write_manifest(work.files, plan.settings, tokenizer, vocab_size, plan.encoding.dtype, records)

@@ -41,14 +41,13 @@ class PrepareSummary:
 
     Attributes:
         folder: of the dataset, in the root that training takes as data_path; the root has the tokenizer.
-        documents, tokens: in the token files.
         empty_documents: of the input, without any text; they are in no file.
         characters, text_bytes: of the text, the bytes in UTF-8; 0 where the input was token ids.
         median_document_tokens: about, within 3 per cent; None where an older release made it.
         files, token_bytes: token files and their size on disk.
-        tokenizer: hash of the tokenizer; None where token ids came without one.
+        tokenizer: its hash; None where token ids came without one.
         vocab_size: every id is below it.
-        end_of_text: token that ends a document; None where there is none.
+        end_of_text: token that ends a document, if there is one.
     """
 
     folder: Path
@@ -70,10 +69,8 @@ class Encoding:
     """What the tokens of a unit depend on, besides its input.
 
     Attributes:
-        text_field: column or field of the documents.
-        tokens_per_file: a token file is finished once it holds this many.
         dtype: of a token, `uint16` or `uint32`.
-        tokenizer: hash of the tokenizer; None where ids are taken as they are, without one.
+        tokenizer: its hash; None where ids are taken as they are, without one.
         largest_vocabulary: every id is below it.
         encodes_text: whether the input is text, and not token ids.
     """
@@ -120,13 +117,7 @@ class UnitRecord:
 
 
 class WorkFolder:
-    """The hidden folder in which a dataset is made.
-
-    Attributes:
-        root: the output path.
-        path: of the work folder.
-        files: the token files; becomes the dataset's folder.
-    """
+    """The hidden folder in which a dataset is made; its `files` become the dataset's folder."""
 
     def __init__(self, root: Path, dataset: str) -> None:
         self.root = root
@@ -160,14 +151,10 @@ class WorkFolder:
         if content.get("key") != key:
             return UnitRecord(key)
         files = [TokenFile(**entry) for entry in content["files"]]
-        for file in files:
-            path = self.files / file.name
-            if not path.exists() or path.stat().st_size != file.bytes:
-                return UnitRecord(key)
+        if any(_size(self.files / file.name) != file.bytes for file in files):
+            return UnitRecord(key)
         lengths = {int(length): count for length, count in content["lengths"].items()}  # JSON has no integer keys
-        return UnitRecord(
-            key, files, Counts(**content["counts"]), lengths, content["largest_token"], content["finished"]
-        )
+        return UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"]), "lengths": lengths})
 
     def write_record(self, unit: Unit, record: UnitRecord) -> None:
         """Say how far a unit is."""
@@ -192,8 +179,6 @@ def write_manifest(
         settings: what the content depends on besides the tokenizer; an equal call has equal ones.
         tokenizer: that encoded it; None where the input was token ids of an unknown one.
         vocab_size: every id is below it.
-        dtype: of a token.
-        records: of all units.
     """
     counts = counts_of(records)
     content = {
@@ -224,9 +209,7 @@ def counts_of(records: Sequence[UnitRecord]) -> Counts:
 
 def median_length(records: Sequence[UnitRecord]) -> int:
     """The median of the documents' tokens, within 3 per cent: the middle of the range that the median lies in."""
-    lengths: Counter[int] = Counter()
-    for record in records:
-        lengths.update(record.lengths)
+    lengths = sum((Counter(record.lengths) for record in records), Counter[int]())
     left = lengths.total()
     for length in sorted(lengths):
         left -= 2 * lengths[length]
@@ -246,25 +229,19 @@ def read_summary(folder: Path) -> PrepareSummary:
 
 
 def read_summaries(root: Path) -> list[PrepareSummary]:
-    """All datasets in a root that have a prepare.json, by name.
-
-    Raises:
-        DataError: one cannot be read.
-    """
+    """All datasets in a root that have a prepare.json, by name; raises as `read_summary`."""
     folders = sorted(path.parent for path in root.glob(f"*/{MANIFEST_FILE}"))
     return [read_summary(folder) for folder in folders if not folder.name.startswith(".")]
 
 
 def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> PrepareSummary | None:
-    """Look for a finished dataset made with the same settings. Reads names and sizes only.
+    """The summary of a finished dataset made with the same settings; None where the folder is not there, or empty.
+
+    Reads names and sizes only.
 
     Args:
-        folder: of the dataset.
         settings: as for `write_manifest`.
         tokenizer: to be used; None where the root has none and none is given.
-
-    Returns:
-        its summary; None where the folder is not there, or empty.
 
     Raises:
         DataError: the folder holds something else, was made with other settings, or has changed since.
@@ -272,14 +249,13 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
     try:
         summary, made, token_files = _read(folder)
     except (FileNotFoundError, NotADirectoryError):
-        if folder.is_dir() and not any(folder.iterdir()):
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        if is_empty or not (folder.exists() or folder.is_symlink()):
             return None
-        if folder.exists() or folder.is_symlink():
-            raise DataError(
-                f"{folder} is there already and was not made by `pretrain prepare` (it has no {MANIFEST_FILE}). "
-                "It is left as it is: choose another --dataset or --output_path"
-            ) from None
-        return None
+        raise DataError(
+            f"{folder} is there already and was not made by `pretrain prepare` (it has no {MANIFEST_FILE}). "
+            "It is left as it is: choose another --dataset or --output_path"
+        ) from None
     wanted = dict(settings)
     if summary.tokenizer is not None:
         if not (folder.parent / TOKENIZER_FILE).exists() or tokenizer is None:
@@ -288,8 +264,7 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
                 f"{folder} to prepare it again"
             )
         wanted["tokenizer"], made["tokenizer"] = tokenizer.sha256, summary.tokenizer
-    differences = describe_differences(made, wanted)
-    if differences:
+    if differences := describe_differences(made, wanted):
         problem = f"{folder} was prepared from other text or with other settings:"
         raise DataError("\n".join([problem, *differences, _way_out(folder)]))
     _check_sizes(folder, token_files)
@@ -308,12 +283,16 @@ def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> l
 def _check_sizes(folder: Path, token_files: Sequence[TokenFile]) -> None:
     for token_file in token_files:
         path = folder / token_file.name
-        size = path.stat().st_size if path.exists() else None
+        size = _size(path)
         if size != token_file.bytes:
             now = "is gone" if size is None else f"has {size:,} bytes"
             raise DataError(
                 f"{path} {now}, {token_file.bytes:,} bytes were written. Delete {folder} and prepare it again"
             )
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
 
 
 def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]]:

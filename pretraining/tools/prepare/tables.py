@@ -22,6 +22,7 @@ from pretraining.tools.prepare.text import Piece, cut_text
 ROWS_AT_ONCE = 128
 """Small enough that rows of megabytes fit into memory, large enough that rows of tokens cost little."""
 _READ_BYTES = 1 << 20
+_TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 
 
 def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
@@ -102,9 +103,7 @@ def token_type(kind: pa.DataType, column: str, place: str) -> pa.DataType | None
         DataError: it holds neither.
     """
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value):
-        return None
-    if pa.types.is_null(kind):
+    if any(is_text(value) for is_text in _TEXT_TYPES) or pa.types.is_null(kind):
         return None
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if is_list and pa.types.is_integer(kind.value_type):

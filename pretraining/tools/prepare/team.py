@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pretraining.errors import DataError, PretrainError
@@ -48,13 +47,7 @@ class Team:
         size: processes of the job. One alone needs no folder.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        size: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rank = rank
         self.size = size
         self._folder = folder
@@ -73,9 +66,7 @@ class Team:
             threading.Thread(target=self._keep_heartbeat, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.size == 1:
             return
         try:
@@ -106,9 +97,6 @@ class Team:
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Wait until something is ready, and say now and then for what.
-
-        Args:
-            what: is waited for, in words.
 
         Raises:
             DataError: another process has failed.
@@ -142,8 +130,7 @@ class Team:
         write_atomic(self._member(0), "")
 
         def missing() -> list[int]:
-            present = self._present()
-            return [rank for rank in range(1, self.size) if rank not in present]
+            return sorted({*range(1, self.size)}.difference(self._present()))
 
         self._wait_to_begin(lambda: not missing(), lambda: f"ranks {_listed(missing())} to begin")
         self.publish("joined", {rank: self._member(rank).read_text() for rank in range(1, self.size)})
@@ -154,13 +141,11 @@ class Team:
         joined = self._folder / "joined.json"
 
         def is_named() -> bool:
-            try:
+            with suppress(FileNotFoundError):  # cleared away under our hands
                 if joined.exists() and json.loads(joined.read_text()).get(str(self.rank)) == name:
                     return True
                 if not self._member(self.rank).exists():
                     write_atomic(self._member(self.rank), name)
-            except FileNotFoundError:
-                pass  # cleared away under our hands
             return False
 
         self._wait_to_begin(is_named, lambda: "rank 0 to begin")

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import os
 import secrets
-import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
 
-from pretraining.files import flush_folder
+from pretraining.files import file_checksum, flush_folder
 
 MANIFEST_FILE = "prepare.json"
 """Says what a folder of token files holds; a folder that has it is complete."""
 COLUMN = "tokens"
 BATCH_TOKENS = 1 << 21
 """Tokens a record batch: 4 or 8 MB, small enough to skip to a document, large enough that a file has few."""
-CHECKSUM_BYTES = 1 << 23
-"""Bytes that are read at once for a checksum."""
 LARGEST_DOCUMENT_TOKENS = 2**31 - 1 - BATCH_TOKENS
 """So that a batch that holds it stays within Arrow's 32-bit list offsets."""
 
@@ -57,14 +53,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A finished file.
-
-    Attributes:
-        name: in its folder.
-        documents, tokens: in it.
-        bytes: size on disk.
-        crc32: of its bytes, eight hexadecimal digits; None where an older release wrote it.
-    """
+    """A finished file, with its checksum as eight hexadecimal digits; None where an older release wrote it."""
 
     name: str
     documents: int
@@ -110,14 +99,7 @@ class TokenWriter:
         self._pending_tokens = 0
 
     def write(self, tokens: np.ndarray) -> bool:
-        """Add a document.
-
-        Args:
-            tokens: ids, [T] of the writer's type; at most `LARGEST_DOCUMENT_TOKENS`.
-
-        Returns:
-            whether this finished a file.
-        """
+        """Add a document, ids [T] of the writer's type; returns whether this finished a file."""
         assert len(tokens) <= LARGEST_DOCUMENT_TOKENS and tokens.dtype == self._dtype
         if self._writer is None:
             self._sink = pa.OSFile(str(self._temporary), "wb")
@@ -137,10 +119,8 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
             self._finish_file()
         elif self._sink is not None:
             self._sink.close()
@@ -172,19 +152,6 @@ class TokenWriter:
         self.files.append(TokenFile(name, self._file_documents, self._file_tokens, size, checksum))
         self._sink = self._writer = None
         self._file_documents = self._file_tokens = 0
-
-
-def file_checksum(path: Path) -> tuple[str, int]:
-    """CRC-32 of a file's bytes, eight hexadecimal digits, and the number of bytes.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    checksum = size = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHECKSUM_BYTES):
-            checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
-    return f"{checksum:08x}", size
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

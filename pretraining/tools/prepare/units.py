@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -59,12 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Unit:
-    """Some parts, one after the other.
-
-    Attributes:
-        number: from 0, in the order of the input.
-        parts: at least one.
-    """
+    """Some parts, at least one, one after the other; numbered from 0 in the order of the input."""
 
     number: int
     parts: tuple[Part, ...]
@@ -80,7 +76,6 @@ class Input:
     """Everything that is to be read.
 
     Attributes:
-        units: in order.
         size: bytes on disk.
         token_type: type of the token ids that it holds; None where it holds text.
         settings: what it is recognised by, for prepare.json.
@@ -160,7 +155,7 @@ def _parts_of(file: InputFile) -> list[Part]:
     if file.size > UNIT_BYTES and file.kind == "lines" and file.compression is None:
         ranges = -(-file.size // UNIT_BYTES)
         cuts = [file.size * i // ranges for i in range(ranges + 1)]
-        return [Part(file, cuts[i], cuts[i + 1], cuts[i + 1] - cuts[i]) for i in range(ranges)]
+        return [Part(file, begin, end, end - begin) for begin, end in pairwise(cuts)]
     if file.size > UNIT_BYTES and file.kind in ("parquet", "arrow"):
         return [Part(file, *bounds) for bounds in ranges_of_table(file, UNIT_BYTES)]
     return [Part(file, 0, None, file.size)]

@@ -5,19 +5,18 @@ All datasets of a root share it; once it is there it is used and never replaced.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.tools.prepare.records import WorkFolder, read_summaries
 from pretraining.tools.prepare.text import PIECE_CHARACTERS
-from pretraining.tools.prepare.units import Input, Part, read_part
+from pretraining.tools.prepare.units import Input, read_part
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def training_sample(found: Input, text_field: str, characters: int = TRAINING_SA
     everything_fits = found.size <= characters and all(part.is_plain for part in parts)
     share = characters if everything_fits else max(characters // len(parts), PIECE_CHARACTERS)
     left = characters
-    for part in sorted(parts, key=_shuffled):
+    for part in sorted(parts, key=lambda part: sha256(part.name.encode("utf-8", "surrogateescape")).digest()):
         part_left = share
         for piece in read_part(part, text_field):
             if not isinstance(piece.content, str):
@@ -123,7 +122,3 @@ def training_sample(found: Input, text_field: str, characters: int = TRAINING_SA
                 return
             if not part_left:
                 break
-
-
-def _shuffled(part: Part) -> Any:
-    return hashlib.sha256(part.name.encode("utf-8", "surrogateescape")).digest()

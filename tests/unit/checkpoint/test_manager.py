@@ -396,8 +396,8 @@ def test_one_copy_serves_all_saves(tmp_path: Path) -> None:
     run = Run(tmp_path, saving(every(1)), asynchronous=True)
     with run.training():
         run.step()
-        staging = run.manager._staging
-        assert staging is not None
+        assert run.manager._background is not None
+        staging = run.manager._background.staging
         first = {name: buffer.data_ptr() for name, buffer in staging._buffers.items()}
         for _ in range(3):
             run.step()

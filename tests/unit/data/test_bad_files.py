@@ -26,7 +26,8 @@ from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
 from pretraining.data.loader import Loader
 from pretraining.errors import DataError
-from pretraining.tools.prepare.token_files import MANIFEST_FILE, file_checksum
+from pretraining.files import file_checksum
+from pretraining.tools.prepare.token_files import MANIFEST_FILE
 from pretraining.tools.verify_data import verify
 
 VOCABULARY = 900

@@ -23,7 +23,7 @@ def test_facts_name_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 def good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     monkeypatch.setattr(environment, "_shared_memory_bytes", lambda: 2**34)
-    monkeypatch.setattr(environment, "_cores", lambda: 64)
+    monkeypatch.setattr(environment, "usable_cores", lambda: 64)
     monkeypatch.setattr(environment, "_text_of", lambda path: "")
 
 
@@ -37,7 +37,7 @@ def test_a_good_machine_has_no_warnings() -> None:
     ("name", "value", "warning"),
     [
         ("_shared_memory_bytes", lambda: 2**26, "/dev/shm has 64.0 MiB"),
-        ("_cores", lambda: 4, "8 processes share 4 cores"),
+        ("usable_cores", lambda: 4, "8 processes share 4 cores"),
         (
             "_text_of",
             lambda path: "powersave" if path.endswith("governor") else "acpi-cpufreq",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pretraining.tools.prepare import console
 from pretraining.tools.prepare.console import (
     LINE_INTERVAL_SECONDS,
     describe,
@@ -46,10 +49,17 @@ IDS = replace(
 )
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def set_clock(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=clock))
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     now = 0.0
-    with encoding_progress(2000, 1000, clock=lambda: now, terminal=False) as progress:
+    set_clock(monkeypatch, lambda: now)
+    with encoding_progress(2000, 1000) as progress:
         for step in range(1, 5):
             now = step * LINE_INTERVAL_SECONDS / 2
             progress(Counts(documents=15, tokens=3000, text_bytes=30_000_000, input_bytes=100))
@@ -60,28 +70,33 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(("left_bytes", "left"), [(100, "15s"), (4_000, "10m 00s"), (60_000, "2h 30m")])
-def test_the_time_left_is_said_as_people_say_it(left_bytes: int, left: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_left_is_said_as_people_say_it(
+    left_bytes: int, left: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "pretraining")
-    times = iter([0.0, *[LINE_INTERVAL_SECONDS] * 9])
-    with encoding_progress(100 + left_bytes, 0, clock=lambda: next(times), terminal=False) as progress:
+    set_clock(monkeypatch, iter([0.0, *[LINE_INTERVAL_SECONDS] * 9]).__next__)
+    with encoding_progress(100 + left_bytes, 0) as progress:
         progress(Counts(input_bytes=100))
     assert caplog.messages[0].endswith(f", {left} left")
 
 
-def test_of_an_input_of_unknown_size_no_share_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_an_input_of_unknown_size_no_share_is_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "pretraining")
-    times = iter([0.0, *[LINE_INTERVAL_SECONDS] * 9])
-    with encoding_progress(0, 0, " (rank 0 of 2)", lambda: next(times), terminal=False) as progress:
+    set_clock(monkeypatch, iter([0.0, *[LINE_INTERVAL_SECONDS] * 9]).__next__)
+    with encoding_progress(0, 0, " (rank 0 of 2)") as progress:
         progress(Counts(documents=30, tokens=150))
     assert caplog.messages == ["encoding (rank 0 of 2): 30 documents (2/s), 150 tokens (10/s)"]
 
 
 def test_on_a_terminal_progress_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    with encoding_progress(1000, 250, terminal=True) as progress:
+    with encoding_progress(1000, 250) as progress:
         progress(Counts(documents=7, tokens=3000, input_bytes=250))
     assert "7 documents" in screen.getvalue() and "50%" in screen.getvalue()
 
