@@ -138,13 +138,13 @@ class _ReadAhead:
 
     def take(self) -> StepBatch:
         """The next batch; what reading it raised, a thread's `SystemExit` too, is raised here."""
-        batch = next(self._batches)
+        batch: StepBatch | BaseException = next(self._batches)
         if isinstance(batch, BaseException):
             raise batch
         return batch
 
 
-class _Steps(BaseNode[int]):
+class _Steps(BaseNode[int]):  # type: ignore[misc]  # torchdata ships without types
     """Numbers of steps, from the first to the last; None = for ever."""
 
     def __init__(self, first: int, end: int | None) -> None:

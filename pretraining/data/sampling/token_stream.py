@@ -94,7 +94,8 @@ class Spans:
         """
         ends = np.cumsum(self.lengths)
         before_row = np.concatenate(([0], ends))[self.first_spans[:-1]]
-        return ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
+        begins: np.ndarray = ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
+        return begins
 
 
 OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
