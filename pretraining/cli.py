@@ -203,11 +203,11 @@ def _interrupted(name: str) -> str:
 def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:
     """The command as fire calls it: every value as the text that was typed."""
 
-    @SetParseFn(str)
     def run(*overrides: str, **flags: Any) -> None:
         command(overrides, flags)
 
-    return run
+    as_typed: Callable[..., None] = SetParseFn(str)(run)
+    return as_typed
 
 
 def _explain_commands(name: str, wants_help: bool) -> NoReturn:

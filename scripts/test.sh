@@ -11,5 +11,5 @@ source scripts/setup.sh
 
 ruff check .
 ruff format --check .
-mypy pretraining main_training.py scripts
+mypy
 exec python -m pytest "$@"

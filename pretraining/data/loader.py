@@ -135,7 +135,7 @@ class _ReadAhead:
 
     def take(self) -> StepBatch:
         """Returns the next batch; what reading it raised, a thread's `SystemExit` too, is raised here."""
-        batch = next(self._batches)
+        batch: StepBatch | BaseException = next(self._batches)
         if isinstance(batch, BaseException):
             raise batch
         return batch

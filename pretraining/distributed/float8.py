@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from pretraining.config.training import Float8Scaling
 from pretraining.distributed.torch_private import round_in_compiled_code_as_outside
 from pretraining.errors import ConfigError
 
@@ -26,7 +27,7 @@ _CAPABILITY = (8, 9)
 """The first GPUs with units for float8: Ada and Hopper."""
 
 
-def check_float8(scaling: str, device: torch.device) -> None:
+def check_float8(scaling: Float8Scaling, device: torch.device) -> None:
     """Refuse float8 where it cannot be had; looks at this process's device and packages only.
 
     Args:
@@ -58,7 +59,7 @@ def check_float8(scaling: str, device: torch.device) -> None:
         ) from error
 
 
-def multiply_in_float8(blocks: nn.ModuleList, scaling: str | None, *, emulate: bool = False) -> None:
+def multiply_in_float8(blocks: nn.ModuleList, scaling: Float8Scaling | None, *, emulate: bool = False) -> None:
     """Exchange the linear layers of the blocks for ones that multiply in float8, in place; parameters stay the same.
 
     Before activation checkpointing, compilation and sharding, which then see the layers that compute.

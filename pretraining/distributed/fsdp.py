@@ -14,9 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from pretraining.config.training import ShardingStrategy
+
 
 def shard_model(
-    model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, strategy: str, policy: MixedPrecisionPolicy
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    strategy: ShardingStrategy,
+    policy: MixedPrecisionPolicy,
 ) -> None:
     """Shard `model` in place: one communication group a block, and one for what is left (embedding, final norm, head).
 
@@ -58,7 +64,7 @@ class MicroBatchSync:
         strategy: ddp, zero2, fsdp, hsdp or hsdp_zero2.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, strategy: ShardingStrategy) -> None:
         assert isinstance(model, FSDPModule)
         self._model = model
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -81,7 +87,7 @@ class MicroBatchSync:
             module.set_reshard_after_backward(is_last, recurse=False)
 
 
-def _reshards_blocks(mesh: DeviceMesh, strategy: str) -> bool:
+def _reshards_blocks(mesh: DeviceMesh, strategy: ShardingStrategy) -> bool:
     # One rank that holds everything frees nothing by letting go of what it gathered: it would only copy it again.
     return strategy in ("fsdp", "hsdp") and mesh["shard"].size() > 1
 

@@ -71,6 +71,6 @@ def _has_units(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return device.type == "cuda"
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # The public capability string stops at AVX512; these are the only names that PyTorch has for more.
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

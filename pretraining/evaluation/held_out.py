@@ -92,4 +92,4 @@ class Evaluator:
             return None
         dist.all_reduce(totals)
         loss_sum, valid_tokens = totals.tolist()
-        return loss_sum / valid_tokens
+        return float(loss_sum / valid_tokens)

@@ -77,7 +77,8 @@ class Attention(nn.Module):
             mixed_BSHE = causal_attention(q_BSHE, k_BSKE, v_BSKE)
         else:
             mixed_BSHE = document_attention(q_BSHE, k_BSKE, v_BSKE, documents)
-        return self.o_proj(mixed_BSHE.flatten(2))  # B S H E -> B S D
+        out_BSD: Tensor = self.o_proj(mixed_BSHE.flatten(2))  # B S H E -> B S D
+        return out_BSD
 
 
 def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
@@ -161,7 +162,8 @@ def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBou
             k_NKE, v_NKE = (x_NKE.repeat_interleave(queries_per_key, dim=1) for x_NKE in (k_NKE, v_NKE))
     bounds, longest = documents
     causal = (-1, 0)  # a window without an end to the left, and nothing to the right
-    return kernel(q_NHE, k_NKE, v_NKE, bounds, bounds, longest, longest, window_size=causal)
+    mixed_NHE: Tensor = kernel(q_NHE, k_NKE, v_NKE, bounds, bounds, longest, longest, window_size=causal)
+    return mixed_NHE
 
 
 def _one_by_one(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, document_lengths: tuple[int, ...]) -> Tensor:

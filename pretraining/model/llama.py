@@ -85,7 +85,8 @@ class Llama(nn.Module):
         """
         hidden_BSD = self.model(tokens_BS, positions_BS, document_lengths)
         if labels_BS is None:
-            return self.lm_head(hidden_BSD)
+            logits_BSV: Tensor = self.lm_head(hidden_BSD)
+            return logits_BSV
         chunk_tokens, z_loss_weight = self.loss.loss_chunk_tokens, self.loss.z_loss_weight
         return head_loss(hidden_BSD, self.lm_head.weight, labels_BS, chunk_tokens, z_loss_weight)
 
@@ -111,7 +112,8 @@ class Decoder(nn.Module):
         documents = locate_documents(document_lengths, x_BSD, self.shape.head_dim)
         for block in self.layers:
             x_BSD = block(x_BSD, rotation, documents)
-        return self.norm(x_BSD)
+        hidden_BSD: Tensor = self.norm(x_BSD)
+        return hidden_BSD
 
 
 class DecoderBlock(nn.Module):
@@ -127,7 +129,8 @@ class DecoderBlock(nn.Module):
     def forward(self, x_BSD: Tensor, rotation: Rotation, documents: Documents | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles (`rope.py`), for documents see `attention.py`."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, documents)
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+        out_BSD: Tensor = x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+        return out_BSD
 
 
 class FeedForward(nn.Module):
@@ -141,4 +144,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D], through F features."""
-        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        return out_BSD

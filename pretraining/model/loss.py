@@ -53,7 +53,7 @@ def head_loss(
         chunk_tokens = choose_chunk_tokens(head_VD.device, head_VD.size(0))
     arguments = (hidden_ND, head_VD, labels_N, chunk_tokens or max(1, labels_N.numel()), z_loss_weight)
     if torch.is_grad_enabled():
-        objective_sum, z_loss_sum = _HeadLoss.apply(*arguments)
+        objective_sum, z_loss_sum = _HeadLoss.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no type for it
     else:
         objective_sum, z_loss_sum, _ = _sum_over_chunks(*arguments, with_gradients=False)
     return objective_sum, (labels_N != IGNORED_LABEL).sum(), z_loss_sum
@@ -69,7 +69,7 @@ def choose_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     """
     if device.type == "cpu":
         return 256
-    return 2 ** max(8, 28 - (vocab_size - 1).bit_length())
+    return 1 << max(8, 28 - (vocab_size - 1).bit_length())
 
 
 class _HeadLoss(torch.autograd.Function):

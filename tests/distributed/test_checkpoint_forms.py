@@ -51,7 +51,7 @@ def test_a_hugging_face_folder_starts_the_same_run_in_any_layout(data_path: Path
     export(ExportConfig(str(tmp_path / "old"), str(tmp_path / "hf"), max_shard_size="10KB"))
     load = [*COMMON, f"ckpt_load_path={tmp_path / 'hf'}", "run_steps=3"]
     layouts = {1: ["fsdp"], 3: ["ddp", "fsdp"]}
-    losses = {}
+    losses: dict[str, list[float]] = {}
     for processes, strategies in layouts.items():
         runs = {strategy: tmp_path / f"{processes}{strategy}" for strategy in strategies}
         train_runs(

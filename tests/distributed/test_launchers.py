@@ -52,7 +52,7 @@ def tiny_training(folder: Path) -> list[str]:
 def trained_steps(folder: Path) -> int:
     """The last step that a run reports in its metrics."""
     lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    return max(json.loads(line)["step"] for line in lines)
+    return max(int(json.loads(line)["step"]) for line in lines)
 
 
 def mpirun(kind: str) -> str:

@@ -7,6 +7,7 @@ into the model, the weights or the data. How a run ends is printed as a line of 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import sys
@@ -65,7 +66,7 @@ def gradient_is_infinite(job: Run, rank: int) -> None:
         return output
 
     if rank == 1:
-        norm: Any = job.context.model.model.norm  # type: ignore[union-attr]
+        norm: Any = job.context.model.model.norm
         norm.register_forward_hook(at_steps(job, range(3, 4), change))
 
 
@@ -76,7 +77,7 @@ def memory_runs_out(job: Run, rank: int) -> None:
         return output + torch.empty(1 << 55, dtype=torch.uint8)
 
     if rank == 1:
-        norm: Any = job.context.model.model.norm  # type: ignore[union-attr]
+        norm: Any = job.context.model.model.norm
         norm.register_forward_hook(at_steps(job, range(3, 4), allocate))
 
 
@@ -184,9 +185,7 @@ def tell_steps(job: Run, rank: int) -> None:
 
 def _loader(job: Run) -> Any:
     """The loader behind a run's batches."""
-    frame = job.batches.gi_frame
-    assert frame is not None
-    return frame.f_locals["loader"]
+    return inspect.getgeneratorlocals(job.batches)["loader"]
 
 
 def faulty_loop(inject: Callable[[Run, int], None], rank: int, job: Run) -> None:
@@ -201,7 +200,7 @@ def main(jobs: list[tuple[int, str, list[str]]]) -> None:
     for port, fault, flags in jobs:
         os.environ["MASTER_PORT"] = str(port)
         layout = resolve_layout(os.environ)
-        rollback.train_loop = partial(faulty_loop, globals()[fault], layout.rank)  # type: ignore[assignment]
+        rollback.train_loop = partial(faulty_loop, globals()[fault], layout.rank)
         ending: dict[str, Any] = {"fault": fault, "rank": layout.rank}
         try:
             run.train(load_train_config(flags), layout)

@@ -12,7 +12,7 @@ from training_runs import write_two_datasets
 def test_the_rank_without_memory_says_why_and_the_other_one_ends(tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
     flags = ["num_steps=6", "datasets=first", f"ckpt_save_path={tmp_path / 'run'}"]
-    endings = {}
+    endings: dict[int, str] = {}
     for process in start_without_launcher(2, data, "memory_runs_out", flags):
         with process:
             stdout, stderr = process.communicate(timeout=120)

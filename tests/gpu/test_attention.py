@@ -33,8 +33,8 @@ def test_outputs_and_gradients_are_those_of_one_call_a_document(
     documents = locate_documents(lengths, q, head_dim)
     assert isinstance(documents, DocumentBounds)
     found = document_attention(q, k, v, documents)
-    exact = [each.detach().float().requires_grad_() for each in inputs]
-    expected = document_attention(*exact, lengths)
+    exact_q, exact_k, exact_v = exact = [each.detach().float().requires_grad_() for each in inputs]
+    expected = document_attention(exact_q, exact_k, exact_v, lengths)
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
     right = torch.autograd.grad(expected, exact, gradient.float())
     # Of all three: those of queries and keys are zero where a document is one token, but for rounding.

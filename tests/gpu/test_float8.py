@@ -10,6 +10,7 @@ import torch
 from training_runs import losses_of
 
 from pretraining.cli import main
+from pretraining.config.training import Float8Scaling
 from pretraining.config.variants import VARIANTS
 from pretraining.distributed.float8 import check_float8, multiply_in_float8
 from pretraining.model.llama import Llama
@@ -68,7 +69,7 @@ def test_compiled_blocks_that_are_computed_again_give_no_nan(
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_forward_alone_takes_any_number_of_tokens(scaling: str) -> None:
+def test_forward_alone_takes_any_number_of_tokens(scaling: Float8Scaling) -> None:
     """As when text is generated: only the gradient of a weight is a sum over tokens."""
     device = torch.device("cuda", 0)
     check_float8(scaling, device)

@@ -25,10 +25,10 @@ def draw() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("chunk_tokens", [None, 500, 0])
 def test_loss_and_gradients_are_those_of_all_logits_at_once(chunk_tokens: int | None) -> None:
-    *inputs, labels = draw()
-    loss_sum, _, _ = head_loss(*inputs, labels, chunk_tokens)
-    exact = [each.detach().float().requires_grad_() for each in inputs]
-    expected = F.cross_entropy(F.linear(*exact).flatten(0, 1), labels.flatten(), reduction="sum")
+    hidden, head, labels = draw()
+    loss_sum, _, _ = head_loss(hidden, head, labels, chunk_tokens)
+    inputs, exact = [hidden, head], [each.detach().float().requires_grad_() for each in (hidden, head)]
+    expected = F.cross_entropy(F.linear(exact[0], exact[1]).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss_sum, expected, rtol=1e-3, atol=0)
     for ours, right in zip(
         torch.autograd.grad(loss_sum / TOKENS, inputs), torch.autograd.grad(expected / TOKENS, exact), strict=True
@@ -37,16 +37,16 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(chunk_tokens: int | 
 
 
 def test_chunks_bound_the_memory_and_the_host_does_not_wait() -> None:
-    *inputs, labels = draw()
-    head_loss(*inputs, labels, 512)[0].backward()  # what libraries set up once
+    hidden, head, labels = draw()
+    head_loss(hidden, head, labels, 512)[0].backward()  # what libraries set up once
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        head_loss(*inputs, labels, 512, z_loss_weight=1e-4)[0].backward()
+        head_loss(hidden, head, labels, 512, z_loss_weight=1e-4)[0].backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # Logits in bfloat16, and in float32 before and after the softmax; the head's gradient in float32 and bfloat16.
     logits_bytes, head_bytes = 512 * VOCABULARY * 10, VOCABULARY * HIDDEN * 8
-    assert torch.cuda.max_memory_allocated() - before < 1.2 * (logits_bytes + head_bytes) + 3 * inputs[0].nbytes
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * (logits_bytes + head_bytes) + 3 * hidden.nbytes

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pretraining import files
 from pretraining.errors import DataError
 from pretraining.files import PAUSES_SECONDS, link_atomic, output_errors, with_retries, write_atomic
 
@@ -56,7 +55,7 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytes
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         write_atomic(path, b"second")
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
@@ -67,8 +66,17 @@ def test_a_file_is_flushed_ahead_of_its_rename_and_the_folder_after_it(
 ) -> None:
     events: list[str] = []
     fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(files.os, "fsync", lambda descriptor: events.append("fsync") or fsync(descriptor))
-    monkeypatch.setattr(Path, "replace", lambda self, target: events.append("rename") or replace(self, target))
+
+    def flush(descriptor: int) -> None:
+        events.append("fsync")
+        fsync(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "replace", rename)
     write_atomic(tmp_path / "a", "content")
     assert events == ["fsync", "rename", "fsync"]
 

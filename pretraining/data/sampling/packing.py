@@ -21,11 +21,13 @@ the same in the first pass and in the thousandth.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from pretraining.config.training import Packing
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
 from pretraining.data.sampling.token_stream import SAMPLES_A_SHARD, Lengths, OrderCache, Spans
 from pretraining.data.threads import RecentlyUsed
@@ -76,7 +78,7 @@ class PackedBlock:
         return documents, starts, self.lengths[items].astype(np.int64)
 
 
-def pack_block(lengths: np.ndarray, seq_length: int, packing: str) -> PackedBlock:
+def pack_block(lengths: np.ndarray, seq_length: int, packing: Packing) -> PackedBlock:
     """Packs the documents of a block into bins of at most S + 1 tokens.
 
     Args:
@@ -166,7 +168,11 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return numbers[in_order_of_opening]
 
 
-_ALGORITHMS = {"greedy": _next_fit, "first_fit": _first_fit, "best_fit": _best_fit_decreasing}
+_ALGORITHMS: dict[Packing, Callable[[np.ndarray, int], np.ndarray]] = {
+    "greedy": _next_fit,
+    "first_fit": _first_fit,
+    "best_fit": _best_fit_decreasing,
+}
 PACKINGS = tuple(_ALGORITHMS)
 
 
@@ -213,7 +219,7 @@ class PackedStream:
         bounds: np.ndarray,
         first_blocks: np.ndarray,
         seq_length: int,
-        packing: str,
+        packing: Packing,
         key: tuple[int, int],
         orders: OrderCache,
         cache: BinCache,

@@ -104,7 +104,8 @@ class SampleOrder:
 
     def _first_of_shard(self, pass_number: int) -> np.ndarray:
         """floor(eT / S) for every shard. With T = qS + r it is eq + floor(er / S), whose factors stay small."""
-        return pass_number * self._quotient + pass_number * self._remainder // self._seq_length
+        firsts: np.ndarray = pass_number * self._quotient + pass_number * self._remainder // self._seq_length
+        return firsts
 
     def _visit(self, pass_number: int, rounds: np.ndarray, active: np.ndarray) -> np.ndarray:
         """Returns the shards that rounds visit, each in its own order: [rounds, active]."""

@@ -87,7 +87,8 @@ class Spans:
         """Returns where each piece begins, [n], if rows begin at `row_places`, [rows]."""
         ends = np.cumsum(self.lengths)
         before_row = np.concatenate(([0], ends))[self.first_spans[:-1]]
-        return ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
+        begins: np.ndarray = ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
+        return begins
 
 
 _Part = tuple[np.ndarray, np.ndarray, int, int]

@@ -154,7 +154,8 @@ class _ArrowFile:
         bits = row_in_batch[rows]
         starts = (self.bodies + self.numbers["validity_at"])[batch[rows]]
         valid = self.content[starts + bits // 8] >> (bits % 8).astype(np.uint8) & 1
-        return rows[valid == 0]
+        null_rows: np.ndarray = rows[valid == 0]
+        return null_rows
 
     def _batch_numbers(self, count: int) -> np.ndarray:
         """Reads `count` numbers from the metadata of every record batch, [count, batches] int64."""
@@ -266,7 +267,7 @@ def _read(metadata: bytes, positions: list[int]) -> list[int]:
 
 def _follow(buffer: bytes, at: int) -> int:
     """Returns the position that a FlatBuffer's reference points to."""
-    return at + struct.unpack_from("<I", buffer, at)[0]
+    return at + int(struct.unpack_from("<I", buffer, at)[0])
 
 
 def _vector(buffer: bytes, table: int, number: int) -> tuple[int, int]:

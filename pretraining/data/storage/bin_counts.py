@@ -21,10 +21,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from pretraining.config.training import Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, new_file
 from pretraining.data.threads import usable_cores
@@ -41,7 +42,7 @@ _BLOCKS_LOOKED_AT = 64
 class BinCounts:
     """The bins of a packed dataset: before each block, then all, [blocks + 1] int64 in `bounds` for each split."""
 
-    packing: str
+    packing: Packing
     seq_length: int
     bounds: dict[str, np.ndarray]
 
@@ -55,7 +56,7 @@ def build_bin_counts(
     index: Index,
     places: Sequence[Path],
     seq_length: int,
-    packing: str,
+    packing: Packing,
     workers: int | None = None,
 ) -> BinCounts:
     """Returns the bins of a dataset, counted first where that was not done yet.
@@ -85,7 +86,7 @@ def build_bin_counts(
     return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
 
 
-def find_bin_counts(index: Index, places: Sequence[Path], seq_length: int, packing: str) -> BinCounts | None:
+def find_bin_counts(index: Index, places: Sequence[Path], seq_length: int, packing: Packing) -> BinCounts | None:
     """Opens the counts of a dataset if there are valid ones."""
     header = _header(index, seq_length, packing)
     for place in _places(index, places, seq_length, packing):
@@ -95,7 +96,7 @@ def find_bin_counts(index: Index, places: Sequence[Path], seq_length: int, packi
     return None
 
 
-def count_bins(index: Index, seq_length: int, packing: str, begin: int, end: int) -> np.ndarray:
+def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end: int) -> np.ndarray:
     """Counts bins of blocks [begin, end) in each split, [splits, end - begin] int64."""
     counts = np.zeros((len(SPLITS), end - begin), dtype="<i8")
     for row, name in zip(counts, SPLITS, strict=True):
@@ -107,7 +108,7 @@ def count_bins(index: Index, seq_length: int, packing: str, begin: int, end: int
     return counts
 
 
-def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, workers: int | None) -> np.ndarray:
+def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packing, workers: int | None) -> np.ndarray:
     """`count_bins` of all blocks. Python packs on one core a process, so large datasets take several.
 
     These are programs of their own: unlike those of `multiprocessing` they never run the caller's main module again.
@@ -138,13 +139,13 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: str, 
     return np.concatenate(parts, axis=1)
 
 
-def _places(index: Index, places: Sequence[Path], seq_length: int, packing: str) -> list[Path]:
+def _places(index: Index, places: Sequence[Path], seq_length: int, packing: Packing) -> list[Path]:
     """Returns where the counts may be: beside the index, else where an index could be as well."""
     name = f"{index.path.stem}-{packing}-{seq_length}.bins"
     return list(dict.fromkeys(place.with_name(name) for place in (index.path, *places)))
 
 
-def _header(index: Index, seq_length: int, packing: str) -> dict[str, Any]:
+def _header(index: Index, seq_length: int, packing: Packing) -> dict[str, Any]:
     """Says what counts are of."""
     # The index may have been made again from files of the same names and sizes with other documents: look at its
     # blocks' tokens, and at the documents of some blocks.
@@ -178,5 +179,5 @@ def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:
 
 if __name__ == "__main__":
     path, length, kind, first, last = sys.argv[1:]
-    counted = count_bins(Index(Path(path)), int(length), kind, int(first), int(last))
+    counted = count_bins(Index(Path(path)), int(length), cast(Packing, kind), int(first), int(last))
     sys.stdout.buffer.write(counted.tobytes())

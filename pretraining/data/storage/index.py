@@ -139,13 +139,14 @@ class Index:
 
     def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
         """Tells whether it was made from these files with these settings."""
-        return self.header["files"] == files.digest and self.header["index"] == settings.index_digest
+        return bool(self.header["files"] == files.digest and self.header["index"] == settings.index_digest)
 
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
         """Copies the `DOCUMENT`s with these canonical numbers."""
         blocks = numbers // BLOCK_DOCUMENTS
         self.note_looks(1 + int(np.count_nonzero(blocks[1:] != blocks[:-1])))
-        return self.documents[numbers]
+        documents: np.ndarray = self.documents[numbers]
+        return documents
 
     def note_looks(self, blocks: int) -> None:
         """Counts blocks that were looked at, and lets go of them once they are many.
@@ -192,7 +193,8 @@ class Index:
     def file_sizes(self) -> dict[str, int]:
         """Path -> bytes of the files that the index was made from."""
         part = self.header["parts"]["names"]
-        return json.loads(self._content[part["offset"] : part["offset"] + part["count"]])
+        sizes: dict[str, int] = json.loads(self._content[part["offset"] : part["offset"] + part["count"]])
+        return sizes
 
 
 _open_indices: weakref.WeakSet[Index] = weakref.WeakSet()

@@ -45,7 +45,7 @@ def train(config: TrainConfig, turn: Turn) -> None:
     trainer.train()
 
 
-class Rows(BaseDataLoader):
+class Rows(BaseDataLoader):  # type: ignore[misc]  # torchtitan is not there where types are checked
     """This rank's micro-batches, in memory."""
 
     def __init__(self, config: TrainConfig, shape: LlamaShape) -> None:
@@ -65,7 +65,7 @@ class Rows(BaseDataLoader):
         pass
 
 
-class InTurns(Trainer):
+class InTurns(Trainer):  # type: ignore[misc]  # as above
     """torchtitan's Trainer, which takes turns and also sums its losses up, on the device."""
 
     turn: Turn
@@ -83,7 +83,7 @@ class InTurns(Trainer):
         super().train_step(data_iterator)
 
     def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
-        loss = super().forward_backward_step(**arguments)
+        loss: torch.Tensor = super().forward_backward_step(**arguments)
         self._losses += loss.detach()
         return loss
 

@@ -71,7 +71,7 @@ def test_a_heartbeat_renews_it_also_on_a_full_disk(tmp_path: Path, monkeypatch: 
         renewed.set()
 
     monkeypatch.setattr(lease_module, "HEARTBEAT_SECONDS", 0.001)
-    monkeypatch.setattr(lease_module.os, "utime", utime)
+    monkeypatch.setattr(os, "utime", utime)
     with held(tmp_path):
         assert renewed.wait(30)
     assert all(thread.name != "lease" for thread in threading.enumerate())

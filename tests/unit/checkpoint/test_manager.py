@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def all_messages(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.fixture(params=[False, True], ids=["in place", "in the background"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Run]:
     """Makes runs that save in one way or the other, into one folder."""
-    return lambda *args, **more: Run(tmp_path, *args, asynchronous=request.param, **more)
+    return partial(Run, tmp_path, asynchronous=request.param)
 
 
 def test_saves_come_on_the_interval_and_at_the_end_once(

@@ -86,7 +86,7 @@ def kinds_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype
     )
 )
 def test_a_file_written_tensor_by_tensor_is_a_sound_archive(
-    tmp_path_factory: pytest.TempPathFactory, kinds: list
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, list[int]]]
 ) -> None:
     path = tmp_path_factory.mktemp("t") / MODEL_FILE
     tensors = {f"t{number}": torch.randn(shape).to(dtype) for number, (dtype, shape) in enumerate(kinds)}

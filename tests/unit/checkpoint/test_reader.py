@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
-import pretraining.files as retries
 from pretraining.checkpoint import reader, writer
 from pretraining.checkpoint.manifest import FileEntry, read_document
 from pretraining.checkpoint.reader import Header, TensorFiles, check_files, checksum_file, load_tensors, share_of_files
@@ -269,7 +269,7 @@ def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, restored = save(tmp_path, 6), tensors(0.0)
-    monkeypatch.setattr(retries.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(os, "preadv", failing(2))
     load(folder, restored)
     assert all(torch.equal(restored[name], value) for name, value in tensors(6.0).items())

@@ -4,6 +4,7 @@ import json
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_any_part_of_a_piece_reads_back(tmp_path_factory: pytest.TempPathFactory
         assert torch.equal(target, expected)
 
 
-def header_of(content: bytes) -> tuple[dict, bytes]:
+def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,7 @@ def test_an_error_that_passes_is_tried_again_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(retries.time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(os, "fsync", failing(2, errno.EIO))
     folder = save(tmp_path, 5)
     assert read_manifest(folder).step == 5 and pauses == [0.5, 1.0]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fire
 import pytest
@@ -27,13 +26,12 @@ DUMMY = {"use_dummy_dataset": "true"}
 
 def through_fire(*arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
     """What a command receives from fire for words on the command line."""
-    received: list[Any] = []
+    received: list[tuple[tuple[str, ...], dict[str, str]]] = []
 
-    @SetParseFn(str)
     def main(*overrides: str, **flags: str) -> None:
         received.append((overrides, flags))
 
-    fire.Fire(main, command=list(arguments), name="main")
+    fire.Fire(SetParseFn(str)(main), command=list(arguments), name="main")
     return received[0]
 
 

@@ -27,6 +27,9 @@ RANKS, WORKERS = (1, 2, 3, 4, 6, 7, 8), (0, 1, 2, 5)
 STAGES = st.lists(
     st.tuples(st.sampled_from(RANKS), st.sampled_from(WORKERS), st.integers(1, 4), st.integers(0, 4)), max_size=6
 )
+Batches = list[list[list[int]]]
+States = list[dict[str, Any]]
+Uninterrupted = tuple[Batches, States, Batches]
 Stage = tuple[int, int, int, int]  # ranks, workers, accumulation, steps
 
 
@@ -44,9 +47,7 @@ def datasets(config: DataConfig) -> OpenedDatasets:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    config: DataConfig, datasets: OpenedDatasets
-) -> tuple[list[list[list[int]]], list[dict[str, Any]], list[list[list[int]]]]:
+def uninterrupted(config: DataConfig, datasets: OpenedDatasets) -> Uninterrupted:
     """The global batches, the states before them, and the batches of made-up data."""
     alone = build_loader(datasets, config, plan(BATCH), 0, 7, 1000)
     batches, states = [], []
@@ -57,10 +58,10 @@ def uninterrupted(
     return batches, states, [rows(next(made_up)) for _ in range(STEPS + 1)]
 
 
-def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list[Stage]) -> tuple[list, list]:
+def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list[Stage]) -> tuple[Batches, States]:
     """The global batches of a run that is stopped after each stage and goes on otherwise; the states at the stops."""
-    batches: list[list[list[int]]] = []
-    states: list[dict[str, Any]] = []
+    batches: Batches = []
+    states: States = []
     for ranks, workers, accumulation, steps in stages:
         asked = replace(config, num_workers=workers)
         batch = plan(BATCH, ranks, accumulation)
@@ -80,7 +81,7 @@ def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list
 @example([(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)])
 @example([(ranks, workers, 1, 1) for ranks in (2, 7) for workers in (5, 0)])
 def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
-    config: DataConfig, datasets: OpenedDatasets, uninterrupted: tuple[list, list, list], stages: list[Stage]
+    config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
 ) -> None:
     batches, states = go_through(datasets, config, stages)
     assert batches == uninterrupted[0][: len(batches)]
@@ -93,7 +94,11 @@ def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_every_number_of_ranks_with_every_number_of_threads(
-    config: DataConfig, datasets: OpenedDatasets, uninterrupted: tuple[list, list, list], ranks: int, workers: int
+    config: DataConfig,
+    datasets: OpenedDatasets,
+    uninterrupted: Uninterrupted,
+    ranks: int,
+    workers: int,
 ) -> None:
     batches, _ = go_through(datasets, config, [(ranks, workers, 2, 4)])
     assert batches == uninterrupted[0][:4]
@@ -119,7 +124,7 @@ def test_what_pads_short_shares_is_zeros_without_labels(
     assert padding == 3 * plan(BATCH, 4, 2).padding_sequences
 
 
-def test_made_up_data_is_as_elastic(config: DataConfig, uninterrupted: tuple[list, list, list]) -> None:
+def test_made_up_data_is_as_elastic(config: DataConfig, uninterrupted: Uninterrupted) -> None:
     dummy = replace(config, use_dummy_dataset=True)
     batches, _ = go_through(None, dummy, [(8, 2, 1, 4), (3, 0, 3, 4), (5, 5, 2, 4), (8, 1, 1, 4)])
     assert batches == uninterrupted[2][:16]

@@ -37,7 +37,8 @@ class Numbers:
         return {"files": self.name}
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.divmod(np.arange(begin, end), self.shards)[::-1]  # type: ignore[return-value]
+        numbers, shards = np.divmod(np.arange(begin, end), self.shards)
+        return shards, numbers
 
     def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
         rows = len(shards)
@@ -200,7 +201,7 @@ def test_files_are_read_on_through_changes_on_other_numbers_of_ranks(config: Dat
             for part in (*parts, whole):
                 part.close()
         assert (batches, state) == (expected, alone)
-    assert len(state["phases"]) == 4 and sum(state["counts"].values()) == 4 * (8 + 8 + 5 + 12)
+    assert state is not None and len(state["phases"]) == 4 and sum(state["counts"].values()) == 4 * (8 + 8 + 5 + 12)
 
 
 def test_a_changed_weight_goes_on_in_the_middle_of_each_dataset(config: DataConfig) -> None:
@@ -257,7 +258,7 @@ def test_a_weight_of_zero_leaves_a_dataset_out_as_removing_it_does(config: DataC
     one = replace(config, num_workers=0)
     _, state = go_on([loader(one, plan(8))], None, 3)
     removed, zero = (
-        loader(replace(one, **changes), plan(8))  # type: ignore[arg-type]
+        loader(replace(one, **changes), plan(8))
         for changes in ({"datasets": ("web",)}, {"datasets": ("web", "code"), "weights": (1.0, 0.0)})
     )
     assert go_on([removed], state, 2) == go_on([zero], state, 2)

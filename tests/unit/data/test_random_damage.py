@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.commands import VerifyConfig
-from pretraining.config.training import DataConfig
+from pretraining.config.training import DataConfig, Packing
 from pretraining.data.dataset import build_loader
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
@@ -125,7 +125,7 @@ def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_path: Path, packing: str) -> None:
+def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_path: Path, packing: Packing) -> None:
     """Nor do damaged counts of bins change any."""
     root = make_root(tmp_path / "data", web=60, code=40)
     config = DataConfig(

@@ -21,7 +21,7 @@ def test_a_sample_is_a_function_of_its_number_seed_and_split() -> None:
         target = np.zeros((1, 5), dtype=np.uint16)
         samples = DummySamples(4, 4, seed, split, 40_000)
         samples.read(samples.spans(np.array([0]), np.array([number])), target, np.array([0]))
-        return target[0].tolist()
+        return [int(token) for token in target[0]]
 
     assert read(1, "train", 10**15) == read(1, "train", 10**15)
     variants = [read(1, "train", 5), read(2, "train", 5), read(1, "held_out", 5), read(1, "train", 6)]

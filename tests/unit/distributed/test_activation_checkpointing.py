@@ -155,7 +155,7 @@ def counted_flops(plain: Llama, selective: str | None, length: int) -> int:
     model = checkpointed(plain, selective)
     with FlopCounterMode(display=False) as counter:
         model(*batch(1, length))[0].backward()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 @pytest.mark.parametrize("selective", SELECTIONS)

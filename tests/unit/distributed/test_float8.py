@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import TINY, VOCABULARY
 
 from pretraining.config.command_line import load_train_config
+from pretraining.config.training import Float8Scaling
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.float8 import check_float8, multiply_in_float8
 from pretraining.distributed.mesh import build_mesh
@@ -41,7 +42,7 @@ def gpu_of(capability: tuple[int, int], patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
 
 
-def refusal(scaling: str, device: torch.device) -> str:
+def refusal(scaling: Float8Scaling, device: torch.device) -> str:
     with pytest.raises(ConfigError) as error:
         check_float8(scaling, device)
     return str(error.value)
@@ -81,7 +82,7 @@ def test_newer_gpus_with_torchao_have_float8(capability: tuple[int, int], monkey
 
 @needs_torchao
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_linear_layers_of_the_blocks_are_exchanged_and_parameters_stay(scaling: str) -> None:
+def test_linear_layers_of_the_blocks_are_exchanged_and_parameters_stay(scaling: Float8Scaling) -> None:
     with torch.device("meta"):
         model = Llama(TINY_SHAPE)
     before = dict(model.named_parameters())
@@ -135,7 +136,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_loss_and_gradients_are_those_of_bfloat16_to_the_digits_of_float8(scaling: str) -> None:
+def test_loss_and_gradients_are_those_of_bfloat16_to_the_digits_of_float8(scaling: Float8Scaling) -> None:
     expected = loss_and_gradients(model_with())
     found = loss_and_gradients(model_with(f"float8={scaling}"))
     assert list(found) == list(expected)
@@ -149,7 +150,7 @@ def test_loss_and_gradients_are_those_of_bfloat16_to_the_digits_of_float8(scalin
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("selective", ["1", "2", "op"])
-def test_blocks_that_are_computed_again_give_the_same_bits(scaling: str, selective: str) -> None:
+def test_blocks_that_are_computed_again_give_the_same_bits(scaling: Float8Scaling, selective: str) -> None:
     expected = loss_and_gradients(model_with(f"float8={scaling}"))
     found = loss_and_gradients(model_with(f"float8={scaling}", CHECKPOINTED, f"selective_checkpointing={selective}"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -180,7 +181,7 @@ def test_checkpointing_per_operation_computes_no_product_again(selective: str | 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("selective", [None, "1", "op"])
-def test_blocks_compile_as_whole_graphs(scaling: str, selective: str | None) -> None:
+def test_blocks_compile_as_whole_graphs(scaling: Float8Scaling, selective: str | None) -> None:
     flags = [f"float8={scaling}"]
     if selective is not None:
         flags += [CHECKPOINTED, f"selective_checkpointing={selective}"]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pretraining.config.training import ShardingStrategy
 from pretraining.distributed.fsdp import MicroBatchSync, precision_policy, shard_model
 from pretraining.distributed.mesh import AXES
 from pretraining.model.init import initialize_weights
@@ -57,7 +58,7 @@ def four_ranks() -> Iterator[None]:
     ],
 )
 def test_replicas_exchange_gradients_once_a_step_and_shards_what_they_must(
-    strategy: str,
+    strategy: ShardingStrategy,
     mesh_shape: tuple[int, int],
     gathers: int,
     gathers_each: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -51,11 +52,11 @@ def test_freed_blocks_are_taken_again_without_asking_the_system_unless_the_user_
 @pytest.mark.parametrize("name", ["TRIM_THRESHOLD", "MMAP_THRESHOLD", "TOP_PAD", "MMAP_MAX"])
 def test_an_allocator_that_the_user_has_set_up_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"MALLOC_{name}_", "131072")
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda library: pytest.fail("it was asked"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: pytest.fail("it was asked"))
     assert not host_memory.keep_freed_memory()
 
 
 def test_a_system_without_glibc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda library: object())
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: object())
     assert not host_memory.keep_freed_memory()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretraining.config.training import ParallelConfig
+from pretraining.config.training import ParallelConfig, ShardingStrategy
 from pretraining.distributed.mesh import build_mesh, mesh_shape
 from pretraining.errors import ConfigError
 
@@ -18,7 +18,7 @@ from pretraining.errors import ConfigError
         ("hsdp_zero2", 8, (1, 8)),
     ],
 )
-def test_axes_are_replicas_and_shards(strategy: str, group: int | None, shape: tuple[int, int]) -> None:
+def test_axes_are_replicas_and_shards(strategy: ShardingStrategy, group: int | None, shape: tuple[int, int]) -> None:
     parallel = ParallelConfig(sharding_strategy=strategy, hsdp_group_size=group)
     assert mesh_shape(parallel, [4] * 8) == shape
 

@@ -73,7 +73,7 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     class Properties:
         uuid = "GPU-1"
 
-    def everyone_says(outcomes: list, mine: object) -> None:
+    def everyone_says(outcomes: list[object], mine: object) -> None:
         outcomes[:] = [mine, mine]
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())

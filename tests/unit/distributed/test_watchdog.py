@@ -189,7 +189,7 @@ def test_a_thread_that_the_store_blocks_does_not_keep_a_run_from_its_end(
 
 
 def test_both_timeouts_at_zero_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_module.threading, "Thread", None)
+    monkeypatch.setattr(threading, "Thread", None)
     with Watchdog(replace(GUARD, hang_timeout=seconds(0), first_step_timeout=seconds(0)), processes(2)):
         pass
 

@@ -117,7 +117,9 @@ def test_a_run_that_is_should_stop_does_not_begin_an_evaluation() -> None:
     evaluator = evaluator_with(opened, [])
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(1, 1))
     state.advance(0.0, stop=15)
-    assert evaluator.maybe_run(state) is None and not evaluator.pending  # nothing was due
+    assert evaluator.maybe_run(state) is None
+    was_pending = evaluator.pending
+    assert not was_pending  # nothing was due
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
     state.advance(0.0, stop=15)
     assert evaluator.maybe_run(state) is None and evaluator.pending and opened == []

@@ -77,7 +77,7 @@ def test_where_nobody_is_to_be_named_nobody_looks(
     factor: float | None, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = watch(factor, monkeypatch, [[1, 1, 1]] * (processes - 1))
-    monkeypatch.setattr(stragglers.threading, "Thread", None)
+    monkeypatch.setattr(threading, "Thread", None)
     looked.start()
     assert looked.report(1.0) == []
     looked.stop()
@@ -111,7 +111,7 @@ def test_the_thread_tells_work_from_waiting_and_leaves_other_activities_out(monk
     monkeypatch.setattr(stragglers, "is_waiting", is_waiting)
     looked._stopped, looked._activity = turns, Busy()
     doing[:] = looks
-    looked._watched = stragglers.threading.get_ident()
+    looked._watched = threading.get_ident()
     looked._look_on()
     assert (looked._working, looked._waiting, looked._for_data) == (2, 1, 1)
 

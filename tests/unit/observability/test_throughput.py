@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from pretraining.observability.throughput import Stopwatch, peak_tflops
@@ -84,7 +86,7 @@ def test_watching_items_books_the_time_that_each_takes() -> None:
     clock = Clock()
     stopwatch = Stopwatch(clock)
 
-    def slow_items():  # type: ignore[no-untyped-def]
+    def slow_items() -> Iterator[int]:
         for item in range(3):
             clock.now += 1
             yield item

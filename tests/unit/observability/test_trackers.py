@@ -12,7 +12,7 @@ from pretraining.errors import ConfigError
 from pretraining.observability.trackers import METRICS_FILE, JsonLines, TrackedRun, open_trackers
 
 
-def lines_of(folder: Path) -> list[dict]:
+def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 

@@ -24,7 +24,7 @@ def tiny_llama(tied: bool) -> Llama:
     return model
 
 
-def names_in(model: nn.Module, group: dict) -> set[str]:
+def names_in(model: nn.Module, group: dict[str, Any]) -> set[str]:
     members = {id(parameter) for parameter in group["params"]}
     return {name for name, parameter in model.named_parameters() if id(parameter) in members}
 

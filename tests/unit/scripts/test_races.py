@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+import torch
 from helpers import ROOT, plain_environment
 
 from pretraining.config.command_line import load_train_config
@@ -62,7 +63,7 @@ def test_a_race_without_a_loss_at_its_end_is_refused_before_it_starts(interval: 
 def test_torchtitan_is_raced_only_on_equal_terms(flag: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ["use_dummy_dataset=true", "fsdp_activation_checkpointing=true", flag]
     monkeypatch.setattr(against_torchtitan, "version", lambda package: "0.2.1")
-    assert reason in against_torchtitan.obstacle(load_train_config(settings))
+    assert reason in (against_torchtitan.obstacle(load_train_config(settings)) or "")
 
 
 def test_torchtitan_must_be_there_and_have_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +73,11 @@ def test_torchtitan_must_be_there_and_have_a_gpu(monkeypatch: pytest.MonkeyPatch
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(against_torchtitan, "version", missing)
-    assert "torchtitan is not there" in against_torchtitan.obstacle(config)
+    assert "torchtitan is not there" in (against_torchtitan.obstacle(config) or "")
     monkeypatch.setattr(against_torchtitan, "version", lambda package: "0.2.2")
-    monkeypatch.setattr(against_torchtitan.torch.cuda, "is_available", lambda: False)
-    assert "no GPU here" in against_torchtitan.obstacle(config)
-    monkeypatch.setattr(against_torchtitan.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no GPU here" in (against_torchtitan.obstacle(config) or "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert against_torchtitan.obstacle(config) is None
 
 

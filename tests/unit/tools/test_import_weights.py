@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ def run_import(root: Path) -> None:
 def test_the_checkpoint_holds_the_weights_in_float32_and_has_no_faults(
     tmp_path: Path,
     shape: LlamaShape,
-    layout,
-    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
+    layout: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(module, "FILE_BYTES", 5000)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,13 +54,18 @@ def rewrite_manifest(folder: Path, **changes: object) -> None:
     (folder / MANIFEST).write_text(json.dumps(document))
 
 
+def damage_both(folder: Path) -> None:
+    flip_byte(folder / FIRST)
+    (folder / SECOND).write_bytes(b"")
+
+
 @pytest.mark.parametrize(
     ("damage", "messages"),
     [
         (lambda folder: (folder / FIRST).unlink(), [f"{FIRST} is missing"]),
         (lambda folder: flip_byte(folder / SECOND), [f"{SECOND} is damaged: its checksum is"]),
         (
-            lambda folder: [flip_byte(folder / FIRST), (folder / SECOND).write_bytes(b"")],
+            damage_both,
             [f"{FIRST} is damaged", f"{SECOND} has 0 bytes in place of"],
         ),
         (lambda folder: (folder / "more.safetensors").touch(), ["more.safetensors is no part of the checkpoint"]),
@@ -229,7 +235,7 @@ def test_a_run_is_checked_wholly_and_what_is_incomplete_is_said(
         ({"ckpt_path": "a", "datasets": ("x",)}, "--datasets is about token files"),
     ],
 )
-def test_there_is_one_thing_to_check(given: dict, message: str) -> None:
+def test_there_is_one_thing_to_check(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(VerifyConfig(**given))
 

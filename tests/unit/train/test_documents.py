@@ -30,11 +30,13 @@ def inputs_of(width: int, rows: list[Row]) -> ModelInputs:
 
 
 def logits_of(model: Llama, inputs: ModelInputs) -> Tensor:
-    return model(inputs.tokens_BS, None, inputs.positions_BS, inputs.document_lengths)
+    logits: Tensor = model(inputs.tokens_BS, None, inputs.positions_BS, inputs.document_lengths)
+    return logits
 
 
 def loss_of(model: Llama, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-    return model(inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths)[:2]
+    loss_sum, valid, _ = model(inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths)
+    return loss_sum, valid
 
 
 def gradients_of(model: Llama, loss_sum: Tensor) -> list[Tensor]:

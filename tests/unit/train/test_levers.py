@@ -40,7 +40,8 @@ def start(run: Path, *flags: str) -> None:
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_run_may_change_its_levers_at_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path / "plain")
-    starts = ([*PER_OPERATION, *COMPILED], ["fsdp_activation_checkpointing=true", "selective_checkpointing=1/3"], [])
+    a_third = ["fsdp_activation_checkpointing=true", "selective_checkpointing=1/3"]
+    starts: list[list[str]] = [[*PER_OPERATION, *COMPILED], a_third, []]
     capsys.readouterr()
     for levers in starts:
         start(tmp_path / "moved", "run_steps=2", *levers)

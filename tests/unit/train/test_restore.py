@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,9 @@ def equal(first: Path, second: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def status_of(run: Path) -> dict:
-    return json.loads((run / "run_status.json").read_text())
+def status_of(run: Path) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads((run / "run_status.json").read_text())
+    return status
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -285,7 +286,7 @@ def test_inspect_shows_what_was_trained_before_and_after_a_phase_began(
     start(run, *common, "datasets=first,second", "weights=1,2", "global_batch_size=6")
     assert "phase 2 from step 3" in capsys.readouterr().out
 
-    def inspected(step: int, *flags: str) -> list[dict]:
+    def inspected(step: int, *flags: str) -> list[dict[str, Any]]:
         main(["inspect", f"ckpt_load_path={run}", f"step={step}", "json=true", *flags])
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 

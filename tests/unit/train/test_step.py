@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -97,8 +98,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     train_step(context, batch, 0)
     before = values(context)
 
-    norm = context.model.model.norm  # type: ignore[union-attr]
-    poison = norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))  # type: ignore[union-attr]
+    norm = context.model.get_submodule("model.norm")
+    poison = norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
     outcome = train_step(context, batch, 1)
     poison.remove()
     assert bool(outcome.skipped) and not torch.isfinite(outcome.grad_norm)
@@ -119,7 +120,7 @@ def test_parameters_are_gathered_once_a_step_however_many_micro_batches(monkeypa
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     gathers: list[FSDPParamGroup] = []
-    gather = FSDPParamGroup._to_unsharded
+    gather: Callable[[FSDPParamGroup], None] = FSDPParamGroup._to_unsharded
 
     def counting(group: FSDPParamGroup) -> None:
         gathers.append(group)
@@ -170,8 +171,8 @@ def test_without_a_scale_small_gradients_would_vanish_in_float16() -> None:
         context = context_for_step(torch.float16)
         assert context.scaler is not None
         context.scaler.load_state_dict({"scale": scale, "steps": 0})
-        norm = context.model.model.norm  # type: ignore[union-attr]
-        norm.register_forward_hook(lambda module, inputs, output: output * 1e-7)  # type: ignore[union-attr,operator]
+        norm = context.model.get_submodule("model.norm")
+        norm.register_forward_hook(lambda module, inputs, output: output * 1e-7)
         found.append(float(train_step(context, batch, 0).grad_norm))
     assert found[0] > 2 * found[1]
 

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from unit.data.sampling.stream_oracle import BLOCKS, ROUNDS, key_of, keyed_hash
 
+from pretraining.config.training import Packing
+
 BINS = 6
 
 Piece = tuple[int, int, int]  # document, first token, tokens
@@ -21,7 +23,7 @@ def pieces_of(document: int, length: int, seq_length: int) -> list[Piece]:
     return [(document, start, min(seq_length + 1, length - start)) for start in starts]
 
 
-def pack(lengths: Sequence[int], seq_length: int, packing: str) -> list[list[Piece]]:
+def pack(lengths: Sequence[int], seq_length: int, packing: Packing) -> list[list[Piece]]:
     """The bins of a block, in their order, each with its items in their order."""
     capacity = seq_length + 1
     items = [piece for document, length in enumerate(lengths) for piece in pieces_of(document, length, seq_length)]
@@ -52,7 +54,7 @@ class PackedOracle:
     block: int
     logical_shards: int
     seq_length: int
-    packing: str
+    packing: Packing
     key: tuple[int, int]
 
     @cached_property

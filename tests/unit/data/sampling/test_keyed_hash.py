@@ -64,7 +64,8 @@ def unmix64(values: np.ndarray) -> np.ndarray:
     values = values * np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
     values = values ^ (values >> np.uint64(27)) ^ (values >> np.uint64(54))
     values = values * np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
-    return values ^ (values >> np.uint64(30)) ^ (values >> np.uint64(60))
+    mixed: np.ndarray = values ^ (values >> np.uint64(30)) ^ (values >> np.uint64(60))
+    return mixed
 
 
 def unhash64(key: int, hashes: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
 
@@ -107,7 +108,7 @@ def test_a_dataset_of_weight_zero_gives_nothing() -> None:
 
 
 @given(st.lists(st.decimals(0, 1000, places=4), min_size=1, max_size=20).filter(any))
-def test_decimal_weights_keep_their_exact_ratios(weights: list) -> None:
+def test_decimal_weights_keep_their_exact_ratios(weights: list[Decimal]) -> None:
     integers = integer_weights({str(n): float(weight) for n, weight in enumerate(weights)})
     total, exact_total = sum(integers.values()), sum(Fraction(weight) for weight in weights)
     assert all(Fraction(integers[str(n)], total) == Fraction(weight) / exact_total for n, weight in enumerate(weights))

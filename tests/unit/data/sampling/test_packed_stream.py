@@ -16,7 +16,7 @@ from unit.data.sampling.stream_oracle import text_number
 from unit.data.sampling.test_token_stream import EqualLengths, KnownLengths
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.training import DataConfig
+from pretraining.config.training import DataConfig, Packing
 from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.dataset import SplitName, build_loader
 from pretraining.data.sampling.packing import PACKINGS, BinCache, PackedStream, bin_cache, cut_blocks, pack_block
@@ -38,14 +38,14 @@ def pieces(spans: Spans) -> list[list[Piece]]:
 
 
 def stream(
-    known: Lengths, bounds: np.ndarray, shards: int, seq_length: int, packing: str, cache: BinCache | None = None
+    known: Lengths, bounds: np.ndarray, shards: int, seq_length: int, packing: Packing, cache: BinCache | None = None
 ) -> PackedStream:
     cut = cut_blocks(bounds, shards)
     return PackedStream(known, bounds, cut, seq_length, packing, KEY, order_cache(), cache or bin_cache())
 
 
 def known_stream(
-    lengths: list[int], block: int, shards: int, seq_length: int, packing: str, cache: BinCache | None = None
+    lengths: list[int], block: int, shards: int, seq_length: int, packing: Packing, cache: BinCache | None = None
 ) -> PackedStream:
     blocks = [np.array(lengths[begin : begin + block]) for begin in range(0, len(lengths), block)]
     counts = [len(pack_block(each, seq_length, packing)) for each in blocks]
@@ -62,7 +62,7 @@ def samples_of(made: PackedStream, shard: int, begin: int, end: int) -> list[lis
 @example([80] * 8 + [1] * 16, 8, 9, 3, "greedy")  # shards without a block
 @example([0, 0, 0, 0, 5, 0, 0, 0], 2, 4, 19, "best_fit")  # blocks without a bin
 def test_samples_are_those_of_the_oracle(
-    lengths: list[int], block: int, shards: int, seq_length: int, packing: str
+    lengths: list[int], block: int, shards: int, seq_length: int, packing: Packing
 ) -> None:
     made = known_stream(lengths, block, shards, seq_length, packing)
     oracle = PackedOracle(lengths, block, shards, seq_length, packing, KEY)
@@ -75,7 +75,7 @@ def test_samples_are_those_of_the_oracle(
 @settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 9), st.integers(1, 20), st.sampled_from(PACKINGS))
 def test_a_pass_gives_every_bin_and_every_label_once(
-    lengths: list[int], block: int, shards: int, seq_length: int, packing: str
+    lengths: list[int], block: int, shards: int, seq_length: int, packing: Packing
 ) -> None:
     made = known_stream(lengths, block, shards, seq_length, packing)
     passes = [
@@ -172,7 +172,7 @@ def batches(config: DataConfig) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, packing: str) -> None:
+def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, packing: Packing) -> None:
     documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=70)
     write_documents(tmp_path / "web/x.arrow", documents)
     settings = DataConfig(
@@ -218,7 +218,7 @@ def test_stopping_anywhere_and_going_on_equals_going_on(config: DataConfig, batc
 
 
 @pytest.mark.parametrize(("before", "after"), [("stream", "best_fit"), ("best_fit", "stream"), ("best_fit", "greedy")])
-def test_a_resume_with_another_packing_is_refused(config: DataConfig, before: str, after: str) -> None:
+def test_a_resume_with_another_packing_is_refused(config: DataConfig, before: Packing, after: Packing) -> None:
     state = loader(replace(config, packing=before)).state_dict()
     with pytest.raises(DataError, match=rf"(?s)began with:\n  - packing was {before} and is {after}\nRestore"):
         loader(replace(config, packing=after)).load_state_dict(state)
@@ -237,7 +237,7 @@ def test_an_epoch_is_every_sample_of_every_dataset_once(config: DataConfig) -> N
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_with_a_document_mask_every_token_but_a_documents_first_is_a_label_once(
-    config: DataConfig, packing: str
+    config: DataConfig, packing: Packing
 ) -> None:
     config = replace(config, packing=packing, document_mask=True)
     datasets = opened(config)

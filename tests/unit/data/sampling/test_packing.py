@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.sampling.packing_oracle import Piece, pack
 
+from pretraining.config.training import Packing
 from pretraining.data.sampling.packing import PACKINGS, PackedBlock, pack_block
 
 LENGTHS = st.lists(
@@ -16,7 +17,7 @@ LENGTHS = st.lists(
 BLOCKS = given(LENGTHS, st.one_of(st.integers(1, 12), st.integers(12, 60)), st.sampled_from(PACKINGS))
 
 
-def packed(lengths: list[int], seq_length: int, packing: str) -> PackedBlock:
+def packed(lengths: list[int], seq_length: int, packing: Packing) -> PackedBlock:
     return pack_block(np.array(lengths, dtype=np.int64), seq_length, packing)
 
 
@@ -34,13 +35,13 @@ def bins_of(block: PackedBlock) -> list[list[Piece]]:
 @example([3, 9, 2], 4, "greedy")  # full pieces leave the bin of the item before open
 @example([2, 6, 3], 4, "best_fit")  # the last token of the second document is the label of its only piece
 @example([6, 4, 6, 4], 9, "best_fit")
-def test_bins_are_those_of_the_oracle(lengths: list[int], seq_length: int, packing: str) -> None:
+def test_bins_are_those_of_the_oracle(lengths: list[int], seq_length: int, packing: Packing) -> None:
     assert bins_of(packed(lengths, seq_length, packing)) == pack(lengths, seq_length, packing)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize(("mean", "seq_length"), [(60, 512), (600, 512), (600, 4096)])
-def test_whole_blocks_are_packed_as_the_oracle_does(packing: str, mean: int, seq_length: int) -> None:
+def test_whole_blocks_are_packed_as_the_oracle_does(packing: Packing, mean: int, seq_length: int) -> None:
     lengths = np.random.default_rng(3).lognormal(np.log(mean), 1.0, 1024).astype(np.int64)
     block = pack_block(lengths, seq_length, packing)
     assert bins_of(block) == pack(lengths.tolist(), seq_length, packing)
@@ -48,7 +49,7 @@ def test_whole_blocks_are_packed_as_the_oracle_does(packing: str, mean: int, seq
 
 @settings(max_examples=200, deadline=None)
 @BLOCKS
-def test_no_bin_overflows_and_nothing_is_split_that_fits(lengths: list[int], seq_length: int, packing: str) -> None:
+def test_no_bin_overflows_and_nothing_is_split_that_fits(lengths: list[int], seq_length: int, packing: Packing) -> None:
     pieces = Counter[int]()
     for items in bins_of(packed(lengths, seq_length, packing)):
         assert 1 <= sum(length for _, _, length in items) <= seq_length + 1
@@ -61,7 +62,7 @@ def test_no_bin_overflows_and_nothing_is_split_that_fits(lengths: list[int], seq
 @settings(max_examples=200, deadline=None)
 @BLOCKS
 def test_every_token_but_a_documents_first_is_a_label_inside_it_once(
-    lengths: list[int], seq_length: int, packing: str
+    lengths: list[int], seq_length: int, packing: Packing
 ) -> None:
     labels = Counter(
         (document, token)
@@ -74,7 +75,7 @@ def test_every_token_but_a_documents_first_is_a_label_inside_it_once(
 
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.integers(1, 60), st.sampled_from(["first_fit", "best_fit"]))
-def test_at_most_one_bin_is_half_empty(lengths: list[int], seq_length: int, packing: str) -> None:
+def test_at_most_one_bin_is_half_empty(lengths: list[int], seq_length: int, packing: Packing) -> None:
     sizes = [sum(length for _, _, length in items) for items in bins_of(packed(lengths, seq_length, packing))]
     assert sum(2 * size <= seq_length + 1 for size in sizes) <= 1
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -76,12 +77,11 @@ def test_the_order_is_the_same_however_many_samples_are_found_at_once(monkeypatc
 
 def test_a_stretch_is_found_once_for_all_the_batches_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     order = SampleOrder(np.full(1000, 10_000), 10, KEY)
-    found = []
-    find = order._find
-    monkeypatch.setattr(order, "_find", lambda begin, end: found.append((begin, end)) or find(begin, end))
+    find = Mock(wraps=order._find)
+    monkeypatch.setattr(order, "_find", find)
     for begin in range(4_000, 6_000, 8):
         order.samples(begin, begin + 8)
-    assert found == [(4_000, 5_000), (5_000, 6_000)]
+    assert find.call_args_list == [call(4_000, 5_000), call(5_000, 6_000)]
 
 
 @pytest.mark.parametrize("first", [0, 10**9, 10**12, 2**50 + 12345])

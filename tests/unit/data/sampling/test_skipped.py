@@ -89,8 +89,8 @@ def test_through_phases_and_resumes_steps_take_the_samples_that_are_left_in_orde
         state = made.state_dict()
     limit = trained[-1] if trained else 0
     assert trained == [each for each in range(limit + 1) if each not in skipped][: len(trained)]
-    for name, numbers in used.items():
-        assert numbers == sorted(set(numbers)), name  # none twice, though some are left out
+    for name, seen in used.items():
+        assert seen == sorted(set(seen)), name  # none twice, though some are left out
     assert state is not None and len(skipped & set(range(state["next_sample"]))) + len(trained) == state["next_sample"]
     assert sum(state["counts"].values()) == state["next_sample"]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -87,16 +88,15 @@ def test_large_files_are_mapped_and_small_ones_read_with_the_same_result(
 
 
 def test_the_schema_of_like_files_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = []
-    real = arrow._parse
-    monkeypatch.setattr(arrow, "_parse", lambda schema: parsed.append(schema) or real(schema))
+    parse = Mock(wraps=arrow._parse)
+    monkeypatch.setattr(arrow, "_parse", parse)
     arrow._locate.cache_clear()
     for number in range(20):
         documents = random_documents(6, seed=number)
         write_documents(tmp_path / f"{number}.arrow", documents, batch_documents=2)
         path = tmp_path / f"{number}.arrow"
         assert documents_at(path, layout_of(path)) == documents
-    assert len(parsed) == 1
+    assert parse.call_count == 1
     for number in range(3):  # each is told of by its own name
         write_documents(tmp_path / f"bad{number}.arrow", [[1]], column="ids")
         with pytest.raises(DataError, match=rf"bad{number}\.arrow has no column 'tokens'"):

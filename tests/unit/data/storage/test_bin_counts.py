@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from unit.data.sampling.packing_oracle import pack
 from unit.data.token_files import random_documents, write_documents
 
-from pretraining.config.training import DataConfig
+from pretraining.config.training import DataConfig, Packing
 from pretraining.data.dataset import build_indices, open_datasets
 from pretraining.data.storage import bin_counts
 from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
@@ -42,11 +43,11 @@ def index_of(settings: DataConfig) -> Index:
     return open_datasets(listing, settings).datasets[0].index
 
 
-def build(index: Index, packing: str = "best_fit", workers: int | None = 1) -> BinCounts:
+def build(index: Index, packing: Packing = "best_fit", workers: int | None = 1) -> BinCounts:
     return build_bin_counts("web", index, [index.path], SEQ_LENGTH, packing, workers)
 
 
-def find(index: Index, seq_length: int = SEQ_LENGTH, packing: str = "best_fit") -> BinCounts | None:
+def find(index: Index, seq_length: int = SEQ_LENGTH, packing: Packing = "best_fit") -> BinCounts | None:
     return find_bin_counts(index, [index.path], seq_length, packing)
 
 
@@ -62,7 +63,7 @@ def bounds_of(counts: BinCounts) -> dict[str, list[int]]:
 @pytest.mark.parametrize("packing", ["greedy", "first_fit", "best_fit"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_bins_of_every_block_are_counted_in_any_number_of_processes(
-    index: Index, packing: str, workers: int
+    index: Index, packing: Packing, workers: int
 ) -> None:
     counts = build(index, packing, workers)
     for split in SPLITS:
@@ -160,7 +161,7 @@ def test_a_full_disk_leaves_nothing_behind(index: Index, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     before = set(index.path.parent.iterdir())
-    monkeypatch.setattr(bin_counts.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match=r"cannot write .*\.bins: No space left on device"):
         build(index)
     assert set(index.path.parent.iterdir()) == before

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -80,9 +83,9 @@ def test_documents_are_those_of_the_oracle(
         ({"min_length": 4, "strip_tokens": (PAD,)}, [[]] * 5),
     ],
 )
-def test_what_the_settings_mean(tmp_path: Path, ends: dict[str, int], expected: list[list[int]]) -> None:
+def test_what_the_settings_mean(tmp_path: Path, ends: dict[str, Any], expected: list[list[int]]) -> None:
     write_documents(tmp_path / "x.arrow", [[], [SEP], [BOS, 7], [7, SEP], [PAD, 7, SEP, 7, PAD]])
-    made = IndexSettings(**{"dataset": "web", "column": "tokens", "sep_token": None, "held_out_fraction": 0.0, **ends})
+    made = replace(IndexSettings("web", "tokens", None, 0.0), **ends)
     assert trained(tmp_path / "x.arrow", made) == expected
 
 
@@ -91,13 +94,12 @@ def test_long_runs_are_stripped_in_few_looks(tmp_path: Path, monkeypatch: pytest
     documents += [[PAD] * 100_000, [OTHER]]
     write_documents(tmp_path / "x.arrow", documents)
     ends = IndexSettings("web", "tokens", None, 0.0, strip_tokens=(PAD,))
-    looks = []
-    real = document_ends._is_any_of
-    monkeypatch.setattr(document_ends, "_is_any_of", lambda *call: looks.append(call) or real(*call))
+    looks = Mock(wraps=document_ends._is_any_of)
+    monkeypatch.setattr(document_ends, "_is_any_of", looks)
     for at_once in (1 << 20, 1 << 13):
         monkeypatch.setattr(document_ends, "_LOOKED_AT_ONCE", at_once)
         assert trained(tmp_path / "x.arrow", ends) == [
             as_trained(document, None, None, {PAD}) for document in documents
         ]
-    assert len(looks) < 100
-    assert max(tokens.size for tokens, _ in looks) <= 1 << 20
+    assert looks.call_count < 100
+    assert max(call.args[0].size for call in looks.call_args_list) <= 1 << 20

@@ -39,14 +39,16 @@ Piece = tuple[int, int, int]  # document, start, length
 
 def spans(rows: Sequence[Sequence[Piece]]) -> Spans:
     columns = zip(*(piece for pieces in rows for piece in pieces), strict=True)
+    documents, starts, lengths = (np.array(column, dtype=np.int64) for column in columns)
     first_spans = np.cumsum([0, *(len(pieces) for pieces in rows)])
-    return Spans(*(np.array(column, dtype=np.int64) for column in columns), first_spans)
+    return Spans(documents, starts, lengths, first_spans)
 
 
 def read(made: DocumentReader, pieces: list[Piece], dtype: type = np.uint16) -> list[int]:
     row: np.ndarray = np.full((1, sum(length for _, _, length in pieces)), 77, dtype=dtype)
     made.read(spans([pieces]), row, np.array([0]))
-    return row[0].tolist()
+    tokens: list[int] = row[0].tolist()
+    return tokens
 
 
 @st.composite

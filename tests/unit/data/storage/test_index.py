@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,8 @@ def files(root: Path) -> DatasetFiles:
 
 
 def lengths_of(index: Index, split: str = "train") -> list[int]:
-    return index.split(split).lengths(0, len(index.documents)).tolist()
+    lengths: list[int] = index.split(split).lengths(0, len(index.documents)).tolist()
+    return lengths
 
 
 def test_it_holds_every_document_in_canonical_order(tmp_path: Path) -> None:
@@ -207,7 +210,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_build.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match=r"cannot write the index .*: No space left on device"):
         build_index(files(tmp_path), ARROW, SETTINGS)
     assert list((tmp_path / "web/.index").iterdir()) == []
@@ -282,10 +285,11 @@ def test_however_many_documents_are_looked_at_little_of_the_index_is_mapped(tmp_
         return sum(int(entry.split("Rss:")[1].split()[0]) * 1024 for entry in entries)
 
     assert index.documents["tokens"].sum() == count and mapped() > size * 0.9
-    for looks in (
+    ways: tuple[Callable[[int], np.ndarray], ...] = (
         lambda block: index.split("train").lengths(block, block + BLOCK_DOCUMENTS),
         lambda block: index.documents_at(np.arange(block, min(block + 2000, count), 700)),
-    ):
+    )
+    for looks in ways:
         for block in range(0, count, BLOCK_DOCUMENTS):
             looks(block)
         assert mapped() < size / 2

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from unit.data.token_files import loader, make_root, opened, plan, random_docume
 
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.rules import check_config, find_problems
-from pretraining.config.training import DataConfig, TrainConfig
+from pretraining.config.training import DataConfig, Packing, TrainConfig
 from pretraining.data.storage import flat_files
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.flat_files import BIN_MAGIC, BinFormat, NpyFormat, find_documents
@@ -81,7 +81,7 @@ def dataset_of(root: Path, suffix: str, write: Callable[[Path, Documents], None]
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path, writer: str, packing: str) -> None:
+def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path, writer: str, packing: Packing) -> None:
     suffix, write, changes = WRITERS[writer]
     arrow = replace(dataset_of(tmp_path / "arrow", ".arrow", write_documents), packing=packing, strip_tokens=(5,))
     flat = replace(dataset_of(tmp_path / "flat", suffix, write), packing=packing, strip_tokens=(5,), **changes)
@@ -161,7 +161,7 @@ def header(version: int, tokens: int) -> bytes:
     return np.array([BIN_MAGIC, version, tokens, *[0] * 253], "<i4").tobytes()
 
 
-WRONG_FILES: dict[str, tuple[str, bytes | np.ndarray, str | None, str]] = {
+WRONG_FILES: dict[str, tuple[str, bytes | np.ndarray, Literal["uint16", "uint32"] | None, str]] = {
     "no array": ("x.npy", b"[1, 2, 3]" * 20, None, "is truncated or damaged: "),
     "an empty file": ("x.npy", b"", None, "is truncated or damaged: "),
     "a cut array": ("x.npy", npy_bytes([1, 2, 3])[:-1], None, "is truncated or damaged: "),
@@ -277,7 +277,9 @@ def test_verify_reads_every_format(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def example_of_the_docs() -> str:
-    (code,) = re.findall(r"```python\n# my_formats.py\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+    text = (ROOT / "docs/extending.md").read_text()
+    codes: list[str] = re.findall(r"```python\n# my_formats.py\n(.*?)```", text, re.DOTALL)
+    (code,) = codes
     return code
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
 
 def report_to(report: Report, patch: pytest.MonkeyPatch) -> None:
     """Call a function whenever `prepare` is told what was done."""
-    encode_units = run.encode_units
+    encode_units: Callable[..., None] = run.encode_units
     patch.setattr(run, "encode_units", lambda *args: encode_units(*args[:-1], report))
 
 
@@ -101,12 +102,14 @@ def test_a_bug_in_a_process_is_raised_with_its_traceback(
 def test_a_process_that_is_killed_ends_the_call_and_is_named(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = []
+    killed: list[int] = []
 
     def kill_one(counts: Counts) -> None:
         if not killed:
-            killed.append(multiprocessing.active_children()[0].pid)
-            os.kill(killed[0], signal.SIGKILL)
+            pid = multiprocessing.active_children()[0].pid
+            assert pid is not None
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
 
     report_to(kill_one, monkeypatch)
     with pytest.raises(DataError, match=r"\(number \d+\) was ended by signal 9; .*fewer --num_workers") as error:

@@ -25,7 +25,6 @@ from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.console import training_flags
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
-from pretraining.tools.prepare.records import UnitRecord
 
 CaptureFixture = pytest.CaptureFixture[str]
 
@@ -246,9 +245,9 @@ def test_a_tokenizer_that_comes_to_the_root_in_the_meantime_stops_the_dataset(
 ) -> None:
     wait = run._wait_for_all
 
-    def late(*args: Any) -> list[UnitRecord]:
+    def late(*args: Any) -> None:
         train_tokenizer(["other"], 300).save(tmp_path / "out")
-        return wait(*args)
+        wait(*args)
 
     monkeypatch.setattr(run, "_wait_for_all", late)
     with pytest.raises(DataError, match=r"another tokenizer has come to .*Start the same command again"):
