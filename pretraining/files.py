@@ -1,6 +1,6 @@
 """The one way to write a file or a folder: complete or not at all, and durable.
 
-    content -> <name>.<random>.tmp beside its place -> fsync -> rename -> fsync of the folder
+    content -> .<name>.tmp beside its place -> fsync -> rename -> fsync of the folder
 
 A reader, and a process that starts after a kill or a power failure, sees the old content or the new one, never a part.
 Where a file system stumbles for a moment, `with_retries` tries again.
@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import os
-import secrets
 import shutil
 import time
 import zlib
@@ -38,10 +37,12 @@ permission and a missing file are not among them: the next try would meet them a
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file that appears complete or not at all, and survives a power failure.
 
+    A path has one writer at a time; what a killed one leaves, the next one replaces.
+
     Raises:
         OSError: it cannot be written; what was there before is untouched.
     """
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_flushed(temporary, content)
         temporary.replace(path)

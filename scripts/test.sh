@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, then lint, check types and run the tests. Arguments go to pytest:
+# Set up, then lint, check types and run the tests in two processes. Arguments go to pytest (-n 0: in one process):
 #
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/unit -k layout
@@ -12,4 +12,4 @@ source scripts/setup.sh
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest "$@"
+exec python -m pytest -n 2 --dist loadgroup "$@"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from unit.data.sampling.stream_oracle import text_number
 from unit.data.sampling.test_token_stream import EqualLengths, KnownLengths
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.training import DataConfig, Packing
+from pretraining.config.fields import settings_of
+from pretraining.config.training import DataConfig, Packing, TrainConfig
 from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.dataset import SplitName, build_loader
 from pretraining.data.sampling.packing import PACKINGS, BinCache, PackedStream, bin_cache, cut_blocks, pack_block
@@ -289,5 +290,4 @@ def test_nothing_to_pack_is_an_error(
 
 
 def test_the_setting_names_the_packings_that_there_are() -> None:
-    (field,) = (field for field in fields(DataConfig) if field.name == "packing")
-    assert field.metadata["choices"] == ("stream", *PACKINGS)
+    assert settings_of(TrainConfig)["packing"].choices == ("stream", *PACKINGS)
