@@ -24,6 +24,7 @@ from torch import nn
 from pretraining.config.command_line import load_train_config
 from pretraining.errors import PretrainError
 from pretraining.launch.layout import resolve_layout
+from pretraining.launch.terminal import log_to_terminal
 from pretraining.observability import stragglers
 from pretraining.train import rollback, run
 from pretraining.train.loop import Run, train_loop
@@ -129,6 +130,7 @@ def flip_weight_bit(job: Run, rank: int) -> None:
 
 def slow_forward(job: Run, rank: int) -> None:
     """Rank 1 sleeps in every forward pass; looks are so many that a short run is enough."""
+    log_to_terminal(rank)
     stragglers.PERIOD_SECONDS = 0.01
     if rank == 1:
         job.context.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
