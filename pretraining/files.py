@@ -136,6 +136,13 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def run_not_writable(run: Path, error: OSError) -> CheckpointError:
+    """Return the error for users where the file system refuses a run's folder."""
+    return CheckpointError(
+        f"--ckpt_save_path={run} cannot be written: {error}. Give a folder that this user may write."
+    )
+
+
 @contextmanager
 def output_errors(root: Path) -> Iterator[None]:
     """Turn what the file system says about --output_path into an error for users; the input's errors say their own."""

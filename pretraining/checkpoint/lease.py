@@ -26,6 +26,7 @@ from pathlib import Path
 
 from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import CheckpointError
+from pretraining.files import run_not_writable
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +90,7 @@ class Lease:
             while not self._create():
                 self._await_end_of_holder()
         except OSError as error:
-            raise CheckpointError(
-                f"--ckpt_save_path={self._run} cannot be written: {error}. Give a folder that this user may write."
-            ) from None
+            raise run_not_writable(self._run, error) from None
         self._heartbeat.start()
 
     def check(self) -> None:

@@ -273,7 +273,7 @@ def check_files(folder: Path, files: Files) -> None:
 def file_fault(path: Path, written: FileEntry) -> str | None:
     """Read a file wholly, and say in what it is not what was written, if it is not."""
     try:
-        found = with_retries(lambda: checksum_file(path), f"reading {path}")
+        found = with_retries(lambda: file_entry(path), f"reading {path}")
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
@@ -281,7 +281,7 @@ def file_fault(path: Path, written: FileEntry) -> str | None:
     return _content_fault(path, found, written)
 
 
-def checksum_file(path: Path) -> FileEntry:
+def file_entry(path: Path) -> FileEntry:
     """Size and checksum of a file as it is on disk."""
     checksum, size = file_checksum(path)
     return FileEntry(size, checksum)

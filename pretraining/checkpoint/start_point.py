@@ -44,6 +44,7 @@ from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConf
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import run_not_writable
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -81,9 +82,7 @@ def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
         except FileExistsError:
             moment += timedelta(seconds=1)  # another run began in the same second
         except OSError as error:
-            raise CheckpointError(
-                f"--ckpt_save_path={folder} cannot be written: {error}. Give a folder that this user may write."
-            ) from None
+            raise run_not_writable(folder, error) from None
 
 
 def newest_run_path(pattern: str) -> str:

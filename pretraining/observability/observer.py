@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,6 +26,7 @@ from pretraining.distributed.activation_checkpointing import recomputed_share
 from pretraining.distributed.processes import Processes
 from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.display import Display, Report, choose_display
+from pretraining.observability.out_of_memory import peak_bytes
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
@@ -165,12 +164,9 @@ class Observer:
 
     def _memory_of_the_fullest_rank(self) -> list[float]:
         """GiB of the fullest rank: peak in use, allocated now, reserved; on a CPU the peak of the process alone."""
+        sizes = [peak_bytes(self.device), 0, 0]
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            sizes = [peak, torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)]
-        else:
-            unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
-            sizes = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, 0, 0]
+            sizes[1:] = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
         maxima = torch.tensor(sizes, dtype=torch.float64)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         return [size / GIB for size in maxima.tolist()]

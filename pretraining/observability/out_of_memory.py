@@ -290,16 +290,22 @@ def measure_memory(
         return MemoryUse(
             f"{device} ({torch.cuda.get_device_name(device)})",
             *sizes,
-            peak=torch.cuda.max_memory_allocated(device),
+            peak=peak_bytes(device),
             allocated=torch.cuda.memory_allocated(device),
             reserved=torch.cuda.memory_reserved(device),
             free=free,
             total=total,
         )
     free, total = _memory_of_the_machine()
+    return MemoryUse("this machine", *sizes, peak_bytes(device), _resident_bytes(), None, free, total)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the most that this process had in use at once; on a CPU everything that it held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return MemoryUse("this machine", *sizes, peak, _resident_bytes(), None, free, total)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def memory_table(use: MemoryUse) -> list[str]:

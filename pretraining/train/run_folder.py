@@ -8,8 +8,7 @@ from pretraining.checkpoint.manifest import CHECKPOINTS
 from pretraining.checkpoint.start_point import CONFIG_FILE
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
-from pretraining.errors import CheckpointError
-from pretraining.files import write_atomic
+from pretraining.files import run_not_writable, write_atomic
 
 
 def make_run_folder(run: Path) -> None:
@@ -21,7 +20,7 @@ def make_run_folder(run: Path) -> None:
     try:
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_writable(run, error) from None
+        raise run_not_writable(run, error) from None
 
 
 def write_config(config: TrainConfig) -> None:
@@ -30,10 +29,4 @@ def write_config(config: TrainConfig) -> None:
     try:
         write_atomic(run / CONFIG_FILE, dump_config(config))
     except OSError as error:
-        raise _not_writable(run, error) from None
-
-
-def _not_writable(run: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"--ckpt_save_path={run} cannot be written: {error}. Give a folder that this user may write."
-    )
+        raise run_not_writable(run, error) from None

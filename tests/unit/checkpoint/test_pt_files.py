@@ -24,7 +24,7 @@ from pretraining.checkpoint.manifest import (
     FileEntry,
 )
 from pretraining.checkpoint.pt_files import FullSave, load_file, manifest_of_files, write_file
-from pretraining.checkpoint.reader import TensorFiles, checksum_file
+from pretraining.checkpoint.reader import TensorFiles, file_entry
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.recipes import settings_in
 from pretraining.errors import CheckpointError
@@ -108,7 +108,7 @@ def test_a_file_has_the_members_that_torch_save_gives_it(tmp_path: Path) -> None
     entry = write_file(tmp_path / "ours.pt", kinds_of(tensors), dict, iter(tensors.values()))
     with (tmp_path / "torchs.pt").open("wb") as file:
         torch.save(tensors, file)
-    assert entry == checksum_file(tmp_path / "ours.pt")
+    assert entry == file_entry(tmp_path / "ours.pt")
     ours, torchs = (zipfile.ZipFile(tmp_path / name) for name in ("ours.pt", "torchs.pt"))
     # The order in which the pickle names things again may differ, and with it an identity made of its bytes.
     same = [name for name in torchs.namelist() if not name.endswith(("data.pkl", "serialization_id"))]
@@ -180,7 +180,7 @@ def test_a_hostile_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     write_full_form(folder, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
-    entries = {name: checksum_file(folder / name) for name in FULL_FILES}
+    entries = {name: file_entry(folder / name) for name in FULL_FILES}
     flip_byte(folder / MODEL_FILE, 5000)
     with pytest.raises(CheckpointError, match=r"model_state_dict\.pt is damaged: its checksum is"):
         opened(folder, entries).read("model.norm.weight")

@@ -18,7 +18,7 @@ from unit.checkpoint.examples import load, save, tensors
 
 from pretraining.checkpoint import reader, writer
 from pretraining.checkpoint.manifest import FileEntry, read_document
-from pretraining.checkpoint.reader import Header, TensorFiles, check_files, checksum_file, load_tensors, share_of_files
+from pretraining.checkpoint.reader import Header, TensorFiles, check_files, file_entry, load_tensors, share_of_files
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.errors import CheckpointError, DamagedError
 
@@ -90,7 +90,7 @@ def test_pieces_of_different_types_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_is_compared_with_its_checksum_before_it_is_used(tmp_path: Path) -> None:
     names = write_pieces(tmp_path, {"a": torch.randn(8, 2)}, 4)
-    entries = {name: checksum_file(tmp_path / name) for name in names}
+    entries = {name: file_entry(tmp_path / name) for name in names}
     flip_byte(tmp_path / names[1])
     source = TensorFiles(tmp_path, entries)
     assert source.read("a", Chunk((0, 0), (4, 2))).shape == (4, 2)
@@ -171,13 +171,13 @@ def test_files_that_are_needed_wholly_are_read_once_and_the_others_once_more_for
     two_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[str] = []
-    checksum_file = reader.checksum_file
+    file_entry = reader.file_entry
 
     def watched(path: Path) -> FileEntry:
         again.append(path.name)
-        return checksum_file(path)
+        return file_entry(path)
 
-    monkeypatch.setattr(reader, "checksum_file", watched)
+    monkeypatch.setattr(reader, "file_entry", watched)
     load(two_files, tensors(0.0))
     assert again == []
     first, second = (shard.name for shard in shards_of(two_files))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pretraining.checkpoint import reader, writer
-from pretraining.checkpoint.reader import ReadItem, checksum_file, read_chunk, read_header
+from pretraining.checkpoint.reader import ReadItem, file_entry, read_chunk, read_header
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.errors import CheckpointError
 
@@ -43,7 +43,7 @@ def test_a_file_is_safetensors_and_its_checksum_is_the_one_on_disk(
     entry = write_chunks(path, example())
     content = path.read_bytes()
     assert entry.bytes == len(content) and entry.crc32 == f"{zlib.crc32(content):08x}"
-    assert checksum_file(path) == entry
+    assert file_entry(path) == entry
     loaded = load_file(path)
     assert all(
         torch.equal(loaded[each.name], each.values) for each in example() if each.name in ("step", "odd", "wide")

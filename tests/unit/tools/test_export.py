@@ -24,7 +24,7 @@ from unit.checkpoint.checkpoint_files import (
 
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, read_manifest
-from pretraining.checkpoint.reader import TensorFiles, checksum_file
+from pretraining.checkpoint.reader import TensorFiles, file_entry
 from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.variants import LlamaShape
@@ -239,7 +239,7 @@ def test_a_checkpoint_without_a_weight_of_its_model_is_refused(tmp_path: Path, f
     make_run(tmp_path / "run")
     folder = tmp_path / "run/checkpoints/step_3_ckp"
     other = replace(PLAIN, num_hidden_layers=3)
-    files = {path.name: checksum_file(path) for path in folder.glob("*.safetensors")}
+    files = {path.name: file_entry(path) for path in folder.glob("*.safetensors")}
     write_manifest(folder, manifest_of(other), files)
     with pytest.raises(CheckpointError, match=r"is damaged: model\.layers\.2\.\S+ is missing; its shape is"):
         run_export(tmp_path, format=form)

@@ -23,7 +23,7 @@ from unit.checkpoint.checkpoint_files import (
 )
 
 from pretraining.checkpoint.manifest import MANIFEST, MODEL_FILE, SCHEDULE_FILE
-from pretraining.checkpoint.reader import checksum_file
+from pretraining.checkpoint.reader import file_entry
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.rules import check_config
@@ -87,7 +87,7 @@ def test_a_manifest_that_names_files_elsewhere_or_no_model_is_a_fault(tmp_path: 
     write_sharded(tmp_path / "c", tensors_of(SHAPE), manifest)
     outside = tmp_path / "outside.safetensors"
     outside.write_bytes(b"1")
-    write_manifest(tmp_path / "c", manifest, {"../outside.safetensors": checksum_file(outside)})
+    write_manifest(tmp_path / "c", manifest, {"../outside.safetensors": file_entry(outside)})
     assert any(
         "names '../outside.safetensors', which is no tensor file of this folder" in fault
         for fault in faults_of(tmp_path / "c")
@@ -169,15 +169,11 @@ def test_a_file_with_holes_is_a_fault_though_its_checksum_fits(tmp_path: Path) -
     folder = tmp_path / "c"
     write_sharded(folder, tensors_of(SHAPE), manifest_of(SHAPE))
     (folder / FIRST).write_bytes((folder / FIRST).read_bytes() + b"\0" * 8)
-    write_manifest(
-        folder, manifest_of(SHAPE), {path.name: checksum_file(path) for path in folder.glob("*.safetensors")}
-    )
+    write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
     (fault,) = faults_of(folder)
     assert f"{FIRST} is no sound safetensors file" in fault
     (folder / FIRST).write_bytes(b"\x10" + b"\0" * 7 + b"{not json      }")
-    write_manifest(
-        folder, manifest_of(SHAPE), {path.name: checksum_file(path) for path in folder.glob("*.safetensors")}
-    )
+    write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
     assert f"{FIRST} is no sound safetensors file" in faults_of(folder)[0]
 
 
@@ -186,7 +182,7 @@ def test_full_files_with_other_content_are_named(tmp_path: Path) -> None:
     write_full_form(folder, tensors_of(SHAPE), manifest_of(SHAPE))
 
     def faults() -> list[str]:
-        write_manifest(folder, manifest_of(SHAPE), {path.name: checksum_file(path) for path in folder.glob("*.pt")})
+        write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.pt")})
         return faults_of(folder)
 
     model = torch.load(folder / MODEL_FILE, weights_only=True)
