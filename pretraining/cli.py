@@ -39,7 +39,7 @@ from pretraining.launch.terminal import log_to_terminal
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Train a model."""
+    """Trains a model."""
     signals = ReceivedSignals().listen()
     end_with_launcher()
     config = load_train_config(overrides, flags)
@@ -52,7 +52,7 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 
 def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Turn text into token files."""
+    """Turns text into token files."""
     config = parse_config(PrepareConfig, overrides, flags)
     layout = resolve_layout(os.environ)
     from pretraining.tools.prepare.prepare import prepare
@@ -61,7 +61,7 @@ def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 
 def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Show what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
+    """Shows what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
     named = value_on_command_line("ckpt_load_path", overrides, flags)
     if named is None:
         config = parse_config(InspectConfig, overrides, flags)
@@ -86,7 +86,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 
 def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Show the checkpoints of a run."""
+    """Shows the checkpoints of a run."""
     config = parse_config(ListConfig, overrides, flags)
     from pretraining.tools.list_checkpoints import list_checkpoints
 
@@ -94,7 +94,7 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 
 def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Write a checkpoint in a form that other programs read."""
+    """Writes a checkpoint in a form that other programs read."""
     config = parse_config(ExportConfig, overrides, flags)
     from pretraining.tools.export import export
 
@@ -102,7 +102,7 @@ def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 
 def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Make a run of a Hugging Face Llama."""
+    """Makes a run of a Hugging Face Llama."""
     config = parse_config(ImportConfig, overrides, flags)
     from pretraining.tools.import_weights import import_weights
 
@@ -110,7 +110,7 @@ def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Check checkpoints or token files."""
+    """Checks checkpoints or token files."""
     config = parse_config(VerifyConfig, overrides, flags)
     if config.ckpt_path is not None:
         from pretraining.tools.verify_checkpoints import verify_checkpoints
@@ -123,7 +123,7 @@ def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 
 def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Measure the machines that training would run on."""
+    """Measures the machines that training would run on."""
     config = parse_config(DoctorConfig, overrides, flags)
     layout = resolve_layout(os.environ)
     from pretraining.tools.doctor.doctor import doctor
@@ -168,7 +168,7 @@ def run_console_script() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and return; `arguments` without the program's name, by default those of this process."""
+    """Runs a command and returns; `arguments` without the program's name, by default those of this process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     wants_help = any(argument in ("--help", "-h") for argument in arguments)
     name = arguments[0] if arguments else ""
@@ -222,7 +222,7 @@ def _explain_commands(name: str, wants_help: bool) -> NoReturn:
 
 
 def _fail(error: PretrainError) -> NoReturn:
-    """Print an error, where no other process prints the same one, and end this process."""
+    """Prints an error, where no other process prints the same one, and ends this process."""
     if error.rank is not None:
         print(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
     elif _speaks(for_all_nodes=error.is_everywhere):

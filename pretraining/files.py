@@ -35,7 +35,7 @@ permission and a missing file are not among them: the next try would meet them a
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that appears complete or not at all, and survives a power failure.
+    """Writes a file that appears complete or not at all, and survives a power failure.
 
     A path has one writer at a time; what a killed one leaves, the next one replaces.
 
@@ -52,7 +52,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_flushed(path: Path, content: str | bytes) -> None:
-    """Write a file in place and flush it to disk: for folders that are renamed as a whole once they are complete."""
+    """Writes a file in place and flush it to disk: for folders that are renamed as a whole once they are complete."""
     with path.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -70,7 +70,7 @@ def file_checksum(path: Path) -> tuple[str, int]:
 
 
 def link_atomic(link: Path, target: str) -> None:
-    """Make a symbolic link that replaces one of the same name at once.
+    """Makes a symbolic link that replaces one of the same name at once.
 
     Raises:
         OSError: it cannot be made; what was there before is untouched.
@@ -83,12 +83,12 @@ def link_atomic(link: Path, target: str) -> None:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON file in place, flushed to disk."""
+    """Writes a JSON file in place, flushed to disk."""
     write_flushed(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder durable: a rename is on disk only once the folder that holds the name is."""
+    """Makes the names in a folder durable: a rename is on disk only once the folder that holds the name is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -98,7 +98,7 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
-    """Give a folder to write into, which takes the name `folder` when the block ends without an error.
+    """Gives a folder to write into, which takes the name `folder` when the block ends without an error.
 
     Args:
         folder: the name; nothing but an empty folder may be there.
@@ -137,7 +137,7 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
 
 
 def run_not_writable(run: Path, error: OSError) -> CheckpointError:
-    """Return the error for users where the file system refuses a run's folder."""
+    """Returns the error for users where the file system refuses a run's folder."""
     return CheckpointError(
         f"--ckpt_save_path={run} cannot be written: {error}. Give a folder that this user may write."
     )
@@ -145,7 +145,7 @@ def run_not_writable(run: Path, error: OSError) -> CheckpointError:
 
 @contextmanager
 def output_errors(root: Path) -> Iterator[None]:
-    """Turn what the file system says about --output_path into an error for users; the input's errors say their own."""
+    """Turns what the file system says about --output_path into an error for users; the input's errors say their own."""
     try:
         yield
     except BrokenPipeError:  # of a reader of what is shown, not of a file
@@ -158,7 +158,7 @@ def output_errors(root: Path) -> Iterator[None]:
 
 
 def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], None] | None = None) -> T:
-    """Do something to files, again after a pause where it fails with an error that may pass.
+    """Does something to files, again after a pause where it fails with an error that may pass.
 
     Args:
         action: what to do; it starts from the beginning each time.

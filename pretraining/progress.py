@@ -42,7 +42,7 @@ _TIMES_IN_A_ROW = re.compile(f"(?:{_TIME}){{2,3}}", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None where it is none."""
+    """Returns the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None where it is none."""
     match = re.fullmatch(rf"\s*({_NUMBER})\s*", text, re.ASCII)
     return Fraction(match[1].replace("_", "")) if match else None
 
@@ -63,7 +63,7 @@ class Duration:
     unit: str
 
     def __post_init__(self) -> None:
-        """Refuse what no run can have, and keep steps and tokens as integers of any size."""
+        """Refuses what no run can have, and keeps steps and tokens as integers of any size."""
         if self.unit not in UNITS:
             raise ConfigError(f"{self.unit!r} is no unit of a duration: use one of {', '.join(UNITS)}")
         if not 0 <= self.amount <= LARGEST_AMOUNT:  # false for nan, too
@@ -75,7 +75,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str | int) -> Duration:
-        """Read a duration as users write it.
+        """Reads a duration as users write it.
 
         Args:
             text: `1000` (steps), `5_000_000tok`, `5Btok` (multipliers k K M B T), `2ep`, `90s`, `30min`, `2h` or
@@ -98,7 +98,7 @@ class Duration:
         return cls(int(exact) if exact.denominator == 1 else float(exact), name)
 
     def __str__(self) -> str:
-        """Return the canonical text, which `parse` reads back to an equal duration."""
+        """Returns the canonical text, which `parse` reads back to an equal duration."""
         if self.unit == "steps":
             return str(self.amount)
         if self.unit == "epochs":
@@ -114,7 +114,7 @@ class Duration:
         return f"{self.amount}tok"
 
     def to_steps(self, schedule: int | TokenSchedule, training_tokens: int | None) -> int:
-        """Return the number of optimizer steps that first reach this length.
+        """Returns the number of optimizer steps that first reach this length.
 
         Args:
             schedule: tokens a step, global_batch_size x seq_length; a `TokenSchedule` where they changed on the way.
@@ -131,7 +131,7 @@ class Duration:
         return schedule.steps_to(self._in_tokens(training_tokens))
 
     def _in_tokens(self, training_tokens: int | None) -> Fraction:
-        """Return the exact number of tokens of a duration in tokens or epochs."""
+        """Returns the exact number of tokens of a duration in tokens or epochs."""
         if self.unit == "tokens":
             return Fraction(int(self.amount))
         if training_tokens is None:
@@ -268,7 +268,7 @@ class Interval:
 
 
 def is_due(every: Duration, before: Progress, after: Progress, training_tokens: int | None = None) -> bool:
-    """Return whether a multiple of an interval lies in (before, after].
+    """Returns whether a multiple of an interval lies in (before, after].
 
     Args:
         every: the interval; an amount of 0 means never.
@@ -294,7 +294,7 @@ def is_due(every: Duration, before: Progress, after: Progress, training_tokens: 
 def resolve_warmup_steps(
     warmup: Duration | None, length: Duration, schedule: TokenSchedule, training_tokens: int | None
 ) -> int:
-    """Return the steps of the linear warm-up.
+    """Returns the steps of the linear warm-up.
 
     Args:
         warmup: as configured; None means a twentieth of the run, at most 2000 steps. Where the batch changed, that of
@@ -319,12 +319,12 @@ def resolve_warmup_steps(
 
 
 def _parts(text: str) -> list[str]:
-    """Return the times that are written in a row ("23h30min"), or the text itself."""
+    """Returns the times that are written in a row ("23h30min"), or the text itself."""
     return re.findall(_TIME, text, re.ASCII) if _TIMES_IN_A_ROW.fullmatch(text) else [text]
 
 
 def _read_part(text: str) -> tuple[Fraction, str | None]:
-    """Return an exact amount and its canonical unit; None in place of the unit where the text is neither."""
+    """Returns an exact amount and its canonical unit; None in place of the unit where the text is neither."""
     match = _NUMBER_AND_UNIT.fullmatch(text)
     unit = _read_unit("".join(match[2].split())) if match else None
     if match is None or unit is None:
@@ -334,7 +334,7 @@ def _read_part(text: str) -> tuple[Fraction, str | None]:
 
 
 def _read_unit(text: str) -> tuple[int, str] | None:
-    """Return what one of a written unit is: "min" 60 seconds, "Mtok" a million tokens, "M" a million steps."""
+    """Returns what one of a written unit is: "min" 60 seconds, "Mtok" a million tokens, "M" a million steps."""
     if text.lower() in _WRITTEN_UNITS:
         name, factor = _WRITTEN_UNITS[text.lower()]
         return factor, name
@@ -345,10 +345,10 @@ def _read_unit(text: str) -> tuple[int, str] | None:
 
 
 def _as_written(amount: float) -> Fraction:
-    """Return the decimal that a float prints as: 0.1 is a tenth, not 0.1000000000000000055."""
+    """Returns the decimal that a float prints as: 0.1 is a tenth, not 0.1000000000000000055."""
     return Fraction(repr(amount))
 
 
 def _decimal(amount: float) -> str:
-    """Print a number in the shortest form that reads back equal."""
+    """Prints a number in the shortest form that reads back equal."""
     return str(int(amount)) if amount == int(amount) else repr(amount)

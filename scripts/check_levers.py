@@ -106,7 +106,7 @@ def settings_of(combination: Combination) -> Iterator[str]:
 
 
 def train_all(combinations: Sequence[Combination], steps: int, folder: Path) -> dict[Combination, list[float]]:
-    """Train combinations of as many processes in one launch; returns the losses of each."""
+    """Trains combinations of as many processes in one launch; returns the losses of each."""
     world_size = int(combinations[0][0])
     runs = {combination: folder / "_".join(combination).replace("/", ":") for combination in combinations}
     jobs = [
@@ -142,7 +142,7 @@ def free_port() -> int:
 
 
 def report(losses: dict[Combination, list[float]], reference: list[float]) -> int:
-    """Print how far each run is from the reference; returns the exit code."""
+    """Prints how far each run is from the reference; returns the exit code."""
     differences = {each: difference(curve, reference) for each, curve in losses.items()}
     print("  ".join(FACTORS), "  largest relative difference of a loss")
     for combination, found in differences.items():
@@ -162,7 +162,7 @@ def difference(curve: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def work(rank: int, world_size: int, jobs: Sequence[tuple[int, list[str]]], log: Path) -> None:
-    """Train one run after the other, as one process of several, which prints to a file."""
+    """Trains one run after the other, as one process of several, which prints to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -79,7 +79,7 @@ class Canvas:
         )
 
     def title(self, title: str, note: str = "") -> None:
-        """Name the row that comes, left of it."""
+        """Names the row that comes, left of it."""
         self.text(8, title, size=13)
         if note:
             self.text(8, note, color="#777", y=self.y + 33, size=11)

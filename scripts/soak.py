@@ -133,7 +133,7 @@ class Soak:
         return "\n".join(lines)
 
     def _compare(self, reference: Path, run: Path) -> None:
-        """Make sure that two runs are equal, and remove the second."""
+        """Makes sure that two runs are equal, and removes the second."""
         faults = differences(reference, run, exact=not self._flags.elastic)
         if faults:
             shown = [*faults[:SHOWN_FAULTS], *(["..."] if len(faults) > SHOWN_FAULTS else [])]
@@ -160,7 +160,7 @@ class Soak:
         self._step_seconds = (time.monotonic() - began - self._start_up_seconds) / self._last_step
 
     def _torture(self, run: Path, beside_training: bool) -> None:
-        """Start a run again and again until it is done."""
+        """Starts a run again and again until it is done."""
         while True:
             before = View.of(run).newest
             processes, layout = self._flags.processes, []
@@ -177,7 +177,7 @@ class Soak:
                 return
 
     def _shoot(self, job: Job, run: Path, processes: int) -> bool:
-        """Kill a job, if there are kills left; returns whether its run came to its end.
+        """Kills a job, if there are kills left; returns whether its run came to its end.
 
         Raises:
             Broken: it failed by itself, or was told to end and has lost a step.
@@ -253,7 +253,7 @@ def _saves(beside_training: bool) -> str:
 
 
 def write_dataset(folder: Path, documents: int = 2000) -> None:
-    """Write documents in which the next token mostly follows from the last one, so that there is something to learn."""
+    """Writes documents whose next token mostly follows from the last one: something to learn."""
     generator = np.random.default_rng(0)
     folder.mkdir(parents=True)
     rows = []

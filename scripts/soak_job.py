@@ -131,7 +131,7 @@ class Job:
         return View.of(self._run, self._log)
 
     def wait_for(self, happened: Callable[[View], bool]) -> bool:
-        """Wait until something is to be seen; False where the processes ended before, or hang."""
+        """Waits until something is to be seen; False where the processes ended before, or hang."""
         while any(process.is_alive() for process in self._processes) and time.monotonic() < self._limit:
             if happened(self.look()):
                 return True
@@ -139,7 +139,7 @@ class Job:
         return False
 
     def fire(self, shot: Shot, last_step: int) -> str | None:
-        """Kill at a shot's moment; returns what it hit, or None where there was nobody left to hit."""
+        """Kills at a shot's moment; returns what it hit, or None where there was nobody left to hit."""
         if not self.wait_for(lambda view: view.has_happened(shot, self._begun, last_step)):
             return None
         time.sleep(shot.delay_seconds)
@@ -153,7 +153,7 @@ class Job:
         return self.look().place(self._begun, last_step)
 
     def await_end(self, patience_seconds: float = math.inf) -> tuple[list[int], bool]:
-        """Exit codes, and whether all ended by themselves; who does not within that time is killed."""
+        """Exits codes, and whether all ended by themselves; who does not within that time is killed."""
         deadline = min(time.monotonic() + patience_seconds, self._limit)
         for process in self._processes:
             process.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
@@ -162,7 +162,7 @@ class Job:
         return [process.exitcode or 0 for process in self._processes], ended
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """Leaves no process behind."""
         for process in self._processes:
             process.kill()
             process.join()

@@ -59,12 +59,12 @@ class Workers(SubprocessContext):
     newest: Workers | None = None
 
     def start(self) -> None:
-        """Start them."""
+        """Starts them."""
         Workers.newest = self
         super().start()
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """End them: on request, in their own time."""
+        """Ends them: on request, in their own time."""
         super().close(death_sig, UNTIL_KILLED if Stop.received is not None else timeout)
 
     def exit_codes(self) -> list[int | None]:
@@ -129,7 +129,7 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 def run(arguments: list[str]) -> int:
-    """Run torchrun to its end; returns the exit code."""
+    """Runs torchrun to its end; returns the exit code."""
     for log in LOGS:
         logging.getLogger(f"torch.distributed.{log}").addFilter(is_news)
     multiprocessing.SubprocessContext = Workers  # type: ignore[misc]

@@ -17,6 +17,6 @@ needs_torchao = pytest.mark.skipif(
 
 
 def emulate_float8(patch: pytest.MonkeyPatch) -> None:
-    """Have runs emulate the float8 that they are told to compute in."""
+    """Has runs emulate the float8 that they are told to compute in."""
     patch.setattr(build, "check_float8", lambda scaling, device: None)
     patch.setattr(parallelize, "multiply_in_float8", partial(multiply_in_float8, emulate=True))

@@ -22,7 +22,7 @@ from pretraining.train import build
 
 @contextmanager
 def emulated_varlen() -> Iterator[list[str]]:
-    """Have models take all documents at once, as on a GPU; gives "forward" and "backward" as they are called."""
+    """Has models take all documents at once, as on a GPU; gives "forward" and "backward" as they are called."""
     calls: list[str] = []
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, **more: Any) -> tuple[Tensor, ...]:

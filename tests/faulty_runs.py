@@ -33,13 +33,13 @@ def job(runs: Sequence[tuple[str, Sequence[str]]]) -> str:
 def train_with_faults(
     processes: int, runs: Sequence[tuple[str, Sequence[str]]], environment: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Train runs one after the other in one job; returns what each came to on each rank."""
+    """Trains runs one after the other in one job; returns what each came to on each rank."""
     done = run_distributed(WORKER, processes, [job(runs)], environment, timeout=240)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def start_ranks(processes: int, fault: str, flags: Sequence[str]) -> list[subprocess.Popen[str]]:
-    """Start the processes of a job by themselves, without a launcher that would end them together."""
+    """Starts the processes of a job by themselves, without a launcher that would end them together."""
     (port,) = free_ports(1)
     argument = job([(fault, flags)])
     return [

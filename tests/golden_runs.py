@@ -54,7 +54,7 @@ def continuation(golden: Path, name: str, *changes: str) -> list[str]:
 
 
 def train_on(processes: int, runs: Sequence[Sequence[str]]) -> str:
-    """Train several runs in one job of processes with one thread each; returns what they printed."""
+    """Trains several runs in one job of processes with one thread each; returns what they printed."""
     jobs = list(zip(free_ports(len(runs)), runs, strict=True))
     worker = Path(__file__).parent / "distributed" / "training_worker.py"
     done = run_distributed(worker, processes, [json.dumps(jobs)], timeout=240.0)

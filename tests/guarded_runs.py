@@ -18,7 +18,7 @@ WORKER = ROOT / "tests" / "faults" / "guarded_worker.py"
 
 
 def train_with_faults(processes: int, data_path: Path, runs: Sequence[tuple[str, list[str]]]) -> list[dict[str, Any]]:
-    """Train runs, each with a fault, in one job of so many processes; returns how each ended on each rank.
+    """Trains runs, each with a fault, in one job of so many processes; returns how each ended on each rank.
 
     Args:
         processes: of the job.
@@ -34,7 +34,7 @@ def train_with_faults(processes: int, data_path: Path, runs: Sequence[tuple[str,
 def start_without_launcher(
     processes: int, data_path: Path, fault: str, flags: list[str]
 ) -> list[subprocess.Popen[str]]:
-    """Start a run with a fault as processes that nobody ends when one of them does; for `with` blocks of their own."""
+    """Starts a run with a fault as processes that nobody ends when one of them does; for `with` blocks of their own."""
     (job,) = _jobs(data_path, [(fault, flags)])
     started = []
     for rank in range(processes):

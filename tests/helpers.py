@@ -71,7 +71,7 @@ def run_command(
     check: bool = True,
     cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end.
+    """Runs a command to its end.
 
     Args:
         command: program and arguments.
@@ -111,7 +111,7 @@ def run_distributed(
     timeout: float = 120.0,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python script or module as `processes` processes under torchrun on this machine (gloo on a CPU).
+    """Runs a Python script or module as `processes` processes under torchrun on this machine (gloo on a CPU).
 
     torchrun's own exit code is 1 whatever its workers return; look at the output to tell failures apart.
 
@@ -129,7 +129,7 @@ def run_distributed(
 
 
 def _stop(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a process that this module started; SIGKILL only if it outlives SIGTERM by torchrun's grace time of 30 s."""
+    """Ends a process that this module started; SIGKILL only if it outlives SIGTERM by torchrun's grace time of 30 s."""
     process.terminate()
     try:
         return process.communicate(timeout=40)

@@ -53,7 +53,7 @@ class SlurmCluster:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def start(self) -> None:
-        """Start the daemons and wait until the node takes jobs."""
+        """Starts the daemons and waits until the node takes jobs."""
         host = socket.gethostname().split(".")[0]
         for name in ("state", "spool", "run", "cgroup"):
             (self.folder / name).mkdir()
@@ -113,7 +113,7 @@ class SlurmCluster:
         )
 
     def stop(self) -> None:
-        """End the daemons, the last one started first."""
+        """Ends the daemons, the last one started first."""
         for daemon in reversed(self.daemons):
             daemon.terminate()
             try:
@@ -129,13 +129,13 @@ class SlurmCluster:
         timeout: float = 120.0,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run srun, sbatch or another command of this cluster."""
+        """Runs srun, sbatch or another command of this cluster."""
         return run_command(command, {**self.environment, **(environment or {})}, timeout=timeout, check=check)
 
     def submit(
         self, arguments: Sequence[str | Path], environment: Mapping[str, str] | None = None, timeout: float = 120.0
     ) -> str:
-        """Submit a batch job and wait for its end.
+        """Submits a batch job and waits for its end.
 
         `sbatch --wait` looks only every few seconds; this asks more often.
 
@@ -174,7 +174,7 @@ class SlurmCluster:
         return self.run(["sinfo", "--noheader", "--format=%t"], check=False).stdout
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-        """Ask ten times a second until something is so; past the time, fail and show the logs."""
+        """Asks ten times a second until something is so; past the time, fails and shows the logs."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:

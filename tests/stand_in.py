@@ -84,7 +84,7 @@ class StandIn:
         self.add_program("pretrain", NOTING.format(name="pretrain", calls=self._calls))
 
     def add_program(self, name: str, text: str) -> None:
-        """Put a program into the environment."""
+        """Puts a program into the environment."""
         path = self.environment / "bin" / name
         path.write_text(text)
         path.chmod(0o755)

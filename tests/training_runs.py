@@ -41,14 +41,14 @@ GOLDEN_RUN = [
 
 
 def write_two_datasets(root: Path) -> Path:
-    """Write two small datasets, `first` and `second`, and return their folder."""
+    """Writes two small datasets, `first` and `second`, and returns their folder."""
     write_dataset(root / "first")
     write_dataset(root / "second", documents=200, seed=1)
     return root
 
 
 def write_dataset(folder: Path, documents: int = 400, seed: int = 0) -> None:
-    """Write documents in which the next token mostly follows from the last one, so that there is something to learn."""
+    """Writes documents whose next token mostly follows from the last one: something to learn."""
     generator = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     rows = []
@@ -69,7 +69,7 @@ def train_runs(
     timeout: float = 240.0,
     worker: str = "training_worker.py",
 ) -> None:
-    """Train several runs in one job of `processes` processes; each run is a list of overrides on top of `TINY`."""
+    """Trains several runs in one job of `processes` processes; each run is a list of overrides on top of `TINY`."""
     common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8"]
     jobs = [(port, [*common, *run]) for port, run in zip(free_ports(len(runs)), runs, strict=True)]
     run_distributed(Path(__file__).parent / "distributed" / worker, processes, [json.dumps(jobs)], timeout=timeout)

@@ -40,7 +40,7 @@ class BackgroundSave:
         return self._thread is not None
 
     def start(self, save: Callable[[dist.ProcessGroup], None]) -> None:
-        """Run `save` once everything is copied; it gets the group to talk over, and there must be none under way."""
+        """Runs `save` once everything is copied; it gets the group to talk over, and there must be none under way."""
         assert self._thread is None
 
         def run() -> None:
@@ -66,7 +66,7 @@ class BackgroundSave:
         return True
 
     def wait(self) -> None:
-        """Wait for the end of the save under way, if any.
+        """Waits for the end of the save under way, if any.
 
         Raises:
             CheckpointError: it has failed, on every rank alike; once.
@@ -84,7 +84,7 @@ class BackgroundSave:
         on_every_rank(raise_failure)
 
     def settle(self) -> BaseException | None:
-        """Let the save under way end after an error of the training, without the other ranks; returns its error."""
+        """Lets the save under way end after an error of the training, without the other ranks; returns its error."""
         if self._thread is not None:
             self._thread.join()
         self._thread = self._offer = None
@@ -92,7 +92,7 @@ class BackgroundSave:
         return failure
 
     def close(self) -> None:
-        """Leave the group of processes."""
+        """Leaves the group of processes."""
         assert self._thread is None
         dist.destroy_process_group(self._group)
 
@@ -119,7 +119,7 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, plan: SavePlan) -> SavePlan:
-        """Copy the values of a plan, which has the same tensors each time, over those of the time before.
+        """Copies the values of a plan, which has the same tensors each time, over those of the time before.
 
         On a GPU this only starts the copies: `wait` has to come before they are read.
         """
@@ -141,12 +141,12 @@ class Staging:
         return replace(plan, files=files)
 
     def wait(self) -> None:
-        """Let this thread wait until everything is copied."""
+        """Lets this thread wait until everything is copied."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def hold_update(self) -> None:
-        """Let the device wait until everything is copied, before it does what comes next; call it ahead of updates."""
+        """Lets the device wait until everything is copied, before it does what comes next; call it ahead of updates."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 

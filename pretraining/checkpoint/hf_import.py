@@ -45,7 +45,7 @@ def is_hugging_face_folder(path: Path) -> bool:
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
-    """Find a folder's weights; of their files only the headers are read.
+    """Finds a folder's weights; of their files only the headers are read.
 
     Raises:
         CheckpointError: this is no Llama that can be trained here; a file leaves the folder, is missing or damaged; a
@@ -88,7 +88,7 @@ def weight_files(path: Path) -> list[str]:
 
 
 def _check_inside(path: Path, name: str) -> None:
-    """Refuse a file that is not of the folder, or not there."""
+    """Refuses a file that is not of the folder, or not there."""
     if not name or Path(name).name != name or "\\" in name or "\0" in name:
         raise CheckpointError(f"{path / INDEX_FILE} names {name!r}, which is no file of this folder: it is refused")
     if not name.endswith(".safetensors"):

@@ -80,7 +80,7 @@ class Lease:
         self._heartbeat = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def acquire(self) -> None:
-        """Take the lease, and keep it alive until `release`.
+        """Takes the lease, and keeps it alive until `release`.
 
         Raises:
             CheckpointError: another process holds it, or the folder cannot be written.
@@ -94,7 +94,7 @@ class Lease:
         self._heartbeat.start()
 
     def check(self) -> None:
-        """Make sure that the lease is still this process's.
+        """Makes sure that the lease is still this process's.
 
         Raises:
             CheckpointError: another run has taken it over.
@@ -108,7 +108,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Let others write, and leave no empty folder behind."""
+        """Lets others write, and leaves no empty folder behind."""
         self._ending.set()
         if self._heartbeat.is_alive():
             self._heartbeat.join()
@@ -118,7 +118,7 @@ class Lease:
                 self._run.rmdir()  # only where a start was refused before it wrote anything
 
     def _create(self) -> bool:
-        """Make the file; False where there is one."""
+        """Makes the file; False where there is one."""
         try:
             with self._path.open("x", encoding="utf-8") as file:  # of two starts at once, one makes it
                 json.dump(asdict(self._own), file)
@@ -127,7 +127,7 @@ class Lease:
         return True
 
     def _await_end_of_holder(self) -> None:
-        """Wait until the lease that is there is free; an error where its holder lives."""
+        """Waits until the lease that is there is free; an error where its holder lives."""
         holder, renewed = _read(self._path), self._renewed()
         if holder is not None and holder.is_gone():
             return self._remove_stale(holder)
@@ -151,7 +151,7 @@ class Lease:
         return self._remove_stale(holder)
 
     def _remove_stale(self, holder: Holder | None) -> None:
-        """Remove a lease, unless another start was faster: then it is that one's, and stays."""
+        """Removes a lease, unless another start was faster: then it is that one's, and stays."""
         removed = self._path.with_name(f"{LEASE}.{self._own.token}.stale")
         with suppress(FileNotFoundError):
             self._path.rename(removed)
@@ -190,7 +190,7 @@ class Lease:
 
 @contextmanager
 def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
-    """Hold a run's lease, on rank 0 for all; a collective call. Raises as `acquire`."""
+    """Holds a run's lease, on rank 0 for all; a collective call. Raises as `acquire`."""
     lease = Lease(run)
     on_rank_zero(lease.acquire)
     try:

@@ -89,7 +89,7 @@ class CheckpointContents:
         )
 
     def restore(self, manifest: Manifest) -> None:
-        """Give the parts with a memory what a checkpoint kept of it."""
+        """Gives the parts with a memory what a checkpoint kept of it."""
         for name, state in manifest.state.items():
             if name in self.states:
                 self.states[name].load_state_dict(state)
@@ -161,7 +161,7 @@ class CheckpointManager:
             self._background.close()
 
     def maybe_save(self, state: TrainState, evaluation_loss: float | None) -> None:
-        """Save if it is time to; note the end of an earlier save. Call it after each step, and its evaluation if any.
+        """Saves if it is time to; notes the end of an earlier save. Call it after each step, and its evaluation if any.
 
         Raises:
             CheckpointError: this save, or an earlier one that ran beside the training, has failed; on every rank alike.
@@ -175,13 +175,13 @@ class CheckpointManager:
             self._save(state.progress, kind, wait=state.stopping)
 
     def save_now(self, state: TrainState, kind: str) -> None:
-        """Save this step, unless it is saved already, and return once it is committed; raises as `maybe_save`."""
+        """Saves this step, unless it is saved already, and returns once it is committed; raises as `maybe_save`."""
         if self._saved_step != state.progress.steps:
             self._save(state.progress, kind, wait=True)
         self._await_background()
 
     def finish(self, state: TrainState) -> None:
-        """Save where the invocation ends, if it has trained, and return once that is committed; as `maybe_save`."""
+        """Saves where the invocation ends, if it has trained, and returns once that is committed; as `maybe_save`."""
         if self._has_trained:
             self.save_now(state, _kind_at_end(state))
 
@@ -195,7 +195,7 @@ class CheckpointManager:
         return "preempt" if self._preempt_interval.is_due(state) else None
 
     def _note_evaluation(self, loss: float) -> bool:
-        """Keep the loss of an evaluation; returns whether it is the best of the run."""
+        """Keeps the loss of an evaluation; returns whether it is the best of the run."""
         if not math.isfinite(loss):
             return False
         self._evaluation_loss = loss

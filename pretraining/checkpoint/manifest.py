@@ -59,7 +59,7 @@ class Stateful(Protocol):
         """What to keep; values that JSON has."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what was kept."""
+        """Goes on from what was kept."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Manifest:
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:
-        """Read the manifest in a JSON document.
+        """Reads the manifest in a JSON document.
 
         Raises:
             CheckpointError: it is none, of a version that this code cannot read, or damaged.
@@ -162,7 +162,7 @@ def crc32_text(value: int) -> str:
 
 
 def read_document(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, without a look at its files.
+    """Reads the manifest of a checkpoint, without a look at its files.
 
     Raises:
         CheckpointError: it cannot be read or was damaged.
@@ -176,7 +176,7 @@ def read_document(folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint and compare names and sizes of its files; their content is not read.
+    """Reads the manifest of a checkpoint and compares names and sizes of its files; their content is not read.
 
     Raises:
         CheckpointError: the manifest is unreadable, or a file is missing, surplus or has another size.
@@ -195,7 +195,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def misnamed_files(folder: Path, manifest: Manifest, suffixes: Sequence[str] = (SHARD_SUFFIX,)) -> Iterator[str]:
-    """Say which files the manifest does not name, and which it names that may lie anywhere."""
+    """Says which files the manifest does not name, and which it names that may lie anywhere."""
     here = {path.name for suffix in suffixes for path in folder.glob(f"*{suffix}")}
     for name in sorted(here - manifest.files.keys()):
         yield f"{folder / name} is no part of the checkpoint: its manifest does not name it"
@@ -291,7 +291,7 @@ def shape_of(manifest: Manifest) -> LlamaShape:
 
 
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
-    """Refuse a checkpoint of a model with other dimensions.
+    """Refuses a checkpoint of a model with other dimensions.
 
     Raises:
         CheckpointError: names each difference.

@@ -74,7 +74,7 @@ class FullSave:
         return sum(size_of(*kind) for kind in self._kinds().values())
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Write the four files; a collective call. Returns what they have to be, on rank 0."""
+        """Writes the four files; a collective call. Returns what they have to be, on rank 0."""
         kinds = self._kinds()
         values = (self.tensors[name].detach() for name in in_order(kinds))
         whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in values)
@@ -89,7 +89,7 @@ class FullSave:
 
 
 def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manifest: Manifest) -> dict[str, FileEntry]:
-    """Write the four files from one process; returns what they have to be, by name.
+    """Writes the four files from one process; returns what they have to be, by name.
 
     Args:
         values: of all tensors, `in_order`; one is in memory at a time.
@@ -115,7 +115,7 @@ def in_order(kinds: Kinds) -> list[str]:
 def write_file(
     path: Path, kinds: Kinds, arrange: Callable[[Mapping[str, Any]], Any], values: Iterator[torch.Tensor]
 ) -> FileEntry:
-    """Write a file as torch.save does, flushed to disk, with one tensor in memory at a time.
+    """Writes a file as torch.save does, flushed to disk, with one tensor in memory at a time.
 
     Args:
         arrange: makes the file's content of the tensors by name, which stand in it in the order of `kinds`.
@@ -169,7 +169,7 @@ class _Output(io.RawIOBase):
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Write all of `content`."""
+        """Writes all of `content`."""
         left = memoryview(content)
         self.crc32 = zlib.crc32(left, self.crc32)
         self.size += len(left)
@@ -262,7 +262,7 @@ def manifest_of_files(folder: Path) -> Manifest:
 
 
 def read_header(path: Path) -> Header:
-    """Read which tensors one of the four files holds, and where; raises as `load_file`."""
+    """Reads which tensors one of the four files holds, and where; raises as `load_file`."""
     with FakeTensorMode():
         content = load_file(path)
     if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
@@ -277,7 +277,7 @@ def read_header(path: Path) -> Header:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Read a file of torch.save without executing anything.
+    """Reads a file of torch.save without executing anything.
 
     Raises:
         CheckpointError: it cannot be read, is damaged, or holds anything but tensors and plain values.

@@ -75,7 +75,7 @@ ReadHeader = Callable[[Path], Header]
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a safetensors file.
+    """Reads the header of a safetensors file.
 
     Raises:
         CheckpointError: it is no such file, or its tensors do not fill it exactly.
@@ -160,7 +160,7 @@ class TensorFiles:
         return [stored.file for stored in self._chunks[name]]
 
     def read(self, name: str, chunk: Chunk | None = None) -> torch.Tensor:
-        """Read a part of a tensor, by default all of it, into new memory on the CPU.
+        """Reads a part of a tensor, by default all of it, into new memory on the CPU.
 
         Raises:
             CheckpointError: a file cannot be read or is not what was written, or an element is in none of them, or in
@@ -188,7 +188,7 @@ class TensorFiles:
             raise
 
     def _check(self, name: str) -> None:
-        """Compare a file with what was written, once."""
+        """Compares a file with what was written, once."""
         entry = self._unchecked.pop(name, None)
         fault = file_fault(self._folder / name, entry) if entry is not None else None
         if fault is not None:
@@ -204,7 +204,7 @@ class TensorFiles:
 
 
 def _header_of(path: Path, read_header: ReadHeader) -> Header:
-    """Read a header; an error of the file system becomes one for users."""
+    """Reads a header; an error of the file system becomes one for users."""
     try:
         return with_retries(lambda: read_header(path), f"reading {path}")
     except OSError as error:
@@ -236,7 +236,7 @@ def load_tensors(
     read_header: ReadHeader = read_header,
     converts: bool = False,
 ) -> None:
-    """Read files into `tensors`, in place, whatever the layout that wrote them; a collective call.
+    """Reads files into `tensors`, in place, whatever the layout that wrote them; a collective call.
 
     Args:
         files: all of them; those with size and checksum are compared, also where no tensor of them is asked for.
@@ -261,7 +261,7 @@ def load_tensors(
 
 
 def check_files(folder: Path, files: Files) -> None:
-    """Read every file of a checkpoint, each rank a share, and compare with the manifest; a collective call.
+    """Reads every file of a checkpoint, each rank a share, and compares with the manifest; a collective call.
 
     Raises:
         DamagedError: names every file whose content is not what was written.
@@ -271,7 +271,7 @@ def check_files(folder: Path, files: Files) -> None:
 
 
 def file_fault(path: Path, written: FileEntry) -> str | None:
-    """Read a file wholly, and say in what it is not what was written, if it is not."""
+    """Reads a file wholly, and says in what it is not what was written, if it is not."""
     try:
         found = with_retries(lambda: file_entry(path), f"reading {path}")
     except FileNotFoundError:
@@ -338,7 +338,7 @@ def _read_headers(folder: Path, names: list[str], read_header: ReadHeader) -> di
 def _fill(
     folder: Path, files: Files, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor], converts: bool
 ) -> tuple[list[str], list[str]]:
-    """Read this rank's part of every tensor; returns the files that were compared, and the faults of those read."""
+    """Reads this rank's part of every tensor; returns the files that were compared, and the faults of those read."""
     reads = _plan(folder, headers, tensors, converts)
     whole = {name for name in reads if _is_whole(reads[name], headers[name], files[name])}
 
@@ -431,7 +431,7 @@ def _reads_of(chunks: Iterable[StoredChunk], wanted: Chunk, values: torch.Tensor
 
 
 def _read_file(path: Path, reads: Iterable[ReadItem], crc32: int | None) -> int | None:
-    """Read parts of a file, in order; goes on with the checksum of what stands before them, if there is one."""
+    """Reads parts of a file, in order; goes on with the checksum of what stands before them, if there is one."""
     with path.open("rb", buffering=0) as file:
         for read in reads:
             crc32 = read_chunk(file.fileno(), read, crc32)
@@ -439,7 +439,7 @@ def _read_file(path: Path, reads: Iterable[ReadItem], crc32: int | None) -> int 
 
 
 def read_chunk(descriptor: int, read: ReadItem, crc32: int | None = None) -> int | None:
-    """Read a part of a stored chunk into its place; the type is converted.
+    """Reads a part of a stored chunk into its place; the type is converted.
 
     Args:
         crc32: of the file up to the part, which is then the whole chunk; None = do not compute one.

@@ -85,13 +85,13 @@ def list_records(run: Path) -> list[Record]:
 
 @lru_cache(maxsize=4096)
 def _record(path: Path, modified_ns: int) -> Record:
-    """Read once: a run that keeps everything would otherwise read a thousand manifests at each save."""
+    """Reads once: a run that keeps everything would otherwise read a thousand manifests at each save."""
     manifest = read_document(path)
     return Record(path, manifest.step, manifest.kind, manifest.evaluation_loss)
 
 
 def point_to_best(run: Path, best: Record | None) -> None:
-    """Make the relative link `best` of a run lead there, replacing it at once; without a best one there is none."""
+    """Makes the relative link `best` of a run lead there, replacing it at once; without a best one there is none."""
     link = run / CHECKPOINTS / BEST
     if best is None:
         link.unlink(missing_ok=True)

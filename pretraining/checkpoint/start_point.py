@@ -58,7 +58,7 @@ _WRITTEN_TIME = r"\d{8}-\d{6}"
 
 
 def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
-    """Fill in the timestamp of the run's folder; call it on one rank, which tells the others.
+    """Fills in the timestamp of the run's folder; call it on one rank, which tells the others.
 
     `--ckpt_save_path=runs/try.{timestamp}` makes runs/try.20261121-143005, in UTC, at the first start. A start with the
     same settings goes on in the newest such folder whose run is not finished, as a requeued job does. Other settings,
@@ -167,7 +167,7 @@ class StartPoint:
 
 
 def find_start_point(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> StartPoint | None:
-    """Find what a run with these settings starts from, as `find_checkpoint`; None for initial weights."""
+    """Finds what a run with these settings starts from, as `find_checkpoint`; None for initial weights."""
     found = find_checkpoint(config, damaged)
     if found is None:
         return None
@@ -178,7 +178,7 @@ def find_start_point(config: CheckpointConfig, damaged: Mapping[Path, str] = Map
 def find_checkpoint(
     config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> CheckpointRef | None:
-    """Find the checkpoint to start from; None for a new run. A collective call, or one of a process alone.
+    """Finds the checkpoint to start from; None for a new run. A collective call, or one of a process alone.
 
     Its files are there and have their sizes; what is in them is not read.
 
@@ -250,7 +250,7 @@ def _manifest_at(path: Path) -> Manifest:
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
-    """Find the checkpoint at a path, or the newest of the run there, without other processes.
+    """Finds the checkpoint at a path, or the newest of the run there, without other processes.
 
     Raises:
         CheckpointError: there is none.
@@ -264,7 +264,7 @@ def named_checkpoint(path: str) -> CheckpointRef:
 
 
 def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
-    """Give a run's settings its model: without a model_variant, dimensions are those of what the run starts from.
+    """Gives a run's settings its model: without a model_variant, dimensions are those of what the run starts from.
 
     A collective call, or one of a process alone. Dimensions that were given stay; where they differ, the start refuses
     them.
@@ -291,7 +291,7 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
 
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
+    """Reads tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
     files, header_of = _files_of(checkpoint)
     converts = not checkpoint.manifest.files or pt_files.is_full(files)  # other programs write these forms, too
     load_tensors(checkpoint.path, files, tensors, read_header=header_of, converts=converts)

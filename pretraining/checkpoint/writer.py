@@ -89,13 +89,13 @@ class Plan(Protocol):
         """Bytes of all tensors of the checkpoint, over all processes."""
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Write this process's files; returns what they have to be, by name."""
+        """Writes this process's files; returns what they have to be, by name."""
 
 
 def save_checkpoint(
     folder: Path, plan: Plan, manifest: Manifest, *, group: dist.ProcessGroup | None = None, lease: Lease | None = None
 ) -> None:
-    """Write a checkpoint so that it is either complete or not there; a collective call, also in a thread.
+    """Writes a checkpoint so that it is either complete or not there; a collective call, also in a thread.
 
     Args:
         folder: the committed name; its parent holds the run's checkpoints.
@@ -118,7 +118,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint so that one half removed never looks like one."""
+    """Removes a checkpoint so that one half removed never looks like one."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -133,7 +133,7 @@ def _temporary_name(folder: Path) -> Path:
 
 
 def _start_fresh(folder: Path, plan: Plan) -> Path:
-    """Make an empty folder for a save, and room: what interrupted saves have left is of no use to anyone."""
+    """Makes an empty folder for a save, and room: what interrupted saves have left is of no use to anyone."""
     temporary = _temporary_name(folder)
     with _writing(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
@@ -167,7 +167,7 @@ def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease
 
 @contextmanager
 def _writing(path: Path, total_bytes: int) -> Iterator[None]:
-    """Turn an error of the file system into one for users."""
+    """Turns an error of the file system into one for users."""
     try:
         yield
     except OSError as error:
@@ -239,7 +239,7 @@ class SavePlan:
     total_bytes: int
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Write this process's files, several at a time; returns what they have to be, by name."""
+        """Writes this process's files, several at a time; returns what they have to be, by name."""
         names = {
             number: f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{self.number_of_files:05d}{SHARD_SUFFIX}"
             for number in self.files
@@ -351,7 +351,7 @@ def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict
 
 
 def write_chunks(path: Path, items: Sequence[WriteItem]) -> FileEntry:
-    """Write chunks of tensors into a safetensors file, as `write_tensors`."""
+    """Writes chunks of tensors into a safetensors file, as `write_tensors`."""
     # Wide elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(items, key=lambda item: (-item.values.element_size(), item.name))
     offsets = {item.name: {"saved_offsets": item.chunk.offsets} for item in ordered}
@@ -363,7 +363,7 @@ def write_chunks(path: Path, items: Sequence[WriteItem]) -> FileEntry:
 def write_tensors(
     path: Path, kinds: Kinds, values: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write tensors into a safetensors file, flushed to disk; what was there before is replaced.
+    """Writes tensors into a safetensors file, flushed to disk; what was there before is replaced.
 
     Args:
         values: the tensors in the order of `kinds`; one is held at a time.

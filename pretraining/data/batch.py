@@ -63,11 +63,11 @@ class MicroBatch:
     document_starts: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """Copy the tokens to a device; `non_blocking` lets a copy from pinned memory overlap with computation."""
+        """Copies the tokens to a device; `non_blocking` lets a copy from pinned memory overlap with computation."""
         return replace(self, tokens_BT=self.tokens_BT.to(device, non_blocking=non_blocking))
 
     def model_inputs(self) -> ModelInputs:
-        """Derive what the model takes, on the device that the tokens are on and without waiting for it.
+        """Derives what the model takes, on the device that the tokens are on and without waiting for it.
 
         Labels are ignored in padding. Where documents are told apart, the first token of a piece is no label, since
         what comes before it is of another document, and positions count from 0 in every piece, padding included.
@@ -93,14 +93,14 @@ class MicroBatch:
 
 
 def _count_from_zero(begins: torch.Tensor, lengths: torch.Tensor, total: int, device: torch.device) -> torch.Tensor:
-    """Place of each token in its piece, [total] int64 on the device, of pieces that lie end to end."""
+    """Places of each token in its piece, [total] int64 on the device, of pieces that lie end to end."""
     begins, lengths = _send(torch.stack((begins, lengths)), device)
     # The size is known here; otherwise the device would be asked for it.
     return torch.arange(total, device=device) - torch.repeat_interleave(begins, lengths, output_size=total)
 
 
 def _send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy from the host without waiting for the device, which takes pinned memory."""
+    """Copies from the host without waiting for the device, which takes pinned memory."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

@@ -128,7 +128,7 @@ class BatchReader:
         return StepBatch(step, self.mixture.first_sample(step), micro_batches)
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
-        """Read the samples of a dataset into the rows with these numbers."""
+        """Reads the samples of a dataset into the rows with these numbers."""
         try:
             self._read_rows(slots, source, numbers, rows)
         except DataError:

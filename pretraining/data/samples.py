@@ -29,16 +29,16 @@ class Samples(Protocol):
     shards: int
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what is equal for two sequences only if their samples are, JSON-able."""
+        """Returns what is equal for two sequences only if their samples are, JSON-able."""
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
+        """Returns the shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
 
     def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        """Return the pieces of documents that make samples, one row each; a made-up sample is a document."""
+        """Returns the pieces of documents that make samples, one row each; a made-up sample is a document."""
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """Fill rows of a batch with samples, and with zeros behind them.
+        """Fills rows of a batch with samples, and with zeros behind them.
 
         Args:
             target: [batch rows, S + 1].

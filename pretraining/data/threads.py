@@ -55,7 +55,7 @@ class RecentlyUsed(Generic[Value]):
         self.total_cost = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of a key, made if it is not there."""
+        """Returns the value of a key, made if it is not there."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)

@@ -67,7 +67,7 @@ class Tokenizer:
         return hashlib.sha256(self.definition).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the files that `load_tokenizer` and AutoTokenizer read into a folder."""
+        """Writes the files that `load_tokenizer` and AutoTokenizer read into a folder."""
         for name, content in ((TOKENIZER_CONFIG_FILE, self.config), (TOKENIZER_FILE, self.definition)):
             write_atomic(folder / name, content)
 
@@ -146,7 +146,7 @@ def library_threads(enabled: bool) -> Iterator[None]:
 def _wrap(
     library: tokenizers.Tokenizer, definition: bytes, config: dict[str, Any], end_of_text: str | None
 ) -> Tokenizer:
-    """Put the library's tokenizer into the state that this module promises, whatever its file says."""
+    """Puts the library's tokenizer into the state that this module promises, whatever its file says."""
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True

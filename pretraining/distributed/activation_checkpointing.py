@@ -28,7 +28,7 @@ from pretraining.distributed.torch_private import recompute_in_backward
 
 
 def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> None:
-    """Exchange those of the blocks whose activations are not to be kept, in place, for ones that compute them again.
+    """Exchanges those of the blocks whose activations are not to be kept, in place, for ones that compute them again.
 
     Before compilation, which then compiles the recomputation, too, and before sharding.
 

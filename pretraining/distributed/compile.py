@@ -24,7 +24,7 @@ _SHOWN_LINES = 6
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Have each block compiled, in place, when it is first used."""
+    """Has each block compiled, in place, when it is first used."""
     # What an earlier model of this process has left, as before a rollback, counts against the limit on variants.
     torch.compiler.reset()
     for block in blocks:
@@ -33,14 +33,14 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Use compiled blocks as they were written: what has another shape each time is not worth compiling."""
+    """Uses compiled blocks as they were written: what has another shape each time is not worth compiling."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextmanager
 def naming_the_flag(rank: int | None) -> Iterator[None]:
-    """Tell a user of an error of the compiler, which may come in any step.
+    """Tells a user of an error of the compiler, which may come in any step.
 
     Args:
         rank: of this process; None where it is the only one.

@@ -28,7 +28,7 @@ _CAPABILITY = (8, 9)
 
 
 def check_float8(scaling: Float8Scaling, device: torch.device) -> None:
-    """Refuse float8 where it cannot be had; looks at this process's device and packages only.
+    """Refuses float8 where it cannot be had; looks at this process's device and packages only.
 
     Args:
         scaling: the setting `float8`.
@@ -60,7 +60,7 @@ def check_float8(scaling: Float8Scaling, device: torch.device) -> None:
 
 
 def multiply_in_float8(blocks: nn.ModuleList, scaling: Float8Scaling | None, *, emulate: bool = False) -> None:
-    """Exchange the linear layers of the blocks for ones that multiply in float8, in place; parameters stay the same.
+    """Exchanges the linear layers of the blocks for ones that multiply in float8, in place; parameters stay the same.
 
     Before activation checkpointing, compilation and sharding, which then see the layers that compute.
 

@@ -24,7 +24,7 @@ def shard_model(
     strategy: ShardingStrategy,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Shard `model` in place: one communication group a block, and one for what is left (embedding, final norm, head).
+    """Shards `model` in place: one communication group a block, and one for what is left (embedding, final norm, head).
 
     Args:
         model: on any device, also meta; its parameters become DTensors.
@@ -72,7 +72,7 @@ class MicroBatchSync:
         self._holds_whole_gradients = mesh["shard"].size() == 1
 
     def next_backward(self, is_last: bool) -> None:
-        """Prepare the next forward and backward; `is_last`: of the step.
+        """Prepares the next forward and backward; `is_last`: of the step.
 
         Only the last one lets replicas exchange gradients, and lets go of parameters that were kept gathered after the
         forward: until the update they stay the same. A rank that holds whole gradients adds them up as they are (in
@@ -93,7 +93,7 @@ def _reshards_blocks(mesh: DeviceMesh, strategy: ShardingStrategy) -> bool:
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Free gathered parameters after a forward without a backward (evaluation, generation).
+    """Frees gathered parameters after a forward without a backward (evaluation, generation).
 
     Some strategies keep parameters gathered until a backward frees them. Without this, the module would show whole
     bfloat16 parameters in place of its shards, and the next training step would start from copies.

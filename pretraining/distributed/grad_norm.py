@@ -33,7 +33,7 @@ def gradient_norm(gradients: list[torch.Tensor], shard_group: dist.ProcessGroup)
 def clip_gradients(
     gradients: list[torch.Tensor], norm: torch.Tensor, threshold: float, loss_scale: torch.Tensor | float = 1.0
 ) -> None:
-    """Scale the gradient so that its norm is at most a threshold.
+    """Scales the gradient so that its norm is at most a threshold.
 
     Args:
         gradients: of the loss times `loss_scale`; afterwards, of the loss.

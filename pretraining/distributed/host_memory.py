@@ -18,7 +18,7 @@ _CHOICES_OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MAL
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc's allocator keep what it gets back; the process stays as large as it has been at most.
+    """Has glibc's allocator keep what it gets back; the process stays as large as it has been at most.
 
     Leaves alone what the user has set up (mallopt(3), GLIBC_TUNABLES). Does nothing to other allocators.
 

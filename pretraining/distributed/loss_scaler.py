@@ -38,7 +38,7 @@ class LossScaler:
         self._steps = torch.zeros((), dtype=torch.int64, device=device)  # since the scale has changed
 
     def update(self, overflowed: torch.Tensor) -> torch.Tensor:
-        """Learn from a step; returns whether the scale went down, a bool scalar on the device.
+        """Learns from a step; returns whether the scale went down, a bool scalar on the device.
 
         It does not below 1: a gradient that is not finite then is so by itself.
 
@@ -58,6 +58,6 @@ class LossScaler:
         return {"scale": self.scale.item(), "steps": int(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was made."""
+        """Goes on where a checkpoint was made."""
         self.scale = torch.full_like(self.scale, state["scale"])
         self._steps = torch.full_like(self._steps, state["steps"])

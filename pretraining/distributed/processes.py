@@ -108,7 +108,7 @@ def join_processes(
     environment: dict[str, str],
     timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> Iterator[Processes]:
-    """Join the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
+    """Joins the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
 
     Args:
         rank: of this process among all.
@@ -228,7 +228,7 @@ def _ask_name(store: dist.Store, rank: int) -> str:
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `function` on rank 0 and give its result, or its error, to every rank.
+    """Runs `function` on rank 0 and gives its result, or its error, to every rank.
 
     The result travels between processes, so it must be picklable. Call it on all ranks; a process that has joined no
     others is rank 0.
@@ -257,7 +257,7 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
 
 
 def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
+    """Runs `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
 
     `function` must not contain collectives that a failing rank would leave others waiting in.
     """

@@ -202,7 +202,7 @@ class Watchdog:
 
 
 def describe(hang: Hang, processes: Processes) -> str:
-    """Say what is known of a hang, in the words of an error."""
+    """Says what is known of a hang, in the words of an error."""
     activity = processes.activity
     lines = [
         f"error: rank {processes.rank}: the job hangs: nothing has made progress for {hang.seconds:.0f} s. This "

@@ -25,7 +25,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
 ) -> list[int]:
-    """Continue a prompt; a collective call.
+    """Continues a prompt; a collective call.
 
     Args:
         model: returns logits [1, S, V] for tokens [1, S].

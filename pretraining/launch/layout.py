@@ -106,7 +106,7 @@ class ProcessLayout:
 
 
 def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
-    """Read the layout from the environment.
+    """Reads the layout from the environment.
 
     Raises:
         LaunchError: the variables contradict each other, or the address of rank 0 is not given and cannot be derived.

@@ -30,7 +30,7 @@ class TerminalHandler(logging.Handler):
         self.show: Callable[[str], None] = _print_line
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show one message."""
+        """Shows one message."""
         try:
             text = record.getMessage()
             if record.levelno >= logging.WARNING:
@@ -44,7 +44,7 @@ class TerminalHandler(logging.Handler):
 
 
 def log_to_terminal(rank: int = 0) -> TerminalHandler:
-    """Show the package's messages on this process's terminal; a second call replaces the first."""
+    """Shows the package's messages on this process's terminal; a second call replaces the first."""
     logger = logging.getLogger(PACKAGE)
     for handler in [each for each in logger.handlers if isinstance(each, TerminalHandler)]:
         logger.removeHandler(handler)

@@ -41,7 +41,7 @@ _SUPPORTED: dict[str, tuple[Any, str]] = {
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
-    """Name and shape of every parameter, in the model's order; a tied head is the embedding and has no entry."""
+    """Names and shape of every parameter, in the model's order; a tied head is the embedding and has no entry."""
     with torch.device("meta"):
         model = Llama(shape)
     return {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -147,7 +147,7 @@ def _take_loss(
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """Add a product to the sum of those of earlier chunks; of one alone, the dtype is that it is computed in."""
+    """Adds a product to the sum of those of earlier chunks; of one alone, the dtype is that it is computed in."""
     if total is None:
         return left @ right
     if left.dtype == sum_dtype:

@@ -118,7 +118,7 @@ class Profiler:
             log.info("profiler    no step was profiled: those to profile are %s (--profile_steps)", ranges)
 
     def after_step(self, state: TrainState) -> None:
-        """Go on recording, begin, or end with a trace and a table; where all ranks record, a collective call then."""
+        """Goes on recording, begins, or ends with a trace and a table; collective where all ranks record."""
         recording, self._next_step = self._recording, state.progress.steps + 1
         if recording is not None:
             ends = state.stopping or state.progress.steps >= recording.last
@@ -135,7 +135,7 @@ class Profiler:
             self._begin(self._steps.following(state))
 
     def turn_to(self, doing: str) -> None:
-        """Mark in the trace what the loop turns to; `training` is what it does when nothing else is said."""
+        """Marks in the trace what the loop turns to; `training` is what it does when nothing else is said."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -144,7 +144,7 @@ class Profiler:
             self._range.__enter__()
 
     def _begin(self, steps: tuple[int, int] | None) -> None:
-        """Warm up for a range in the next step, or record it at once where that is its first."""
+        """Warms up for a range in the next step, or record it at once where that is its first."""
         if steps is None:
             return
         first, last = steps
@@ -161,7 +161,7 @@ class Profiler:
         self._recording.stack.enter_context(trace)
 
     def _conclude(self, recording: _Recording, last: int) -> None:
-        """Write the trace, and say what is in it."""
+        """Writes the trace, and says what is in it."""
         self._profiled += 1
         with self._stopwatch.measure("profiler"):
             path = self._folder / f"steps_{recording.first}-{last}_rank{dist.get_rank()}.pt.trace.json.gz"

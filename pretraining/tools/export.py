@@ -50,7 +50,7 @@ _MORE_TOKENIZER_FILES = (
 
 
 def export(config: ExportConfig) -> None:
-    """Write a checkpoint as `config` says.
+    """Writes a checkpoint as `config` says.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or nothing can be written.
@@ -109,7 +109,7 @@ def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: Tenso
 
 
 def check_complete(checkpoint: CheckpointRef, tensors: TensorFiles, kinds: Kinds) -> None:
-    """Refuse a checkpoint without all parameters of its model.
+    """Refuses a checkpoint without all parameters of its model.
 
     Raises:
         CheckpointError: names the first that is missing or has another shape.

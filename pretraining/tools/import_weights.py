@@ -30,7 +30,7 @@ FILE_BYTES = 2**30
 
 
 def import_weights(config: ImportConfig) -> None:
-    """Make a run's first checkpoint of the weights in a folder.
+    """Makes a run's first checkpoint of the weights in a folder.
 
     Raises:
         CheckpointError: the folder holds no Llama that can be trained here, the run has checkpoints already, or it

@@ -48,7 +48,7 @@ class Row:
 
 
 def list_checkpoints(config: ListConfig) -> None:
-    """Print the checkpoints of a run.
+    """Prints the checkpoints of a run.
 
     Raises:
         CheckpointError: there is no run.

@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def verify_checkpoints(config: VerifyConfig) -> None:
-    """Check a checkpoint, or all of a run; faults are printed as they are found, progress goes to stderr.
+    """Checks a checkpoint, or all of a run; faults are printed as they are found, progress goes to stderr.
 
     Raises:
         CheckpointError: there are faults, or there is nothing to check.

@@ -104,7 +104,7 @@ class _Faults:
         self.count = self.files = 0
 
     def add(self, faults: Sequence[str]) -> None:
-        """Take the faults of one file, if it has any."""
+        """Takes the faults of one file, if it has any."""
         for fault in faults:
             print(fault)
         self.count += len(faults)

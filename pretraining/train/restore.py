@@ -31,7 +31,7 @@ from pretraining.train.run_status import StatusKeeper
 def choose_start_point(
     config: TrainConfig, status: StatusKeeper | None, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> StartPoint | None:
-    """Choose what a run starts from unless its files are damaged; None for initial weights. A collective call.
+    """Chooses what a run starts from unless its files are damaged; None for initial weights. A collective call.
 
     The run's folder is there afterwards, and its status says where it starts.
 
@@ -60,7 +60,7 @@ def restore(
     config: TrainConfig,
     status: StatusKeeper | None,
 ) -> tuple[StartPoint | None, torch.optim.Optimizer]:
-    """Read what was chosen, or what comes before it where that is damaged; a collective call.
+    """Reads what was chosen, or what comes before it where that is damaged; a collective call.
 
     Args:
         start: what was chosen; the model is left alone where that is None.

@@ -86,7 +86,7 @@ def _without_samples(config: TrainConfig, samples: tuple[int, int]) -> TrainConf
 
 
 def _drop_checkpoints(run: Path, step: int) -> list[Path]:
-    """Take the checkpoints of a step and of later ones out of the run; returns what they were called.
+    """Takes the checkpoints of a step and of later ones out of the run; returns what they were called.
 
     They hold the weights from before the updates that were left out, and a place in the data behind them: the next
     start would go on from there. Renamed, they are as a save that was interrupted, and go with the next save.

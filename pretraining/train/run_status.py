@@ -70,7 +70,7 @@ class StatusKeeper:
         return self
 
     def begin(self, run: Path, restored_step: int) -> None:
-        """Count a start; call it where the run's folder is there and this job is the one that may write to it.
+        """Counts a start; call it where the run's folder is there and this job is the one that may write to it.
 
         Call it again where that checkpoint turns out to be damaged, and the start goes on from an older one.
 

@@ -62,7 +62,7 @@ class StepContext:
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
-    """Train on one global batch; a collective call.
+    """Trains on one global batch; a collective call.
 
     Args:
         context: what to train with.

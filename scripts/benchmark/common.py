@@ -45,7 +45,7 @@ class Number(NamedTuple):
 
 
 def parse(description: str, **numbers: Number) -> tuple[argparse.Namespace, list[str]]:
-    """Read a benchmark's own integer flags; the rest are settings of training.
+    """Reads a benchmark's own integer flags; the rest are settings of training.
 
     Returns:
         The flags, and the settings as `name=value`.
@@ -77,13 +77,13 @@ def read_settings(settings: Sequence[str]) -> TrainConfig:
 
 
 def announce() -> None:
-    """Print on what this runs, and what was typed."""
+    """Prints on what this runs, and what was typed."""
     print(f"machine   {machine()}")
     print(f"command   {' '.join(['python', *sys.orig_argv[1:]])}", flush=True)
 
 
 def announce_rest(seconds: float) -> None:
-    """Say how long it takes from here on, judged by what was done to warm up."""
+    """Says how long it takes from here on, judged by what was done to warm up."""
     print(f"takes     about {seconds / 60:.0f} min" if seconds > 90 else f"takes     about {seconds:.0f} s", flush=True)
 
 
@@ -107,7 +107,7 @@ def device() -> torch.device:
 
 
 def synchronize() -> None:
-    """Wait until the GPU has done what it was given."""
+    """Waits until the GPU has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -119,14 +119,14 @@ def place() -> tuple[int, int]:
 
 @contextmanager
 def join() -> Iterator[Processes]:
-    """Join the other processes of a contender, all of which are on this machine."""
+    """Joins the other processes of a contender, all of which are on this machine."""
     rank, processes = place()
     with join_processes(rank, processes, rank, processes, {}) as joined:
         yield joined
 
 
 def train_project(config: TrainConfig, before_step: Callable[[float | None], None]) -> None:
-    """Train with the project's own loop and everything that belongs to it.
+    """Trains with the project's own loop and everything that belongs to it.
 
     Args:
         config: the settings.

@@ -22,14 +22,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def use_one_core() -> None:
-    """Bind the process, with all its threads, to one core."""
+    """Binds the process, with all its threads, to one core."""
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def write_documents(folder: Path, mean_tokens: int, tokens: int, vocabulary: int = VOCABULARY) -> None:
-    """Write a dataset of random tokens, unless it is there: `FILES` Arrow files, one row a document.
+    """Writes a dataset of random tokens, unless it is there: `FILES` Arrow files, one row a document.
 
     Lengths are log-normal with sigma 1: the median is 0.61 of the mean, and one document in sixteen is longer than
     2.8 times the mean.
@@ -74,7 +74,7 @@ def read_documents(files: Iterable[Path]) -> Iterator[np.ndarray]:
 
 
 def take_turns(contenders: Mapping[Key, Callable[[], int]], rounds: int) -> dict[Key, list[float]]:
-    """Let contenders work in turns, and measure them; the first turn of each warms up and does not count.
+    """Lets contenders work in turns, and measures them; the first turn of each warms up and does not count.
 
     Args:
         contenders: each works for a turn when called, and returns how much it did.

@@ -68,7 +68,7 @@ class Turn:
         self._began = 0.0
 
     def before_step(self, loss: float | None) -> None:
-        """Call before each optimizer step: between turns, tells how long the last one took, and waits for the next.
+        """Calls before each optimizer step: between turns, tells how long the last one took, and waits for the next.
 
         Args:
             loss: the mean loss that was last reported, if any; rank 0's is shown.
@@ -108,7 +108,7 @@ def project(config: TrainConfig, turn: Turn) -> None:
 
 
 def parse_race(description: str, processes: int = 1) -> tuple[argparse.Namespace, list[str]]:
-    """Read the flags of a race; the rest are settings of training. `processes`: of each contender, by default."""
+    """Reads the flags of a race; the rest are settings of training. `processes`: of each contender, by default."""
     return parse(
         description,
         rounds=Number(16, "turns of each that count"),
@@ -120,7 +120,7 @@ def parse_race(description: str, processes: int = 1) -> tuple[argparse.Namespace
 def race(
     contenders: Mapping[str, Contender], settings: Sequence[str], rounds: int, steps: int, processes: int = 1
 ) -> None:
-    """Let two contenders train in turns, and print what came of it.
+    """Lets two contenders train in turns, and prints what came of it.
 
     Args:
         contenders: name -> function that trains, with a call of `turn.before_step` before each step; the first one's
@@ -157,7 +157,7 @@ def race(
 def run_race(
     contenders: Mapping[str, Contender], config: TrainConfig, folder: Path, rounds: int, steps: int, processes: int = 1
 ) -> dict[str, Lane]:
-    """Let contenders train in turns, each in its own folder under `folder`; returns their results."""
+    """Lets contenders train in turns, each in its own folder under `folder`; returns their results."""
     teams: dict[str, list[Connection]] = {}
     for name, contender in contenders.items():
         own = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(folder / name)))
@@ -186,7 +186,7 @@ def run_race(
 
 
 def _start(contender: Contender, config: TrainConfig, steps: int, processes: int, log: Path) -> list[Connection]:
-    """Start a contender's processes; returns the referee's ends of their pipes, in the order of ranks."""
+    """Starts a contender's processes; returns the referee's ends of their pipes, in the order of ranks."""
     context = multiprocessing.get_context("spawn")
     port = port_of_name(str(log))  # the folder is new, and outgoing connections are given none of these ports
     ends: list[Connection] = []
@@ -201,7 +201,7 @@ def _start(contender: Contender, config: TrainConfig, steps: int, processes: int
 
 
 def _take_turn(team: list[Connection]) -> tuple[float, float | None]:
-    """Let a contender train; seconds until the last of its processes was done, and the loss that rank 0 reported."""
+    """Lets a contender train; seconds until the last of its processes was done, and the loss that rank 0 reported."""
     for end in team:
         end.send(True)
     outcomes: dict[Connection, tuple[float, float | None]] = {}

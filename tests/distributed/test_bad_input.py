@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("bad_input_worker.py")
 
 
 def write_tokens(folder: Path, rows: list[list[int]]) -> None:
-    """Write documents with the given tokens."""
+    """Writes documents with the given tokens."""
     folder.mkdir(parents=True)
     table = pa.table({"tokens": pa.array([np.array(row, np.uint16) for row in rows], pa.list_(pa.uint16()))})
     with pa.ipc.new_file(folder / "part-0.arrow", table.schema) as writer:

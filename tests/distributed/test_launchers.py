@@ -150,7 +150,7 @@ def test_srun_trains_with_a_task_a_process(slurm: SlurmCluster, tmp_path: Path) 
 
 
 def submit_training(slurm: SlurmCluster, output: Path, flags: list[str]) -> str:
-    """Submit scripts/train.slurm to the one node of the tests, which has no GPU; returns how the job ended."""
+    """Submits scripts/train.slurm to the one node of the tests, which has no GPU; returns how the job ended."""
     options = ["--nodes=1", "--gpus-per-node=0", f"--output={output}"]
     return slurm.submit([*options, "scripts/train.slurm", *flags], {**HERE, "NPROC": "2"})
 

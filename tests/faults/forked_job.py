@@ -64,7 +64,7 @@ class Job:
         return pid
 
     def kill(self) -> None:
-        """End what is left."""
+        """Ends what is left."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -73,7 +73,7 @@ class Job:
 def start_job(
     folder: Path, runs: Sequence[Sequence[str]], processes: int = 2, fault: Fault | None = None, name: str = "job"
 ) -> Job:
-    """Start a job that trains several runs one after the other, whatever comes of each.
+    """Starts a job that trains several runs one after the other, whatever comes of each.
 
     Args:
         folder: for what the processes print.
@@ -109,7 +109,7 @@ def run_job(
     check: bool = True,
     name: str = "job",
 ) -> list[Ended]:
-    """Run a job to its end; `check`: fail the test unless every process ends with status 0."""
+    """Runs a job to its end; `check`: fail the test unless every process ends with status 0."""
     ended = start_job(folder, runs, processes, fault, name).wait()
     if check:
         assert [process.status for process in ended] == [0] * processes, "\n".join(each.output for each in ended)

@@ -35,14 +35,14 @@ from pretraining.train.run import train
 
 
 def send(*numbers: signal.Signals) -> None:
-    """Get signals, as if somebody had sent them."""
+    """Gets signals, as if somebody had sent them."""
     for number in numbers:
         os.kill(os.getpid(), number)
 
 
 @contextmanager
 def in_step(step: int, act: Callable[[], None]) -> Iterator[None]:
-    """Do something in the middle of a step, counted from 1: when its backward pass begins."""
+    """Does something in the middle of a step, counted from 1: when its backward pass begins."""
     train_step = loop.train_step
 
     def wrapped(context: Any, batch: StepBatch, done: int) -> Any:
@@ -61,7 +61,7 @@ def in_step(step: int, act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def in_evaluation(act: Callable[[], None]) -> Iterator[None]:
-    """Do something in the second batch of the first evaluation."""
+    """Does something in the second batch of the first evaluation."""
     model_inputs, evaluated = MicroBatch.model_inputs, []
 
     def wrapped(batch: MicroBatch) -> Any:
@@ -77,7 +77,7 @@ def in_evaluation(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def in_data_wait(step: int, act: Callable[[], None]) -> Iterator[None]:
-    """Do something while the training thread waits for the batch of a step, counted from 1."""
+    """Does something while the training thread waits for the batch of a step, counted from 1."""
     read, take, asked = BatchReader.read, Loader.__next__, threading.Event()
 
     def reading(reader: BatchReader, done: int) -> StepBatch:
@@ -97,7 +97,7 @@ def in_data_wait(step: int, act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def in_save(act: Callable[[], None]) -> Iterator[None]:
-    """Do something each time that a file of a checkpoint is flushed."""
+    """Does something each time that a file of a checkpoint is flushed."""
     fsync = os.fsync
 
     def wrapped(descriptor: int) -> None:
@@ -110,7 +110,7 @@ def in_save(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def in_setup(act: Callable[[], None]) -> Iterator[None]:
-    """Do something while the run is put together."""
+    """Does something while the run is put together."""
     open_data = build.open_data
 
     def wrapped(*arguments: Any, **more: Any) -> Any:
@@ -122,7 +122,7 @@ def in_setup(act: Callable[[], None]) -> Iterator[None]:
 
 
 def never_end() -> None:
-    """Hang, and say so."""
+    """Hangs, and says so."""
     print("hangs", flush=True)
     threading.Event().wait()
 
@@ -222,7 +222,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 def run_one(fault: str, flags: list[str]) -> None:
-    """Train a run with a fault and print what it came to."""
+    """Trains a run with a fault and prints what it came to."""
     layout = resolve_layout(os.environ)
     requests = StopRequests(ReceivedSignals().listen())
     if fault == "time limit" and layout.rank == 1:  # a clock that ticks when it is looked at: twice before training

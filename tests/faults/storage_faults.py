@@ -60,7 +60,7 @@ def kill_in_save(rank: int, place: str, number: int) -> None:
 
 
 def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> None:
-    """Let this rank's writes wait for ever from one save on, and SIGKILL it at a later step."""
+    """Lets this rank's writes wait for ever from one save on, and SIGKILL it at a later step."""
     if _rank() != rank:
         return
 
@@ -72,7 +72,7 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
 
 
 def fail_first_writes(count: int) -> None:
-    """Let the first writes of this process fail as a network file system does that has lost its server for a moment."""
+    """Fails the first writes of this process as a network file system does that has lost its server for a moment."""
     files.PAUSES_SECONDS = (0.01, 0.02, 0.04, 0.08)
     write_all, failures = writer._write_all, 0
 
@@ -87,14 +87,14 @@ def fail_first_writes(count: int) -> None:
 
 
 def limit_file_size(limit_bytes: int) -> None:
-    """Let the system refuse larger files, as a quota does."""
+    """Lets the system refuse larger files, as a quota does."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
 
 def wait_at_step(step: int, gate: str) -> None:
-    """Tell that a step is reached, and wait; `gate` is a named pipe, opened for writing and then for reading."""
+    """Tells that a step is reached, and waits; `gate` is a named pipe, opened for writing and then for reading."""
 
     def wait() -> None:
         with open(gate, "w"):  # noqa: PTH123
@@ -107,13 +107,13 @@ def wait_at_step(step: int, gate: str) -> None:
 
 
 def cut_after_step(step: int, path: str) -> None:
-    """Truncate a file while the run goes on."""
+    """Truncates a file while the run goes on."""
     if _rank() == 0:
         _at_step(step, lambda: os.truncate(path, 300))
 
 
 def keep_rows(path: str) -> None:
-    """Note a hash of every row that this process trains on, a line a step."""
+    """Notes a hash of every row that this process trains on, a line a step."""
     train_step = loop.train_step
 
     def noting(context: Any, batch: Any, step: int) -> Any:
@@ -131,7 +131,7 @@ def keep_rows(path: str) -> None:
 
 
 def _before_save(number: int, prepare: Callable[[dict[str, Any]], None]) -> None:
-    """Call `prepare` ahead of the save with this number, with its keyword arguments."""
+    """Calls `prepare` ahead of the save with this number, with its keyword arguments."""
     saves, save_checkpoint = 0, manager.save_checkpoint
 
     def counted(*args: Any, **more: Any) -> None:

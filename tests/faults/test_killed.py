@@ -23,7 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lost_peer(root: Path) -> list[tuple[int, str]]:
-    """Exit code and last words of both ranks, of which rank 1 was killed in step 4."""
+    """Exits code and last words of both ranks, of which rank 1 was killed in step 4."""
     flags = [f"ckpt_save_path={root}/killed", SAVED_IN_STEP_3]
     ranks = start_ranks(2, "killed", flags)
     said = [rank.communicate(timeout=120)[1] for rank in ranks]

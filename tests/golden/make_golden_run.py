@@ -113,7 +113,7 @@ STARTED = [
 
 
 def make_run(folder: Path) -> None:
-    """Write the run folders, from inside their folder, so that no path of this machine is in them."""
+    """Writes the run folders, from inside their folder, so that no path of this machine is in them."""
     write_dataset(folder / "data" / "first", documents=60)
     write_dataset(folder / "data" / "second", documents=40, seed=1)
     for processes, settings in STARTED:
@@ -121,7 +121,7 @@ def make_run(folder: Path) -> None:
 
 
 def train(folder: Path, processes: int, settings: list[str]) -> None:
-    """Train in a folder as `pretrain train` does; the start with `PREEMPTED` gets a signal once it has trained a step.
+    """Trains in a folder as `pretrain train` does; the start with `PREEMPTED` gets a signal once it has trained a step.
 
     Raises:
         RuntimeError: a process ended otherwise than it should.

@@ -230,7 +230,7 @@ class PackedStream:
         self.bins = np.diff(bounds[first_blocks])
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """Return the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
+        """Returns the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
         nothing = np.zeros(0, dtype=np.int64)
         documents, starts, lengths, first_spans = [nothing], [nothing], [nothing], [0]
         passes, positions = np.divmod(samples, self.bins[shards])

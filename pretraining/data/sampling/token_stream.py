@@ -32,7 +32,7 @@ class Lengths(Protocol):
     block_bounds: np.ndarray
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Return the tokens of documents [begin, end), int64."""
+        """Returns the tokens of documents [begin, end), int64."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 
 
 def _cut(parts: list[_Part], row_parts: list[int]) -> Spans:
-    """Cut the pieces of many rows out of their parts at once; `row_parts` counts the parts before each row."""
+    """Cuts the pieces of many rows out of their parts at once; `row_parts` counts the parts before each row."""
     documents, all_bounds, begins, ends = zip(*parts, strict=True)
     counts = np.array([len(each) for each in documents])
     lows = np.concatenate([bounds[:-1] for bounds in all_bounds])

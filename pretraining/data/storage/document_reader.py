@@ -33,7 +33,7 @@ class OpenFile:
     """A file that is open for reading by position; closed when the last user lets go of it."""
 
     def __init__(self, path: str, size: int, token_format: TokenFormat) -> None:
-        """Open a token file and check that it is still the one that was listed.
+        """Opens a token file and checks that it is still the one that was listed.
 
         Raises:
             DataError: it is gone, has another size, or no longer ends as files of its format do.

@@ -32,7 +32,7 @@ class NpyFormat:
         self._separator = _separator(config, self.suffix)
 
     def documents(self, path: str) -> DocumentLayout:
-        """Find the documents of a file.
+        """Finds the documents of a file.
 
         Raises:
             DataError: it is no such array, is damaged, or holds no `sep_token`.
@@ -62,7 +62,7 @@ class BinFormat:
         self.identity = f"bin {self._dtype}" if self._dtype else "bin"
 
     def documents(self, path: str) -> DocumentLayout:
-        """Find the documents of a file.
+        """Finds the documents of a file.
 
         Raises:
             DataError: its header and `token_dtype` do not say one type, it is damaged, or holds no `sep_token`.

@@ -106,7 +106,7 @@ class Index:
     """
 
     def __init__(self, path: Path) -> None:
-        """Map an index.
+        """Maps an index.
 
         Raises:
             DataError: the file is no whole index.
@@ -278,7 +278,7 @@ class NewFile:
 
 @contextmanager
 def new_file(places: Sequence[Path], what: str) -> Iterator[NewFile]:
-    """Write a file at the first of several places that can be written to: complete, or not at all.
+    """Writes a file at the first of several places that can be written to: complete, or not at all.
 
     Args:
         what: the file, for messages: "the index of dataset 'web'".

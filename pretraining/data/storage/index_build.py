@@ -317,7 +317,7 @@ _FILES_SHOWN = 3
 
 
 def describe_contradictions(files: DatasetFiles, held: Mapping[str, tuple[int, int]]) -> str | None:
-    """Say in a line how the counts files contradict what a dataset's files hold; None where nothing does.
+    """Says in a line how the counts files contradict what a dataset's files hold; None where nothing does.
 
     fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`,
     and takes the documents of each file from it. Here everything is counted in the files themselves. Where there is

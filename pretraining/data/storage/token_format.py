@@ -58,14 +58,14 @@ class TokenFormat(Protocol):
     identity: str
 
     def __init__(self, config: DataConfig) -> None:
-        """Take what the format needs of the settings.
+        """Takes what the format needs of the settings.
 
         Raises:
             ConfigError: one is missing.
         """
 
     def documents(self, path: str) -> DocumentLayout:
-        """Find the documents of a file.
+        """Finds the documents of a file.
 
         Raises:
             DataError: it is damaged, or no file of this format; names it.
@@ -83,7 +83,7 @@ def format_class(file_type: str) -> type[TokenFormat]:
 
 
 def load_format(file_type: str, config: DataConfig) -> TokenFormat:
-    """Make a format for a run's settings.
+    """Makes a format for a run's settings.
 
     Raises:
         ConfigError: it cannot be imported, or misses a setting.

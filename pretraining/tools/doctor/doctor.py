@@ -25,7 +25,7 @@ LARGEST_MIB = {"cpu": 16, "cuda": 256}
 
 
 def doctor(config: DoctorConfig, layout: ProcessLayout) -> None:
-    """Measure and print, in every process of a job.
+    """Measures and prints, in every process of a job.
 
     Raises:
         ConfigError: the folder for the disk cannot be used.
@@ -38,7 +38,7 @@ def doctor(config: DoctorConfig, layout: ProcessLayout) -> None:
 
 
 def diagnose(config: DoctorConfig, processes: Processes) -> Diagnosis:
-    """Measure; a collective call."""
+    """Measures; a collective call."""
     device = processes.device
     barrier()
     clock = time.time()

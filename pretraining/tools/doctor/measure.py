@@ -99,7 +99,7 @@ def _measure_copies(device: torch.device, size: int) -> list[Rate]:
 
 
 def measure_disk(folder: Path, mib: int, name: str) -> list[Rate]:
-    """Write a file to a folder and to its disk, and read it again past the memory that keeps files; it is removed.
+    """Writes a file to a folder and to its disk, and read it again past the memory that keeps files; it is removed.
 
     Args:
         name: of the file, which no other process may use.
@@ -328,13 +328,13 @@ def _stretch(function: Callable[[], object], device: torch.device, calls: int) -
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Waits until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def barrier() -> None:
-    """Wait until all ranks are here; over the hosts, so that no device is asked."""
+    """Waits until all ranks are here; over the hosts, so that no device is asked."""
     dist.all_reduce(torch.zeros(1))
 
 

@@ -27,7 +27,7 @@ Report = Callable[[Counts], None]
 
 @contextmanager
 def encoding_progress(total_bytes: int, done_bytes: int, who: str = "") -> Iterator[Report]:
-    """Show progress while the body runs.
+    """Shows progress while the body runs.
 
     Args:
         total_bytes: size of the input on disk; 0 = unknown.
@@ -107,7 +107,7 @@ def _lines(meter: _Meter) -> Report:
 
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
-    """Print a dataset, the other datasets of its root, and how to train on it.
+    """Prints a dataset, the other datasets of its root, and how to train on it.
 
     Args:
         done: of the dataset, what this call encoded; None where it was there already.

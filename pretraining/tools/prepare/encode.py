@@ -55,7 +55,7 @@ def encode_units(
     threads: int,
     report: Report,
 ) -> None:
-    """Write the token files of units, as far as they are not there.
+    """Writes the token files of units, as far as they are not there.
 
     Args:
         tokenizer: of the encoding, the one in the work folder; None where the input holds token ids.
@@ -142,7 +142,7 @@ def _begin_process(encoding: Encoding, work: WorkFolder, threads: int, counters:
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process when the parent closes its end of the connection, or is gone."""
+    """Ends this process when the parent closes its end of the connection, or is gone."""
     parent.poll(None)
     os._exit(0)
 
@@ -164,7 +164,7 @@ class _Encoded(NamedTuple):
 def encode_unit(
     unit: Unit, encoding: Encoding, tokenizer: Tokenizer | None, work: WorkFolder, threads: int, report: Report
 ) -> None:
-    """Write the token files of a unit, as far as they are not there; arguments as for `encode_units`.
+    """Writes the token files of a unit, as far as they are not there; arguments as for `encode_units`.
 
     Raises:
         DataError: the input cannot be read, or holds what cannot be written.
@@ -206,7 +206,7 @@ def encode_unit(
 
 
 def _write(document: np.ndarray, writer: TokenWriter, record: UnitRecord, done: Counts) -> bool:
-    """Write and count a document; return whether this finished a file, which the record then names."""
+    """Writes and counts a document; returns whether this finished a file, which the record then names."""
     if not len(document):
         done.empty_documents += 1
         return False
@@ -242,7 +242,7 @@ def _skip_documents(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces to about `BATCH_CHARACTERS` of text."""
+    """Groups pieces to about `BATCH_CHARACTERS` of text."""
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:

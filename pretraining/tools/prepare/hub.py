@@ -53,7 +53,7 @@ class HubShards:
 
 
 def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
-    """Find out what a split consists of.
+    """Finds out what a split consists of.
 
     Args:
         wanted_bytes: size of a range of rows, where the split is cut by rows.
@@ -88,7 +88,7 @@ def column_type_of(split: HubSplit, column: str) -> pa.DataType:
 
 
 def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Piece]:
-    """Read some shards (streamed) or rows (saved to disk) of a split.
+    """Reads some shards (streamed) or rows (saved to disk) of a split.
 
     Args:
         size: bytes on disk that they stand for.

@@ -66,7 +66,7 @@ class InputFile:
 
 
 def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFile]:
-    """Find the files of some inputs: in the order of the inputs, inside a folder or glob by name, each file once.
+    """Finds the files of some inputs: in the order of the inputs, inside a folder or glob by name, each file once.
 
     Args:
         inputs: files, folders (walked to the bottom, following links, without hidden names and prepared datasets)
@@ -150,7 +150,7 @@ def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
 
 
 def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALLEST_CORPUS_BYTES) -> list[InputFile]:
-    """List the modules of Python's standard library worth learning from, by name: text that every machine has.
+    """Lists the modules of Python's standard library worth learning from, by name: text that every machine has.
 
     It is for trying things out: some ten megabytes of well-written code and English (docstrings, comments), where a
     model of a few million parameters visibly learns within minutes on a CPU. One module is one document. The text

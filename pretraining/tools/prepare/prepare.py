@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> PrepareSummary:
-    """Make a dataset of token files, and a tokenizer where there is none.
+    """Makes a dataset of token files, and a tokenizer where there is none.
 
     An identical call on a finished dataset finds it and returns at once. In a job of several processes all of them
     return when the dataset is there; rank 0 prints what is in it.
@@ -142,7 +142,7 @@ def _follow(config: PrepareConfig, root: Path, team: Team, threads: int) -> Prep
 
 
 def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
-    """Encode the units of this process, as far as they are not done; rank 0 shows its progress."""
+    """Encodes the units of this process, as far as they are not done; rank 0 shows its progress."""
     mine = slice(team.rank, None, team.size)
     share, records = plan.found.units[mine], plan.read_records()[mine]
     left = [unit for unit, record in zip(share, records, strict=True) if not record.finished]
@@ -158,7 +158,7 @@ def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
 
 
 def _wait_for_all(plan: _Plan, team: Team) -> None:
-    """Wait until the units of other processes are done."""
+    """Waits until the units of other processes are done."""
     units = plan.found.units
     keys = [plan.encoding.key(unit) for unit in units]
     done = 0
@@ -173,7 +173,7 @@ def _wait_for_all(plan: _Plan, team: Team) -> None:
 
 
 def _merge(config: PrepareConfig, plan: _Plan, records: Sequence[UnitRecord], folder: Path) -> PrepareSummary:
-    """Make the dataset of what all units gave."""
+    """Makes the dataset of what all units gave."""
     work, tokenizer = plan.work, plan.tokenizer
     if not counts_of(records).documents:
         work.remove()
@@ -221,7 +221,7 @@ def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) 
 
 
 def _announce(plan: _Plan, folder: Path, earlier: Sequence[UnitRecord]) -> None:
-    """Say what begins now."""
+    """Says what begins now."""
     found = plan.found
     verb = "Encoding" if found.token_type is None else "Copying the token ids of"
     using = "" if plan.tokenizer is None else f" with a tokenizer of {plan.tokenizer.vocab_size:,} entries"

@@ -110,7 +110,7 @@ class UnitRecord:
     finished: bool = False
 
     def count(self, length: int) -> None:
-        """Take a document's length into `lengths`."""
+        """Takes a document's length into `lengths`."""
         low_bits = max(length.bit_length() - 5, 0)
         rounded = length >> low_bits << low_bits
         self.lengths[rounded] = self.lengths.get(rounded, 0) + 1
@@ -127,14 +127,14 @@ class WorkFolder:
         self._plan = self.path / "plan.json"
 
     def create(self) -> None:
-        """Make the folder if it is not there, and clear away what was half written."""
+        """Makes the folder if it is not there, and clear away what was half written."""
         for folder in (self.files, self._units):
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob("*.tmp"):
                 leftover.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it; it was made here."""
+        """Removes the folder with all that is in it; it was made here."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def read_plan(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class WorkFolder:
         return _read_object(self._plan)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """Write plan.json."""
+        """Writes plan.json."""
         write_atomic(self._plan, json.dumps(plan))
 
     def read_record(self, unit: Unit, key: str) -> UnitRecord:
@@ -157,7 +157,7 @@ class WorkFolder:
         return UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"]), "lengths": lengths})
 
     def write_record(self, unit: Unit, record: UnitRecord) -> None:
-        """Say how far a unit is."""
+        """Says how far a unit is."""
         write_atomic(self._record(unit), json.dumps(asdict(record)))
 
     def _record(self, unit: Unit) -> Path:
@@ -172,7 +172,7 @@ def write_manifest(
     dtype: str,
     records: Sequence[UnitRecord],
 ) -> None:
-    """Write prepare.json.
+    """Writes prepare.json.
 
     Args:
         folder: with the token files in it.

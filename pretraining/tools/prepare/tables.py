@@ -26,7 +26,7 @@ _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_
 
 
 def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
-    """Read the documents of a table.
+    """Reads the documents of a table.
 
     Args:
         begin: first row group (Parquet) or record batch (Arrow) to read.
@@ -56,7 +56,7 @@ def column_type(file: InputFile, column: str) -> pa.DataType:
 
 
 def ranges_of_table(file: InputFile, wanted_bytes: int) -> list[tuple[int, int | None, int]]:
-    """Cut a table into (begin, end, bytes), each of about the wanted bytes on disk; one range where it cannot be cut.
+    """Cuts a table into (begin, end, bytes), each of about the wanted bytes on disk; one range where it cannot be cut.
 
     Raises:
         DataError: the file cannot be read.
@@ -212,7 +212,7 @@ def _open_arrow(
 
 @contextmanager
 def _damage_named(file: InputFile) -> Iterator[None]:
-    """Turn what the libraries say about a file into an error for users."""
+    """Turns what the libraries say about a file into an error for users."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

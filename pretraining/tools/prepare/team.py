@@ -96,7 +96,7 @@ class Team:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until something is ready, and say now and then for what.
+        """Waits until something is ready, and says now and then for what.
 
         Raises:
             DataError: another process has failed.
@@ -114,7 +114,7 @@ class Team:
             time.sleep(POLL_SECONDS)
 
     def check(self) -> None:
-        """Look whether another process has failed, at most every `POLL_SECONDS`; cheap enough to be called often.
+        """Looks whether another process has failed, at most every `POLL_SECONDS`; cheap enough to be called often.
 
         Raises:
             DataError: one has.
@@ -151,7 +151,7 @@ class Team:
         self._wait_to_begin(is_named, lambda: "rank 0 to begin")
 
     def _wait_to_begin(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait without looking for failures, which may be an earlier job's, but not for ever."""
+        """Waits without looking for failures, which may be an earlier job's, but not for ever."""
         began = self._clock()
 
         def check() -> None:
@@ -164,7 +164,7 @@ class Team:
         self._wait(ready, what, check)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others, unless one of them told us."""
+        """Tells the others, unless one of them told us."""
         if isinstance(error, PretrainError):
             if error.is_everywhere:
                 return
@@ -174,13 +174,13 @@ class Team:
             write_atomic(self._folder / f"failed_{self.rank}", text)
 
     def _keep_heartbeat(self) -> None:
-        """Give signs of life, on a thread."""
+        """Gives signs of life, on a thread."""
         while not self._ended.wait(HEARTBEAT_SECONDS):
             with suppress(OSError):
                 os.utime(self._member(self.rank))
 
     def _look_after_others(self) -> None:
-        """Fail with a process that has failed, or gives no sign of life any more."""
+        """Fails with a process that has failed, or gives no sign of life any more."""
         for path in sorted(self._folder.glob("failed_*[0-9]")):
             who = path.name.replace("failed_", "rank ")
             raise _failed(f"{who} has failed: {path.read_text(encoding='utf-8')}")

@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 def read_text(file: InputFile) -> Iterator[Piece]:
-    """Read a file as one document.
+    """Reads a file as one document.
 
     Raises:
         DataError: the file cannot be read or unpacked, or is not UTF-8; says where.
@@ -80,7 +80,7 @@ def read_text(file: InputFile) -> Iterator[Piece]:
 
 
 def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
-    """Read a file with a document a line, and skip blank lines.
+    """Reads a file with a document a line, and skip blank lines.
 
     Args:
         text_field: key of the text in the objects.

@@ -99,7 +99,7 @@ class TokenWriter:
         self._pending_tokens = 0
 
     def write(self, tokens: np.ndarray) -> bool:
-        """Add a document, ids [T] of the writer's type; returns whether this finished a file."""
+        """Adds a document, ids [T] of the writer's type; returns whether this finished a file."""
         assert len(tokens) <= LARGEST_DOCUMENT_TOKENS and tokens.dtype == self._dtype
         if self._writer is None:
             self._sink = pa.OSFile(str(self._temporary), "wb")
@@ -127,7 +127,7 @@ class TokenWriter:
             self._temporary.unlink(missing_ok=True)
 
     def _flush(self) -> None:
-        """Write the pending documents as one record batch."""
+        """Writes the pending documents as one record batch."""
         if not self._pending or self._writer is None:
             return
         offsets = np.zeros(len(self._pending) + 1, dtype=np.int32)
@@ -137,7 +137,7 @@ class TokenWriter:
         self._pending, self._pending_tokens = [], 0
 
     def _finish_file(self) -> None:
-        """Close the current file, flush it to disk and give it its name."""
+        """Closes the current file, flushes it to disk and gives it its name."""
         if self._writer is None or self._sink is None:
             return
         self._flush()

@@ -88,7 +88,7 @@ class Input:
 
 
 def find_input(config: PrepareConfig) -> Input:
-    """Find what the settings name, and cut it.
+    """Finds what the settings name, and cuts it.
 
     Raises:
         DataError: there is nothing to read, or it cannot be read.
@@ -119,7 +119,7 @@ def find_input(config: PrepareConfig) -> Input:
 
 
 def read_part(part: Part, text_field: str) -> Iterator[Piece]:
-    """Read the documents of a part.
+    """Reads the documents of a part.
 
     Raises:
         DataError: it cannot be read; says where.
@@ -136,7 +136,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Piece]:
 
 
 def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
-    """Put parts that follow each other together, as long as they fit into a unit; what has no known size is one."""
+    """Puts parts that follow each other together, as long as they fit into a unit; what has no known size is one."""
     number, together, size = 0, list[Part](), 0
     for part in parts:
         is_unknown = part.size == 0 and isinstance(part.source, HubSplit)

@@ -48,7 +48,7 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
 
 
 def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> Tokenizer:
-    """Train a tokenizer on the input, or on a sample where it is long; take the one that an interrupted call trained.
+    """Trains a tokenizer on the input, or on a sample where it is long; takes the one that an interrupted call trained.
 
     Raises:
         ConfigError: the vocabulary asked for is too small for any text.
@@ -89,7 +89,7 @@ def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> 
 
 
 def keep_tokenizer(root: Path, tokenizer: Tokenizer) -> None:
-    """Make a tokenizer that of a root.
+    """Makes a tokenizer that of a root.
 
     Raises:
         DataError: there is another one by now.

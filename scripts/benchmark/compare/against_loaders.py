@@ -77,7 +77,7 @@ def _contend(contender: str, folder: Path, name: str, connection: Connection) ->
 
 
 def _read(batches: Batches) -> float:
-    """Read for a turn; tokens a second."""
+    """Reads for a turn; tokens a second."""
     tokens, began = 0, time.perf_counter()
     while time.perf_counter() < began + TURN_SECONDS:
         tokens += next(batches)

@@ -201,7 +201,7 @@ def installed_packages() -> set[str]:
 
 
 def prepare(folder: Path, name: str, packages: set[str]) -> None:
-    """Write documents in the forms that contenders read, where they are not there yet."""
+    """Writes documents in the forms that contenders read, where they are not there yet."""
     (folder / ".index").mkdir(exist_ok=True)
     files = token_files(folder / name)
     forms: list[tuple[str, str, Callable[[Path], None]]] = [

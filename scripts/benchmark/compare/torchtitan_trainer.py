@@ -147,7 +147,7 @@ def _job(config: TrainConfig) -> JobConfig:
 
 
 def _set_weights(trainer: Trainer, config: TrainConfig) -> None:
-    """Have it start from the weights that the project starts from."""
+    """Has it start from the weights that the project starts from."""
     state = Llama3StateDictAdapter(trainer.model_args, None).from_hf(initial_model(config).state_dict())
     [model] = trainer.model_parts
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))

@@ -45,7 +45,7 @@ class Cost:
 
 
 def compare(folder: Path, config: TrainConfig, runs: int) -> None:
-    """Train in turns with saves in place and beside the training, and print what they cost.
+    """Trains in turns with saves in place and beside the training, and prints what they cost.
 
     Args:
         folder: of the runs, removed.

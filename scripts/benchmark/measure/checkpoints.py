@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _compare_with_raw(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:
-    """Start a job, let it take its turns, and print what came of them."""
+    """Starts a job, lets it take its turns, and prints what came of them."""
     processes = multiprocessing.get_context("spawn")
     here, there = processes.Pipe(duplex=False)
     with socket.socket() as free:
@@ -213,7 +213,7 @@ def _tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, to
 
 
 def _drop_from_memory(paths: Sequence[Path]) -> None:
-    """Have the next read come from the disk."""
+    """Has the next read come from the disk."""
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -56,7 +56,7 @@ class Collections:
 
 
 def measure(settings: list[str], steps: int) -> tuple[Collections, float]:
-    """Train; what the collector did in the first steps of a run, and the processor seconds of them all."""
+    """Trains; what the collector did in the first steps of a run, and the processor seconds of them all."""
     collections, done, began, spent = Collections(), 0, 0.0, 0.0
 
     def before_step(loss: float | None) -> None:

@@ -133,7 +133,7 @@ def copying(tokens: np.ndarray, global_batch: int) -> Work:
 
 
 def measure_reading(folder: Path, mean: int, rounds: int) -> None:
-    """Print tokens/s of every way to read documents of some length."""
+    """Prints tokens/s of every way to read documents of some length."""
     apart, mixed, ahead = (
         settings_of(folder, f"mean{mean}", **changes) for changes in ({}, {"document_mask": False}, {"num_workers": 1})
     )
@@ -154,7 +154,7 @@ def measure_reading(folder: Path, mean: int, rounds: int) -> None:
 
 
 def measure_many(folder: Path, rounds: int) -> None:
-    """Print tokens/s of a mixture of many datasets."""
+    """Prints tokens/s of a mixture of many datasets."""
     config = settings_of(folder, *LINKS)
     opened = open_data(config)
     print_rates(
@@ -165,7 +165,7 @@ def measure_many(folder: Path, rounds: int) -> None:
 
 
 def print_rates(heading: str, ways: Mapping[str, Callable[[int], Work]], rounds: int) -> None:
-    """Let ways to read, each with every number of samples a step, take turns, and print tokens/s."""
+    """Lets ways to read, each with every number of samples a step, take turns, and prints tokens/s."""
     contenders = {(way, size): make(size) for way, make in ways.items() for size in GLOBAL_BATCHES}
     rates = take_turns(contenders, rounds)
     rows = [
@@ -177,7 +177,7 @@ def print_rates(heading: str, ways: Mapping[str, Callable[[int], Work]], rounds:
 
 
 def measure_state(folder: Path, rounds: int) -> None:
-    """Print the size of the state, what a process keeps in memory, and how long a resume takes."""
+    """Prints the size of the state, what a process keeps in memory, and how long a resume takes."""
     cases = {(count, step): settings_of(folder, *LINKS[:count]) for count in (1, DATASETS) for step in STEPS}
     before = _resident_mib()
     loader = open_loader(cases[DATASETS, STEPS[0]], open_data(cases[DATASETS, STEPS[0]]), 512, ranks=8)
@@ -209,7 +209,7 @@ def measure_state(folder: Path, rounds: int) -> None:
 
 
 def measure_share(folder: Path, steps: int) -> None:
-    """Print the loader's share of the steps of a training run, as metrics.jsonl has it."""
+    """Prints the loader's share of the steps of a training run, as metrics.jsonl has it."""
     rows = []
     for workers in (0, 1):
         with tempfile.TemporaryDirectory(prefix="benchmark-") as run:
@@ -255,7 +255,7 @@ def _resident_mib() -> float:
 
 
 def prepare(folder: Path, tokens: int) -> None:
-    """Make the documents that are not there yet."""
+    """Makes the documents that are not there yet."""
     for mean in MEAN_TOKENS:
         write_documents(folder / f"mean{mean}", mean, tokens)
     write_documents(folder / "demo", 600, tokens // 20, DEMO_VOCABULARY)

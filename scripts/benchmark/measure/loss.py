@@ -112,7 +112,7 @@ def _most_so_far() -> float:
 
 
 def _reset_peak() -> None:
-    """Let `_most_so_far` begin with what is in use now."""
+    """Lets `_most_so_far` begin with what is in use now."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int) -> None:
-    """Measure, and print a table."""
+    """Measures, and prints a table."""
     jsonl, parquet = root / "documents.jsonl", root / "documents.parquet"
     with jsonl.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in documents)

@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def train(settings: list[str], firsts: list[int], folder: Path) -> TimedProfiler:
-    """Train, recording the ranges that begin at these steps, and as far as another one would begin."""
+    """Trains, recording the ranges that begin at these steps, and as far as another one would begin."""
     ranges = ",".join(f"{first}-{first + STEPS_OF_A_PROFILE - 1}" for first in firsts)
     total = firsts[-1] + EVERY - 1
     own = [f"profile_steps={ranges}", f"num_steps={total + 1}", f"report_interval={total + 1}"]

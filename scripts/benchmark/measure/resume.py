@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.02
 
 
 def measure(folder: Path, settings: Sequence[str], kills: int) -> None:
-    """Kill and resume a run again and again, and print where the time goes.
+    """Kills and resumes a run again and again, and prints where the time goes.
 
     Args:
         folder: of the runs.

@@ -60,7 +60,7 @@ def measured_run(settings: list[str]) -> None:
     from pretraining.train import build, loop, restore, rollback
 
     def during(module: Any, name: str, phase: str, then: str | None) -> None:
-        """Let a function begin a phase, and end it if `then` names the next one."""
+        """Lets a function begin a phase, and ends it if `then` names the next one."""
         function: Callable[..., Any] = getattr(module, name)
 
         def marked(*arguments: Any, **named: Any) -> Any:

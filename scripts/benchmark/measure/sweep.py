@@ -80,7 +80,7 @@ class Combination:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the sweep of a command line."""
+    """Runs the sweep of a command line."""
     parser = flag_parser(
         "Train every combination of settings, and compare.",
         processes=Number(1, "of each run, on this machine"),
@@ -120,7 +120,7 @@ def _combinations(varied: Sequence[tuple[str, list[str]]]) -> Iterator[Combinati
 
 
 def _take_turn(combination: Combination, same: Sequence[str], processes: int, steps: int) -> None:
-    """Run a combination once, and note its reports or why there are none."""
+    """Runs a combination once, and notes its reports or why there are none."""
     launcher = [] if processes == 1 else ["scripts/torchrun.py", "--standalone", f"--nproc-per-node={processes}"]
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
         run, log = Path(folder, "run"), Path(folder, "log")

@@ -112,7 +112,7 @@ def write_manifest(folder: Path, manifest: Manifest, files: Mapping[str, FileEnt
 
 
 def flip_byte(path: Path, at: int = -1, bits: int = 0xFF) -> None:
-    """Change some bits of one byte of a file."""
+    """Changes some bits of one byte of a file."""
     content = bytearray(path.read_bytes())
     content[at] ^= bits
     path.write_bytes(content)

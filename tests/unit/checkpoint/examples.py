@@ -52,7 +52,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def save(run: Path, step: int, kind: str = "interval", evaluation_loss: float | None = None) -> Path:
-    """Save a checkpoint whose tensors hold its step."""
+    """Saves a checkpoint whose tensors hold its step."""
     folder = checkpoint_path(run, step)
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
     manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss)
@@ -61,5 +61,5 @@ def save(run: Path, step: int, kind: str = "interval", evaluation_loss: float | 
 
 
 def load(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Load a checkpoint into tensors."""
+    """Loads a checkpoint into tensors."""
     load_tensors(folder, read_document(folder).files, into)

@@ -47,7 +47,7 @@ def flip_a_bit(folder: Path) -> None:
 
 
 def forge(folder: Path, name: str, size: int) -> None:
-    """Have the manifest name another file, with a checksum that fits the manifest."""
+    """Has the manifest name another file, with a checksum that fits the manifest."""
     document = json.loads((folder / MANIFEST).read_text())
     del document["checksum"]
     document["files"][name] = {"bytes": size, "crc32": "00000000"}

@@ -33,7 +33,7 @@ def digest(batch: list[list[int]]) -> str:
 
 
 def live(data_path: str, folder: Path, steps: int, workers: int, allowed: int, told: int) -> None:
-    """Go on to the end, or as far as one lets it: a byte from one pipe for each step, a byte to the other after it."""
+    """Runs to the end, or as far as it may: a byte from one pipe for each step, a byte to the other after it."""
     config = replace(CONFIG, data_path=data_path, num_workers=workers)
     saved, log = folder / "state.json", os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with build_loader(opened(config), config, plan(BATCH), 0, SEED, 1000) as loader:

@@ -197,7 +197,7 @@ def train(running: Loader) -> list[list[list[int]]]:
 
 
 def meet(config: DataConfig, fault: Callable[[Path], None], stage: str) -> None:
-    """Damage the file, so that it is first met at a stage, and go as far as it lets one."""
+    """Damages the file, so that it is first met at a stage, and goes as far as it lets one."""
     bad = Path(config.data_path or "") / "web/bad.arrow"
     if stage == "start":
         fault(bad)

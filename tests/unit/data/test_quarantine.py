@@ -50,7 +50,7 @@ def slots(batch: StepBatch) -> Iterator[tuple[list[int], int]]:
 
 
 def damage(config: DataConfig, token: int = 999) -> None:
-    """Overwrite one token of the file, as a disk would, without a trace in names and sizes."""
+    """Overwrites one token of the file, as a disk would, without a trace in names and sizes."""
     path = Path(config.data_path or "") / "web/bad.arrow"
     content = bytearray(path.read_bytes())
     at = len(content) // 2 // 2 * 2

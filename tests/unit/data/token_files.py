@@ -23,7 +23,7 @@ def write_documents(
     batch_documents: int = 10**9,
     column: str = "tokens",
 ) -> None:
-    """Write an Arrow file of one column, `batch_documents` rows a record batch."""
+    """Writes an Arrow file of one column, `batch_documents` rows a record batch."""
     kind = kind or pa.list_(pa.uint16())
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = pa.schema([(column, kind)])
@@ -34,7 +34,7 @@ def write_documents(
 
 
 def write_batches(path: Path, documents: Sequence[Sequence[int]], kind: pa.DataType) -> None:
-    """Write an Arrow file of plain integers, a document a record batch."""
+    """Writes an Arrow file of plain integers, a document a record batch."""
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = pa.schema([("tokens", kind)])
     with pa.ipc.new_file(str(path), schema) as writer:

@@ -54,7 +54,7 @@ class Answers:
 
 
 def look(detector: HangDetector, times: int, progress: int = 1, timeout: float = 10.0) -> Hang | None:
-    """Look every second; returns what the last look found, those before it found nothing."""
+    """Looks every second; returns what the last look found, those before it found nothing."""
     for _ in range(times - 1):
         assert detector.look(1.0, progress, timeout) is None
     return detector.look(1.0, progress, timeout)

@@ -11,7 +11,7 @@ BEGIN = "import atexit, ctypes, os, sys, tempfile, threading\nfrom pretraining.l
 
 
 def run_program(program: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own, with its output piped."""
+    """Runs Python code in a process of its own, with its output piped."""
     command = [sys.executable, "-c", BEGIN + program]
     return subprocess.run(
         command, cwd=ROOT, env=buffered(), stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False

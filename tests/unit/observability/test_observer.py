@@ -55,7 +55,7 @@ def observe(
     spans: tuple[float, ...] = (10.0,),
     recomputed_share: float = 0.0,
 ) -> Observer:
-    """Observe steps of 10 tokens and 2 seconds with the given mean losses."""
+    """Observes steps of 10 tokens and 2 seconds with the given mean losses."""
     observer = Observer(
         interval=Interval(Duration(every, "steps"), None),
         total_steps=len(losses),

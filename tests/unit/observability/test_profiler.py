@@ -25,7 +25,7 @@ def listening(caplog: pytest.LogCaptureFixture) -> None:
 def run(
     folder: Path, *steps: str, until: int, every: int = 0, restored: int = 0, error_after: int | None = None
 ) -> None:
-    """Profile a run of small steps."""
+    """Profiles a run of small steps."""
     config = ProfilerConfig(use_profiler=True, profile_steps=steps, profile_interval=Duration(every, "steps"))
     state = TrainState(until, until, 10, Progress(restored, 10 * restored))
     stopwatch = Stopwatch()

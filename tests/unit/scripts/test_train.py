@@ -30,7 +30,7 @@ def train(
 
 
 def write_flags(stand_in: StandIn, flags: str) -> None:
-    """Edit the block of flags at the top of train.sh."""
+    """Edits the block of flags at the top of train.sh."""
     script = stand_in.root / "scripts" / "train.sh"
     before, opening, after = script.read_text().partition("FLAGS=(\n")
     script.write_text(f"{before}{opening}    {flags}\n{after}")

@@ -35,7 +35,7 @@ def use_of(**changes: object) -> MemoryUse:
 def train_until_out_of_memory(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raise_it: object, *flags: str
 ) -> str:
-    """Train; the third step runs out of memory. Returns what is printed as the error."""
+    """Trains; the third step runs out of memory. Returns what is printed as the error."""
 
     def step_or_fail(context: StepContext, batch: object, step: int) -> object:
         outcome = train_step(context, batch, step)  # type: ignore[arg-type]

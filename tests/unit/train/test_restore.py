@@ -24,7 +24,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def damage(folder: Path) -> None:
-    """Change the last tensor of a checkpoint by much: used, it would show."""
+    """Changes the last tensor of a checkpoint by much: used, it would show."""
     shard = max(folder.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 0x40

@@ -22,7 +22,7 @@ from pretraining.train.step import StepContext
 
 
 def start(run: Path, *flags: str) -> None:
-    """Train with made-up data unless the flags say otherwise."""
+    """Trains with made-up data unless the flags say otherwise."""
     data = [] if any("data_path" in flag for flag in flags) else ["use_dummy_dataset=true"]
     names = {flag.partition("=")[0] for flag in flags}
     common = [flag for flag in (*TINY, "num_steps=4") if flag.partition("=")[0] not in names]

@@ -20,7 +20,7 @@ def detector(window: int = 8, threshold: float = 6.0, **conditions: int) -> Spik
 
 
 def feed(spikes: SpikeDetector, losses: list[float], broken: tuple[int, ...] = ()) -> list[bool]:
-    """Judge losses one after the other; those at `broken` are left out for another reason."""
+    """Judges losses one after the other; those at `broken` are left out for another reason."""
     found = []
     for index, loss in enumerate(losses):
         verdict = spikes.judge(torch.tensor(loss * 10), torch.tensor(10))

@@ -15,7 +15,7 @@ from pretraining.tools.prepare.token_files import TokenWriter
 
 
 def prepare_killed(config: PrepareConfig, moment: str, number: int) -> bool:
-    """Start `prepare` in a process of its own, forked from this one, and kill it.
+    """Starts `prepare` in a process of its own, forked from this one, and kills it.
 
     Args:
         config: of the call.

@@ -14,7 +14,7 @@ from pretraining.tools.prepare.text import Piece
 
 
 def one(path: Path, content: bytes | str) -> InputFile:
-    """Write a file, and list it."""
+    """Writes a file, and lists it."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return list_files([str(path)], ())[0]
 

@@ -49,7 +49,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
 
 
 def report_to(report: Report, patch: pytest.MonkeyPatch) -> None:
-    """Call a function whenever `prepare` is told what was done."""
+    """Calls a function whenever `prepare` is told what was done."""
     encode_units: Callable[..., None] = run.encode_units
     patch.setattr(run, "encode_units", lambda *args: encode_units(*args[:-1], report))
 

@@ -59,7 +59,7 @@ def expected(config: PrepareConfig) -> dict[str, bytes]:
 def start(
     config: PrepareConfig, processes: int, kill_after: Sequence[int] = (), more: Sequence[list[str]] = ()
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run the command in several processes, as torchrun starts them, the last one first."""
+    """Runs the command in several processes, as torchrun starts them, the last one first."""
     arguments = [f"--input_path={config.input_path[0]}", f"--output_path={config.output_path}", "--vocab_size=280"]
     started = []
     for rank in reversed(range(processes)):

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def together(folder: Path, *bodies: Callable[[Team], None]) -> list[BaseException | None]:
-    """Run a team, a thread a member, the last one first; what each raised."""
+    """Runs a team, a thread a member, the last one first; what each raised."""
     errors: list[BaseException | None] = [None] * len(bodies)
 
     def run(rank: int) -> None:
