@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import ROOT, free_ports, plain_environment, run_distributed
+from forked import ForkedProcess, run_forked, start_forked
+from helpers import ROOT, free_ports
 from safetensors.torch import load_file
 from training_runs import TINY
 
@@ -34,24 +33,13 @@ def train_with_faults(
     processes: int, runs: Sequence[tuple[str, Sequence[str]]], environment: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """Trains runs one after the other in one job; returns what each came to on each rank."""
-    done = run_distributed(WORKER, processes, [job(runs)], environment, timeout=240)
+    done = run_forked(WORKER, processes, [job(runs)], environment, timeout=240)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def start_ranks(processes: int, fault: str, flags: Sequence[str]) -> list[subprocess.Popen[str]]:
+def start_ranks(processes: int, fault: str, flags: Sequence[str]) -> list[ForkedProcess]:
     """Starts the processes of a job by themselves, without a launcher that would end them together."""
-    (port,) = free_ports(1)
-    argument = job([(fault, flags)])
-    return [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), argument],
-            env=plain_environment({"RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": str(port)}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
+    return start_forked(WORKER, processes, [job([(fault, flags)])])
 
 
 def status_of(run: Path) -> dict[str, Any]:

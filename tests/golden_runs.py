@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import free_ports, run_distributed
+from forked import run_forked
+from helpers import free_ports
 from safetensors import safe_open
 from torch import nn
 
@@ -57,7 +58,7 @@ def train_on(processes: int, runs: Sequence[Sequence[str]]) -> str:
     """Trains several runs in one job of processes with one thread each; returns what they printed."""
     jobs = list(zip(free_ports(len(runs)), runs, strict=True))
     worker = Path(__file__).parent / "distributed" / "training_worker.py"
-    done = run_distributed(worker, processes, [json.dumps(jobs)], timeout=240.0)
+    done = run_forked(worker, processes, [json.dumps(jobs)], timeout=240.0)
     return done.stdout + done.stderr
 
 

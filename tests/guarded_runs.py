@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import ROOT, free_ports, plain_environment, run_distributed
+from forked import ForkedProcess, run_forked, start_forked
+from helpers import ROOT, free_ports
 from safetensors.torch import load_file
 from training_runs import TINY
 
@@ -26,33 +25,14 @@ def train_with_faults(processes: int, data_path: Path, runs: Sequence[tuple[str,
         runs: name of the fault and overrides on top of the tiny model's, of each run.
     """
     jobs = _jobs(data_path, runs)
-    done = run_distributed(WORKER, processes, [json.dumps(jobs)], timeout=240)
+    done = run_forked(WORKER, processes, [json.dumps(jobs)], timeout=240)
     print(done.stdout, done.stderr)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def start_without_launcher(
-    processes: int, data_path: Path, fault: str, flags: list[str]
-) -> list[subprocess.Popen[str]]:
-    """Starts a run with a fault as processes that nobody ends when one of them does; for `with` blocks of their own."""
-    (job,) = _jobs(data_path, [(fault, flags)])
-    started = []
-    for rank in range(processes):
-        variables = {
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            **{"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"},
-            "MASTER_PORT": str(job[0]),
-        }
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps([job])],
-                env=plain_environment(variables),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return started
+def start_without_launcher(processes: int, data_path: Path, fault: str, flags: list[str]) -> list[ForkedProcess]:
+    """Starts a run with a fault as processes that nobody ends when one of them does."""
+    return start_forked(WORKER, processes, [json.dumps(_jobs(data_path, [(fault, flags)]))])
 
 
 def _jobs(data_path: Path, runs: Sequence[tuple[str, list[str]]]) -> list[tuple[int, str, list[str]]]:

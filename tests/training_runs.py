@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from helpers import free_ports, run_distributed
+from forked import run_forked
+from helpers import free_ports
 
 VOCABULARY = 64
 
@@ -72,7 +73,7 @@ def train_runs(
     """Trains several runs in one job of `processes` processes; each run is a list of overrides on top of `TINY`."""
     common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8"]
     jobs = [(port, [*common, *run]) for port, run in zip(free_ports(len(runs)), runs, strict=True)]
-    run_distributed(Path(__file__).parent / "distributed" / worker, processes, [json.dumps(jobs)], timeout=timeout)
+    run_forked(Path(__file__).parent / "distributed" / worker, processes, [json.dumps(jobs)], timeout=timeout)
 
 
 def losses_of(run: Path) -> list[float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from forked import run_forked
 from helpers import ROOT, free_ports, run_distributed
 from training_runs import TINY, train_runs, write_dataset
 
@@ -101,7 +102,7 @@ def test_a_mistake_is_one_message_and_status_one(
 def test_every_process_of_a_job_ends_and_one_speaks(workplace: Path) -> None:
     lines = [command_line(workplace, flags) for flags, _ in MISTAKES.values()]
     jobs = json.dumps(list(zip(free_ports(len(lines)), lines, strict=True)))
-    done = run_distributed(WORKER, 2, [jobs])
+    done = run_forked(WORKER, 2, [jobs])
     for number, name in enumerate(MISTAKES):
         for rank in (0, 1):
             assert f"mistake {number} rank {rank} status 1" in done.stdout, name

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from helpers import run_distributed
+from forked import run_forked
 
 WORKER = Path(__file__).parent / "doctor_worker.py"
 
 
 def test_slow_ranks_are_named_by_what_is_slow_about_them(tmp_path: Path) -> None:
     flags = ["--json", f"--disk_path={tmp_path}", "--disk_mib=1", "--message_mib=1", "--slow_factor=3"]
-    output = run_distributed(WORKER, 3, flags).stdout
+    output = run_forked(WORKER, 3, flags).stdout
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     slow = "\n".join(found["slow"])
     host = found["ranks"][0]["host"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import run_distributed
+from forked import run_forked
 
 WORKER = Path(__file__).with_name("initial_weights_worker.py")
 
@@ -20,6 +20,6 @@ WORKER = Path(__file__).with_name("initial_weights_worker.py")
     ],
 )
 def test_ddp_fsdp_and_hsdp_start_like_one_process(processes: int, layouts: list[tuple[int, int]]) -> None:
-    output = run_distributed(WORKER, processes).stdout
+    output = run_forked(WORKER, processes).stdout
     lines = [line for line in output.splitlines() if line.startswith("replicate=")]
     assert lines == [f"replicate={replicate} shard={shard}: same" for replicate, shard in layouts]

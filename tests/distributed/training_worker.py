@@ -1,6 +1,6 @@
 """One process of a job of several runs: reads (port, arguments) pairs as JSON and trains each run, one after the other.
 
-Started by tests under torchrun: importing torch once and training many runs is what keeps them fast.
+Started by `forked.run_forked`: importing torch once and training many runs is what keeps tests fast.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from forked import fork_context
 from helpers import free_ports
 from training_runs import TINY
 
@@ -82,11 +82,7 @@ def start_job(
         fault: what goes wrong.
         name: of the job, in case there are several.
     """
-    context = multiprocessing.get_context("forkserver")
-    # The last one is imported at some later point of every run, and takes longer than all the rest.
-    context.set_forkserver_preload(
-        ["pretraining.cli", "pretraining.train.run", "faults.storage_faults", "torch._dynamo"]
-    )
+    context = fork_context()
     common = [*TINY, "num_workers=0"]
     lines = [[*common, *run] for run in runs]
     lines = [[*line, *([] if _names_data(line) else ["use_dummy_dataset=true"])] for line in lines]

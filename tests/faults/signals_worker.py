@@ -162,7 +162,7 @@ def the_save_never_ends() -> Iterator[None]:
 def batches_noted(rank: int) -> Iterator[None]:
     """Every row that is trained on is noted in $NOTES/<attempt>.<rank>: step and checksum of its tokens."""
     train_step = loop.train_step
-    path = Path(os.environ["NOTES"]) / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{rank}"
+    path = Path(os.environ["NOTES"]) / f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{rank}"
 
     def wrapped(context: Any, batch: StepBatch, done: int) -> Any:
         with path.open("a") as notes:

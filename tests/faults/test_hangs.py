@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,13 @@ RUN = ["num_steps=1000000", "report_interval=0"]
 HUNG = 124
 
 
-def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if f"in step {step}" in line:
-            return
-    raise AssertionError("the process ended before the step")
-
-
 @pytest.mark.parametrize("stopped", [1, 0])
 def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
     flags = [*RUN, "hang_timeout=5s", "first_step_timeout=60s", f"ckpt_save_path={tmp_path / 'run'}"]
     processes = start_without_launcher(2, data, "tell_steps", flags)
     try:
-        wait_for_step(processes[stopped], 5)
+        processes[stopped].wait_for_line(lambda line: "in step 5" in line)
         processes[stopped].send_signal(signal.SIGSTOP)
         other = processes[1 - stopped]
         _, stderr = other.communicate(timeout=150)

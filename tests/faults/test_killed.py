@@ -6,7 +6,6 @@ Processes are started without a launcher, which would end them together.
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def killed_in_the_save(root: Path) -> set[str]:
     """What lies in the folder of checkpoints after both ranks were killed in a save that was not getting anywhere."""
     ranks = start_ranks(2, "the save never ends", [f"ckpt_save_path={root}/grace", SAVED_IN_STEP_3])
     try:
-        wait_for_line(ranks[1], "hangs")
+        ranks[1].wait_for_line(lambda line: line.strip() == "hangs")
     finally:
         for rank in ranks:
             rank.kill()
@@ -48,14 +47,6 @@ def resumed(root: Path, lost_peer: object, killed_in_the_save: object) -> None:
     """Both runs were started again, and a third one has never been stopped."""
     runs = ("whole", "killed", "grace")
     train_with_faults(2, [("nothing", [f"ckpt_save_path={root}/{run}"]) for run in runs])
-
-
-def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
-    for each in process.stdout:
-        if each.strip() == line:
-            return
-    raise AssertionError(f"the process has ended without saying {line!r}")
 
 
 def test_the_peers_of_a_killed_rank_end_by_themselves_and_say_why(root: Path, lost_peer: list[tuple[int, str]]) -> None:

@@ -1,0 +1,173 @@
+"""Scripts as processes of a job that take a tenth of a second to start: forked from a server that has imported everything.
+
+`run_forked` is what `helpers.run_distributed` is, without torchrun and without seconds of imports in each process;
+tests of launchers, of restarts and of the interpreter's end start real processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from helpers import ROOT, free_ports, plain_environment
+
+GRACE_SECONDS = 30
+
+
+def fork_context() -> ForkServerContext:
+    """The way to start processes from the server; the first use starts it."""
+    context = multiprocessing.get_context("forkserver")
+    # The last one is imported at some later point of every run, and takes longer than all the rest.
+    context.set_forkserver_preload(
+        ["pretraining.cli", "pretraining.train.run", "safetensors.torch", "faults.storage_faults", "torch._dynamo"]
+    )
+    return context
+
+
+class ForkedProcess:
+    """A script in a process of its own, with the part of `subprocess.Popen` that tests use.
+
+    Args:
+        script: run as the main program.
+        arguments: its arguments.
+        variables: its whole environment.
+    """
+
+    def __init__(self, script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="forked-")
+        self._said = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
+        for path in self._said:
+            path.touch()
+        self._process = fork_context().Process(target=_work, args=(script, list(arguments), dict(variables), self._said))
+        self._process.start()
+
+    @property
+    def sentinel(self) -> int:
+        """Is ready once the process has ended."""
+        return self._process.sentinel
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status; negative: the signal that ended it; None: it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        if self._process.pid is not None and self.returncode is None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Returns what the process has written to stdout and stderr once it has ended.
+
+        Raises:
+            TimeoutExpired: it has not ended; ask again.
+        """
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        stdout, stderr = (path.read_text() for path in self._said)
+        return stdout, stderr
+
+    def wait_for_line(self, is_wanted: Callable[[str], bool]) -> None:
+        """Waits until the process has written a line to stdout."""
+        while True:
+            has_ended = self.returncode is not None
+            if any(is_wanted(line) for line in self._said[0].read_text().splitlines()):
+                return
+            assert not has_ended, f"the process ended before:\n{self._said[0].read_text()}{self._said[1].read_text()}"
+            time.sleep(0.01)
+
+
+def start_forked(
+    script: Path, processes: int, args: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> list[ForkedProcess]:
+    """Starts a script as the processes of a job that nobody ends when one of them does."""
+    (port,) = free_ports(1)
+    started = []
+    for rank in range(processes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        variables = {name: str(value) for name, value in place.items()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(environment or {})}
+        started.append(ForkedProcess(script, args, plain_environment(variables)))
+    return started
+
+
+def run_forked(
+    script: Path,
+    processes: int,
+    args: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script as the processes of a job to its end; one that fails ends the others, as under torchrun.
+
+    Args:
+        script: path of a Python script.
+        processes: how many.
+        args: arguments of the script.
+        environment: variables on top of `plain_environment()`.
+        timeout: seconds until the job is ended and the test fails.
+        check: fail the test, showing the output, unless every process succeeded.
+
+    Returns:
+        exit code (1 if any process failed), and what all have written, one after the other.
+    """
+    job = start_forked(script, processes, args, environment)
+    try:
+        _wait_for_job(job, time.monotonic() + timeout)
+    finally:
+        for process in job:
+            process.kill()
+    outputs = [process.communicate() for process in job]
+    codes = [process.returncode for process in job]
+    stdout, stderr = ("".join(texts) for texts in zip(*outputs, strict=True))
+    if check and any(codes):
+        raise AssertionError(f"{script} {list(args)}\nexited with {codes}\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
+    return subprocess.CompletedProcess([str(script), *args], int(any(codes)), stdout, stderr)
+
+
+def _wait_for_job(job: Sequence[ForkedProcess], deadline: float) -> None:
+    """Waits until all have ended; past the deadline, or once one has failed, they are asked to end."""
+    running = {process.sentinel: process for process in job}
+    ends = False
+    while running:
+        ready = wait(running, timeout=max(0.0, deadline - time.monotonic()))
+        failed = not ready or any(running.pop(sentinel).returncode for sentinel in ready if isinstance(sentinel, int))
+        if failed and ends and not ready:
+            return  # it has had its grace time
+        if failed and not ends:
+            ends, deadline = True, time.monotonic() + GRACE_SECONDS
+            for process in running.values():
+                process.send_signal(signal.SIGTERM)
+
+
+def _work(script: Path, arguments: list[str], variables: dict[str, str], said: list[Path]) -> None:
+    """In the forked process."""
+    for path, number in zip(said, (1, 2), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
