@@ -1,4 +1,4 @@
-"""Scripts as processes of a job that take a tenth of a second to start: forked from a server that has imported everything.
+"""Scripts as processes of a job that start in a tenth of a second: forked from a server that has imported everything.
 
 `run_forked` is what `helpers.run_distributed` is, without torchrun and without seconds of imports in each process;
 tests of launchers, of restarts and of the interpreter's end start real processes.
@@ -49,7 +49,8 @@ class ForkedProcess:
         self._said = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         for path in self._said:
             path.touch()
-        self._process = fork_context().Process(target=_work, args=(script, list(arguments), dict(variables), self._said))
+        work = (script, list(arguments), dict(variables), self._said)
+        self._process = fork_context().Process(target=_work, args=work)
         self._process.start()
 
     @property
