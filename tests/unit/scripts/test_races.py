@@ -28,8 +28,11 @@ def race(benchmark: str, *flags: str) -> subprocess.CompletedProcess[str]:
     ("benchmark", "processes", "a_step"),
     [
         ("compare.against_ddp", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
-        ("compare.against_trainer", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
-        ("compare.against_trainer", 1, "4 micro-batches of 2 x 32 tokens"),
+        pytest.param(
+            *("compare.against_trainer", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("compare.against_trainer", 1, "4 micro-batches of 2 x 32 tokens", marks=pytest.mark.slow),
         ("measure.host_memory", 1, "4 micro-batches of 2 x 32 tokens"),
     ],
 )
