@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.config.batch import plan_batch
+from pretraining.config.batch_plan import plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
