@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -42,17 +41,13 @@ GIB = 1024.0**3
 class Observer:
     """Reports of a run, as a context around the loop; `build_observer` makes one from the settings.
 
+    The end of an invocation is always reported.
+
     Attributes:
-        interval: how often to report; where an invocation ends is always reported.
-        total_steps: of the run, for the time left.
         flops_per_token: of the model, forward and backward, for the tokens that attention spans on average.
         recomputed_flops_per_token: what activation checkpointing adds, for the same tokens.
-        peak_tflops: of a device, or None where it is not known.
-        device: of the step's tensors.
-        stopwatch: where the time goes.
-        display: where reports are shown; other ranks than 0 have one that shows nothing.
-        trackers: where reports are kept.
-        stragglers: tells which processes the others wait for.
+        peak_tflops: of a device; None where it is not known.
+        display: shows nothing on other ranks than 0.
         last_loss: the newest reported loss, at first that of an earlier invocation.
     """
 
@@ -71,7 +66,6 @@ class Observer:
     _reported: Progress | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """No step is seen yet."""
         self._clear_sums()
 
     def __enter__(self) -> Observer:
@@ -80,15 +74,13 @@ class Observer:
         self.stragglers.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self.stragglers.stop()
-        self.display.__exit__(kind, error, traceback)
+        self.display.__exit__(*raised)
         self.trackers.close()
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
-        """Takes note of a step; reports if a boundary of the interval was crossed, or the invocation is over."""
+        """Counts a step; reports if it crossed a boundary of the interval or was the last one."""
         if self._start is None or self._reported is None:
             self._start = self._reported = state.before
         kept = ~outcome.skipped
@@ -163,7 +155,7 @@ class Observer:
         self._clear_sums()
 
     def _memory_of_the_fullest_rank(self) -> list[float]:
-        """GiB of the fullest rank: peak in use, allocated now, reserved; on a CPU the peak of the process alone."""
+        """Returns GiB of the fullest rank: peak, allocated now, reserved; on a CPU only the peak of the process."""
         sizes = [peak_bytes(self.device), 0, 0]
         if self.device.type == "cuda":
             sizes[1:] = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
@@ -181,17 +173,7 @@ def build_observer(
     training_tokens: int | None,
     trackers: Trackers,
 ) -> Observer:
-    """Makes the observer of a run, with the display of rank 0.
-
-    Args:
-        config: of the run.
-        shape: of the model, which FLOPs are counted from.
-        processes: this process among the others.
-        state: where the run stands.
-        stopwatch: where the time goes.
-        training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        trackers: where reports are kept.
-    """
+    """Makes the observer of a run; `training_tokens` are those of one pass over the datasets."""
     peak = peak_tflops(device_name(processes.device))
     share = recomputed_share(config.parallel, shape, config.data.seq_length)
     return Observer(
@@ -209,5 +191,5 @@ def build_observer(
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN or infinity: they become null."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

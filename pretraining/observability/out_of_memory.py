@@ -7,6 +7,7 @@ import resource
 import sys
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class MemoryUse:
     """Memory of one rank, in bytes.
 
     Attributes:
-        device: what it is the memory of, in words.
-        parameters, gradients, optimizer_state: what this rank holds of them.
+        device: its name.
+        parameters, gradients, optimizer_state: this rank's part.
         peak: most that was in use at once; on a CPU everything that the process held.
         allocated: in use now.
         reserved: held by PyTorch's allocator, in use or not; None on a CPU.
@@ -75,9 +76,7 @@ class MemoryUse:
 class MemoryWatch:
     """Knows what holds the memory of a run, so that an error can say where it went; it keeps nothing alive.
 
-    Attributes:
-        state: where the run stands; None until it is built.
-        shard_size: ranks that share one copy of the model.
+    `state` is where the run stands, None until it is built; `shard_size` ranks share one copy of the model.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -86,25 +85,17 @@ class MemoryWatch:
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     def watch(self, optimizer: torch.optim.Optimizer, state: TrainState, shard_size: int) -> None:
-        """Looks at a run from now on."""
+        """Watches this run from now on."""
         self._optimizer, self.state, self.shard_size = weakref.ref(optimizer), state, shard_size
 
     def measure(self, device: torch.device) -> MemoryUse:
-        """The memory of this rank now."""
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        if optimizer is None:
-            return measure_memory(device)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return measure_memory(device, parameters, optimizer)
+        """Returns the memory of this rank now."""
+        return measure_memory(device, None if self._optimizer is None else self._optimizer())
 
 
 @contextmanager
 def explain_out_of_memory(config: TrainConfig, processes: Processes) -> Iterator[MemoryWatch]:
     """Raises `OutOfMemoryError` in place of the many errors that PyTorch, CUDA and Python have for it.
-
-    Args:
-        config: the settings, with the run's folder.
-        processes: this process among the others.
 
     Raises:
         OutOfMemoryError: with where the memory went, and what would help; of this rank alone.
@@ -153,14 +144,9 @@ def _explain(error: Exception, config: TrainConfig, processes: Processes, watch:
 
 
 def advise(config: TrainConfig, use: MemoryUse, world_size: int, shard_size: int, device: torch.device) -> list[str]:
-    """Flags that save memory, the one that saves most first, each with what it saves on this rank.
+    """Returns flags that save memory, the one that saves most first, each with what it saves on this rank.
 
-    Args:
-        config: the settings that were too large.
-        use: the memory of this rank.
-        world_size: all ranks.
-        shard_size: ranks that share one copy of the model.
-        device: of this rank.
+    One copy of the model is shared by `shard_size` of `world_size` ranks.
     """
     shape = resolve_shape(config.model)
     found = [
@@ -193,7 +179,7 @@ def _smaller_batch(config: TrainConfig, use: MemoryUse) -> Advice:
 
 
 def _less_kept(config: TrainConfig, use: MemoryUse, shape: LlamaShape, dtype: torch.dtype) -> Advice:
-    """What the forward pass leaves for the backward pass."""
+    """Estimates what flags save of the activations that forward keeps for backward."""
     tokens = config.batch.batch_size * config.data.seq_length
     found: Advice = []
     # The logits stand outside the blocks: as computed, in float32, and their gradient.
@@ -232,7 +218,7 @@ def _more_sharding(config: TrainConfig, use: MemoryUse, world_size: int, shard_s
 
 
 def _snapshot(config: TrainConfig, processes: Processes) -> list[str]:
-    """A picture of the allocator, for the tool that shows it."""
+    """Writes a picture of the allocator, for the tool that shows it; returns a line about it."""
     if processes.device.type != "cuda":
         return []
     path = Path(config.checkpoint.ckpt_save_path) / TRACES / f"out_of_memory_rank{processes.rank}.memory.pickle"
@@ -246,7 +232,7 @@ def _snapshot(config: TrainConfig, processes: Processes) -> list[str]:
 
 
 def _place_of(error: BaseException) -> str:
-    """The innermost line of this project that the error came through."""
+    """Returns the innermost line of this project that the error came through."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
     if not frames:
         return "outside of this project"
@@ -254,7 +240,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def _flag(name: str, value: object) -> str:
-    """A flag as it is typed; only flags that exist are ever named."""
+    """Returns a flag as it is typed; it must exist."""
     assert name in settings_of(TrainConfig), name
     return f"--{name}={value if isinstance(value, str) else format_value(value)}"
 
@@ -266,38 +252,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
 
 
-def measure_memory(
-    device: torch.device,
-    parameters: Iterable[torch.Tensor] = (),
-    optimizer: torch.optim.Optimizer | None = None,
-) -> MemoryUse:
-    """The memory of this rank.
-
-    Args:
-        device: of the model.
-        parameters: of the model, as sharded.
-        optimizer: over them.
-    """
-    parameters = list(parameters)
-    moments = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+def measure_memory(device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+    """Returns the memory of this rank; without an optimizer, nothing is known of what the state takes."""
+    groups, state = ([], {}) if optimizer is None else (optimizer.param_groups, optimizer.state)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    moments = [value for values in state.values() for value in values.values()]
     sizes = (
         _bytes_of(parameters),
         _bytes_of(parameter.grad for parameter in parameters if parameter.grad is not None),
         _bytes_of(value for value in moments if isinstance(value, torch.Tensor)),
     )
+    peak = peak_bytes(device)
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return MemoryUse(
-            f"{device} ({torch.cuda.get_device_name(device)})",
-            *sizes,
-            peak=peak_bytes(device),
-            allocated=torch.cuda.memory_allocated(device),
-            reserved=torch.cuda.memory_reserved(device),
-            free=free,
-            total=total,
-        )
-    free, total = _memory_of_the_machine()
-    return MemoryUse("this machine", *sizes, peak_bytes(device), _resident_bytes(), None, free, total)
+        in_use = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        name = f"{device} ({torch.cuda.get_device_name(device)})"
+        return MemoryUse(name, *sizes, peak, *in_use, *torch.cuda.mem_get_info(device))
+    resident, machine = _sizes_in("/proc/self/status")["VmRSS"], _sizes_in("/proc/meminfo")
+    return MemoryUse("this machine", *sizes, peak, resident, None, machine["MemAvailable"], machine["MemTotal"])
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -309,7 +280,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def memory_table(use: MemoryUse) -> list[str]:
-    """Where the memory went, a line each."""
+    """Says where the memory went, a line each."""
     is_cpu = use.reserved is None
     rest = "activations, temporary tensors, programs" if is_cpu else "activations, gathered parameters, temporary"
     rows = [
@@ -329,7 +300,7 @@ def memory_table(use: MemoryUse) -> list[str]:
 
 
 def format_bytes(size: float) -> str:
-    """A size as a person reads it: 12.5 GiB, 310.0 MiB."""
+    """Writes a size as a person reads it: 12.5 GiB, 310.0 MiB."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
@@ -340,20 +311,10 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
-def _memory_of_the_machine() -> tuple[int, int]:
-    """Bytes that are available, and all."""
-    fields = dict(line.split(":", 1) for line in _lines_of("/proc/meminfo"))
-    sizes = [int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("MemAvailable", "MemTotal")]
-    return sizes[0], sizes[1]
-
-
-def _resident_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in _lines_of("/proc/self/status"))
-    return int(fields["VmRSS"].split()[0]) * 1024 if "VmRSS" in fields else 0
-
-
-def _lines_of(path: str) -> list[str]:
+def _sizes_in(path: str) -> Counter[str]:
+    """Returns the sizes in a file of /proc, in bytes; 0 of what it does not list, and where there is no such file."""
     try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError:  # not Linux
-        return []
+        text = ""
+    return Counter({name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)})

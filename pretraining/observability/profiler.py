@@ -35,31 +35,26 @@ OPERATIONS_SHOWN = 10
 
 @dataclass
 class ProfiledSteps:
-    """Which steps are recorded, numbered from 1.
-
-    Attributes:
-        ranges: (first, last) of each range.
-        interval: how often another one is added; None = never.
-    """
+    """Ranges of steps to record, as (first, last), numbered from 1; the interval, if any, adds more."""
 
     ranges: list[tuple[int, int]]
     interval: Interval | None = None
 
     def following(self, state: TrainState) -> tuple[int, int] | None:
-        """The range that the step after the next one begins, or that the next one is in."""
+        """Returns the range that the next step is in, or that begins right after it."""
         done = state.progress.steps
         if self.interval is not None and self.interval.is_due(state):
             self.ranges.append((done + 2, done + 1 + STEPS_OF_A_PROFILE))
         return self.at(done + 1)
 
     def at(self, step: int) -> tuple[int, int] | None:
-        """The range that a step is in, or right before, as far as it is not over."""
+        """Returns what is left of the range that a step is in, or the range that begins right after it."""
         return next(((max(first, step), last) for first, last in self.ranges if first - 1 <= step <= last), None)
 
 
 @dataclass
 class _Recording:
-    """A range that is being recorded, or about to be."""
+    """A range that is being recorded, or warmed up for."""
 
     first: int
     last: int
@@ -75,9 +70,7 @@ class Profiler:
         run: folder of the run, which gets a folder of traces.
         next_step: the first step of this start.
         training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        device: of the model.
-        rank: of this process.
-        stopwatch: told of the time that a trace takes to be written, and tells what the loop is doing.
+        stopwatch: counts the time that writing a trace takes, and tells what the loop is doing.
     """
 
     def __init__(
@@ -118,7 +111,7 @@ class Profiler:
             log.info("profiler    no step was profiled: those to profile are %s (--profile_steps)", ranges)
 
     def after_step(self, state: TrainState) -> None:
-        """Goes on recording, begins, or ends with a trace and a table; collective where all ranks record."""
+        """Begins a recording, goes on with it, or ends it with a trace and a table; collective if all ranks record."""
         recording, self._next_step = self._recording, state.progress.steps + 1
         if recording is not None:
             ends = state.stopping or state.progress.steps >= recording.last
@@ -135,7 +128,7 @@ class Profiler:
             self._begin(self._steps.following(state))
 
     def turn_to(self, doing: str) -> None:
-        """Marks in the trace what the loop turns to; `training` is what it does when nothing else is said."""
+        """Marks in the trace what the loop turns to; "training" has no mark."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -144,7 +137,7 @@ class Profiler:
             self._range.__enter__()
 
     def _begin(self, steps: tuple[int, int] | None) -> None:
-        """Warms up for a range in the next step, or record it at once where that is its first."""
+        """Warms up for a range in the next step, or records that step if it is the first of the range."""
         if steps is None:
             return
         first, last = steps
@@ -161,7 +154,7 @@ class Profiler:
         self._recording.stack.enter_context(trace)
 
     def _conclude(self, recording: _Recording, last: int) -> None:
-        """Writes the trace, and says what is in it."""
+        """Writes the trace and logs what is in it."""
         self._profiled += 1
         with self._stopwatch.measure("profiler"):
             path = self._folder / f"steps_{recording.first}-{last}_rank{dist.get_rank()}.pt.trace.json.gz"
@@ -189,7 +182,7 @@ class Profiler:
 
 
 def _steps_to_profile(config: ProfilerConfig, next_step: int, training_tokens: int | None) -> ProfiledSteps:
-    """The steps that the settings name; without any, the first ones of this start that have nothing to warm up."""
+    """Returns the steps that the settings name, or the first ones of this start that are past its warm-up."""
     if config.profile_interval.amount:
         return ProfiledSteps(config.step_ranges, Interval(config.profile_interval, training_tokens))
     first = next_step + STEPS_BEFORE
@@ -197,13 +190,13 @@ def _steps_to_profile(config: ProfilerConfig, next_step: int, training_tokens: i
 
 
 def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str, where: str) -> list[str]:
-    """The lines that are printed about profiled steps.
+    """Returns the lines to print about profiled steps.
 
     Args:
         summary: of this rank.
         everyone: the shares of all ranks that have recorded.
         device_type: cuda or cpu.
-        where: the trace is.
+        where: the trace's path.
     """
     shares, seconds = summary.shares, summary.shares.seconds / summary.steps
     steps = f"{summary.steps} steps" if summary.steps > 1 else "1 step"

@@ -26,8 +26,7 @@ class TrackedRun:
     """What a tracker is told of the run when it is opened.
 
     Attributes:
-        config: the settings.
-        name: of the run: its folder's.
+        name: of the run's folder.
         folder: for the tracker's files.
         restored_step: the step that the run goes on from; 0 for a new run.
         run_id: what the tracker's `run_id` was when the checkpoint was made; None for a new run.
@@ -94,11 +93,7 @@ class TensorBoard:
 
 @dataclass
 class Trackers:
-    """All trackers of a run, on rank 0; without any on other ranks.
-
-    Attributes:
-        by_name: the trackers, by what `--tracker` says.
-    """
+    """All trackers of a run, by what `--tracker` says; none on other ranks than 0."""
 
     by_name: dict[str, Tracker] = field(default_factory=dict)
 
@@ -113,7 +108,7 @@ class Trackers:
             tracker.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The ids by which trackers know the run, for checkpoints."""
+        """Returns the ids by which trackers know the run, for checkpoints."""
         ids = {name: getattr(tracker, "run_id", None) for name, tracker in self.by_name.items()}
         return {name: run_id for name, run_id in ids.items() if run_id is not None}
 
@@ -127,7 +122,7 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
     Args:
         config: of the run.
         restored_step: the step that it goes on from; 0 for a new run.
-        run_ids: what `Trackers.state_dict` gave to the checkpoint.
+        run_ids: from the checkpoint's `Trackers.state_dict`.
 
     Raises:
         ConfigError: metrics or curves cannot be written, or a user's own tracker cannot be found.
