@@ -23,11 +23,7 @@ AXES = ("replicate", "shard")
 
 
 def mesh_shape(parallel: ParallelConfig, local_world_sizes: Sequence[int]) -> tuple[int, int]:
-    """Sizes of the axes (replicate, shard).
-
-    Args:
-        parallel: strategy and group size.
-        local_world_sizes: processes on the node of each rank.
+    """Returns the sizes of the axes (replicate, shard); `local_world_sizes` has the processes on each rank's node.
 
     Raises:
         ConfigError: the group size does not divide the number of processes, or would be that of a node and nodes
@@ -62,7 +58,7 @@ def build_mesh(
     device_type: str,
     timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> DeviceMesh:
-    """The mesh with axes (replicate, shard) for a strategy; a collective call.
+    """Makes the mesh with axes (replicate, shard) for a strategy; a collective call.
 
     Args:
         parallel: strategy and group size.
