@@ -79,23 +79,18 @@ def required(help: str, *, first_word: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a root.
+    """One setting of a root; what `setting` declares is described there.
 
     Attributes:
-        name: unique over all sections.
         section: the field of the root that holds it; "" in a flat root.
         base: str, int, float, bool or Duration.
         optional: whether None is a value.
         many: whether the value is a tuple of `base`.
-        default: the value without a flag or a recipe; MISSING where one must be given.
-        help: what it does, in a sentence.
+        default: MISSING where a value must be given.
         choices: the only texts allowed, in canonical spelling (lower case, underscores); empty = any.
-        aliases: foreign spellings of choices.
         units: of a duration, the units that are meaningful.
         limits: of a number, by `Ge`, `Le` or `Lt`.
         pluggable: whether a user's own, as `package.module:Name`, is a choice, too.
-        silent_change: whether a resumed run may change it without a word.
-        first_word: whether it may be a word alone, before the flags.
     """
 
     name: str
@@ -124,6 +119,7 @@ def sections_of(root: type) -> dict[str, type]:
     return {name: hint for name, hint in get_type_hints(root).items() if _is_section(hint)}
 
 
+@cache
 def settings_of(root: type) -> Mapping[str, Setting]:
     """Returns every setting of a root by name, in the order of declaration.
 
@@ -131,7 +127,14 @@ def settings_of(root: type) -> Mapping[str, Setting]:
         TypeError: a field has a type that no text can be parsed into, or two sections share a name (mistakes of the
             dataclass's author).
     """
-    return _settings_of(root)
+    settings: dict[str, Setting] = {}
+    for setting in _settings_in(root, "", None, silent_change=False):
+        if setting.name in settings:
+            raise TypeError(
+                f"{root.__name__} has two settings named {setting.name}: names are unique over all sections"
+            )
+        settings[setting.name] = setting
+    return types.MappingProxyType(settings)
 
 
 def build(root: type[T], values: Mapping[str, Any]) -> T:
@@ -156,29 +159,17 @@ def values_of(config: Any) -> dict[str, Any]:
     }
 
 
-@cache
-def _settings_of(root: type) -> Mapping[str, Setting]:
-    settings: dict[str, Setting] = {}
-    for setting in _settings_in(root, "", None, silent_change=False):
-        if setting.name in settings:
-            raise TypeError(
-                f"{root.__name__} has two settings named {setting.name}: names are unique over all sections"
-            )
-        settings[setting.name] = setting
-    return types.MappingProxyType(settings)
-
-
 def _is_section(annotation: Any) -> bool:
     return dataclasses.is_dataclass(annotation) and annotation is not Duration
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Returns a field's default, made where it has a factory; MISSING where it has none."""
+    """Returns a field's default; MISSING where it has none."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _settings_in(holder: type, section: str, instance: Any, silent_change: bool) -> list[Setting]:
-    """Lists the settings of a root or a section, with the defaults of the root's own instance of it, if it has one."""
+    """Lists the settings of a root or a section; defaults are those of the instance, if the root holds one."""
     settings = []
     hints = get_type_hints(holder, include_extras=True)
     for field in dataclasses.fields(holder):

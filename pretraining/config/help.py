@@ -32,9 +32,9 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
 
     Args:
         root: the dataclass of the command's settings.
-        command: how the command is called, as `pretrain train`.
+        command: as it is typed: `pretrain train`.
         purpose: what it does, in a few words.
-        width: columns to fit into; by default those of the terminal.
+        width: columns to fit into; None = those of the terminal.
     """
     columns = shutil.get_terminal_size().columns if width is None else width
     columns = max(_NARROWEST, min(columns, _WIDEST))
@@ -79,7 +79,6 @@ def _entry(flag: str, text: str, indent: int, columns: int) -> list[str]:
 
 
 def _placeholder(setting: Setting) -> str:
-    """Returns what stands for a setting's value."""
     words = {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}
     return "A,B" if setting.many else words[setting.base]
 
@@ -100,7 +99,6 @@ def _default(setting: Setting) -> str:
 
 
 def _settings_tables() -> Iterator[str]:
-    """Tabulates every setting, by section."""
     yield "## Settings"
     for section, subject, members in _sections(TrainConfig):
         yield f"\n### {section}\n\n{subject}\n"
@@ -111,7 +109,6 @@ def _settings_tables() -> Iterator[str]:
 
 
 def _variants_table() -> Iterator[str]:
-    """Tabulates the named dimensions."""
     yield (
         "\n## Model variants\n\n"
         "`--model_variant` takes a name in any case; any dimension can be changed under its own name.\n\n"
@@ -128,7 +125,6 @@ def _variants_table() -> Iterator[str]:
 
 
 def _dimensions(shape: LlamaShape) -> Iterator[str]:
-    """Yields the cells of a variant."""
     yield str(shape.hidden_size)
     yield f"{shape.num_attention_heads}/{shape.num_key_value_heads}"
     yield str(shape.num_hidden_layers)

@@ -26,7 +26,7 @@ from pretraining.config.training import (
     checkpointed_blocks,
     share_of_blocks,
 )
-from pretraining.config.values import format_value, limit_problem, nearest, parse_range
+from pretraining.config.values import did_you_mean, format_value, limit_problem, parse_range
 from pretraining.config.variants import VARIANTS, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
@@ -144,8 +144,7 @@ def _the_format_of_token_files_is_known(file_type: str, token_dtype: str | None,
             f"pretrain prepare --input_path={data_path} --output_path=<folder>"
         )
     elif file_type not in known and not OWN.fullmatch(file_type):
-        near = nearest(file_type, known)
-        hint = f"; did you mean {near}?" if near else ""
+        hint = did_you_mean(file_type, known, "; did you mean {}?")
         yield f"--file_type={file_type} must be {', '.join(known)} or a class of your own as package.module:Class{hint}"
     if token_dtype is not None and file_type in ("arrow", "npy"):
         yield f"--token_dtype={token_dtype} is for *.bin files; *.{file_type} files say the type of their tokens"

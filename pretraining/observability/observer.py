@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,13 @@ class Observer:
         flops_per_token: of the model, forward and backward, for the tokens that attention spans on average.
         recomputed_flops_per_token: what activation checkpointing adds, for the same tokens.
         peak_tflops: of a device; None where it is not known.
+        state: where the run stands, at first where it starts.
         display: shows nothing on other ranks than 0.
         last_loss: the newest reported loss, at first that of an earlier invocation.
     """
 
+    state: TrainState
     interval: Interval
-    total_steps: int
     flops_per_token: Callable[[float], float]
     recomputed_flops_per_token: Callable[[float], float]
     peak_tflops: float | None
@@ -62,10 +63,9 @@ class Observer:
     trackers: Trackers
     stragglers: StragglerWatch
     last_loss: float | None = None
-    _start: Progress | None = field(default=None, init=False)  # of this process, for the overall rate
-    _reported: Progress | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self._start = self._reported = self.state.progress  # of this process, and of the last report
         self._clear_sums()
 
     def __enter__(self) -> Observer:
@@ -81,8 +81,6 @@ class Observer:
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
         """Counts a step; reports if it crossed a boundary of the interval or was the last one."""
-        if self._start is None or self._reported is None:
-            self._start = self._reported = state.before
         kept = ~outcome.skipped
         # A skipped step's loss may be NaN: it must not spoil the mean of the others.
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
@@ -107,7 +105,6 @@ class Observer:
         self._attention_spans = 0.0
 
     def _report(self, now: Progress, outcome: StepOutcome) -> None:
-        assert self._start is not None and self._reported is not None
         spans = torch.full_like(self._loss_sum, self._attention_spans)
         sums = torch.stack((self._loss_sum, self._z_loss_sum, spans))
         dist.all_reduce(sums)
@@ -143,7 +140,7 @@ class Observer:
             memory_gib=memory[0],
             memory_allocated_gib=memory[1] if self.device.type == "cuda" else None,
             memory_reserved_gib=memory[2] if self.device.type == "cuda" else None,
-            time_left_seconds=(self.total_steps - now.steps) * tokens_per_step / overall_rate,
+            time_left_seconds=(self.state.total_steps - now.steps) * tokens_per_step / overall_rate,
         )
         self.last_loss = _finite(report.loss)
         self.display.show(report)
@@ -177,8 +174,8 @@ def build_observer(
     peak = peak_tflops(device_name(processes.device))
     share = recomputed_share(config.parallel, shape, config.data.seq_length)
     return Observer(
+        state=state,
         interval=Interval(config.report.report_interval, training_tokens),
-        total_steps=state.total_steps,
         flops_per_token=partial(flops_per_token, shape),
         recomputed_flops_per_token=partial(recomputed_flops_per_token, shape, share),
         peak_tflops=peak,

@@ -16,10 +16,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import format_value
-from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
+from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
@@ -89,8 +87,23 @@ class MemoryWatch:
         self._optimizer, self.state, self.shard_size = weakref.ref(optimizer), state, shard_size
 
     def measure(self, device: torch.device) -> MemoryUse:
-        """Returns the memory of this rank now."""
-        return measure_memory(device, None if self._optimizer is None else self._optimizer())
+        """Returns the memory of this rank now; before `watch`, what the run's state takes is not known."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        groups, state = ([], {}) if optimizer is None else (optimizer.param_groups, optimizer.state)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        moments = [value for values in state.values() for value in values.values()]
+        sizes = (
+            _bytes_of(parameters),
+            _bytes_of(parameter.grad for parameter in parameters if parameter.grad is not None),
+            _bytes_of(value for value in moments if isinstance(value, torch.Tensor)),
+        )
+        peak = peak_bytes(device)
+        if device.type == "cuda":
+            in_use = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+            name = f"{device} ({torch.cuda.get_device_name(device)})"
+            return MemoryUse(name, *sizes, peak, *in_use, *torch.cuda.mem_get_info(device))
+        resident, machine = _sizes_in("/proc/self/status")["VmRSS"], _sizes_in("/proc/meminfo")
+        return MemoryUse("this machine", *sizes, peak, resident, None, machine["MemAvailable"], machine["MemTotal"])
 
 
 @contextmanager
@@ -148,73 +161,64 @@ def advise(config: TrainConfig, use: MemoryUse, world_size: int, shard_size: int
 
     One copy of the model is shared by `shard_size` of `world_size` ranks.
     """
-    shape = resolve_shape(config.model)
-    found = [
-        *_smaller_batch(config, use),
-        *_less_kept(config, use, shape, compute_dtype(config.parallel, device)),
-        *_more_sharding(config, use, world_size, shard_size),
-    ]
+    found = [*_smaller_batch(config, use), *_less_kept(config, use, device)]
+    found += _more_sharding(config.parallel.sharding_strategy, use, world_size, shard_size)
     lines = [f"{text}: about {format_bytes(saved)} less" for saved, text in sorted(found, reverse=True) if saved > 0]
     if use.reserved is not None and use.reserved - use.allocated > use.total // 10:
         lines.append(
             f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: the allocator holds "
             f"{format_bytes(use.reserved - use.allocated)} in pieces that did not fit"
         )
-    lines.append(f"{_flag('seq_length', config.data.seq_length // 2)}: shorter rows, and another model in the end")
+    lines.append(f"--seq_length={config.data.seq_length // 2}: shorter rows, and another model in the end")
     return lines
 
 
-Advice = list[tuple[float, str]]
+Advice = Iterator[tuple[float, str]]
 """Bytes that something saves, and what it is."""
 
 
 def _smaller_batch(config: TrainConfig, use: MemoryUse) -> Advice:
     now = config.batch.batch_size
-    if now == 1:
-        return []
-    text = f"{_flag('batch_size', now // 2)} in place of {now}"
-    if config.batch.global_batch_size is None:
-        text += f" (with {_flag('global_batch_size', '<as now>')} the updates stay the same)"
-    return [(use.rest * (1 - (now // 2) / now), text)]
+    if now > 1:
+        steady = " (with --global_batch_size=<as now> the updates stay the same)"
+        text = f"--batch_size={now // 2} in place of {now}{steady if config.batch.global_batch_size is None else ''}"
+        yield use.rest * (1 - (now // 2) / now), text
 
 
-def _less_kept(config: TrainConfig, use: MemoryUse, shape: LlamaShape, dtype: torch.dtype) -> Advice:
+def _less_kept(config: TrainConfig, use: MemoryUse, device: torch.device) -> Advice:
     """Estimates what flags save of the activations that forward keeps for backward."""
+    shape, dtype = resolve_shape(config.model), compute_dtype(config.parallel, device)
     tokens = config.batch.batch_size * config.data.seq_length
-    found: Advice = []
     # The logits stand outside the blocks: as computed, in float32, and their gradient.
     bytes_a_token = shape.vocab_size * (dtype.itemsize + 8)
     logits = tokens * bytes_a_token
     in_a_chunk = min(tokens, LOGITS_AT_ONCE // shape.vocab_size) * bytes_a_token
     if config.loss.loss_chunk_tokens == 0:
-        found.append((logits - in_a_chunk, _flag("loss_chunk_tokens", None)))
+        yield logits - in_a_chunk, "--loss_chunk_tokens=none"
     else:
         logits = in_a_chunk
     in_blocks = max(0, use.rest - logits)
     if not config.parallel.fsdp_activation_checkpointing:
         # Each block keeps its input, and one at a time is computed again.
         inputs = shape.num_hidden_layers * tokens * shape.hidden_size * dtype.itemsize
-        saved = in_blocks * (1 - 1 / shape.num_hidden_layers) - inputs
-        text = f"{_flag('fsdp_activation_checkpointing', True)} (slower by up to a third)"
-        half = f"{_flag('selective_checkpointing', 2)}, for every second block, saves half of that"
-        found.append((saved, f"{text}; {half}"))
+        yield (
+            in_blocks * (1 - 1 / shape.num_hidden_layers) - inputs,
+            "--fsdp_activation_checkpointing=true (slower by up to a third); --selective_checkpointing=2, for every "
+            "second block, saves half of that",
+        )
     if dtype == torch.float32 and config.parallel.mixed_precision is not None:
-        found.append((in_blocks / 2, _flag("mixed_precision", True)))
-    return found
+        yield in_blocks / 2, "--mixed_precision=true"
 
 
-def _more_sharding(config: TrainConfig, use: MemoryUse, world_size: int, shard_size: int) -> Advice:
-    strategy = config.parallel.sharding_strategy
+def _more_sharding(strategy: str, use: MemoryUse, world_size: int, shard_size: int) -> Advice:
     state = max(use.state, 4 * use.parameters)  # before the first update, optimizer and gradients are still to come
+    fsdp = f"--sharding_strategy=fsdp in place of {strategy}"
     if shard_size < world_size:
-        saved = state * (1 - shard_size / world_size)
-        return [(saved, f"{_flag('sharding_strategy', 'fsdp')} in place of {strategy}")]
-    found: Advice = []
+        yield state * (1 - shard_size / world_size), fsdp
+        return
     if strategy == "zero2" and world_size > 1:
-        gathered = use.parameters * shard_size / 2  # in bfloat16, kept from forward to backward
-        found.append((gathered, f"{_flag('sharding_strategy', 'fsdp')} in place of {strategy}"))
-    found.append((state / 2, f"{2 * world_size} GPUs in place of {world_size}, with --sharding_strategy=fsdp"))
-    return found
+        yield use.parameters * shard_size / 2, fsdp  # in bfloat16, kept from forward to backward
+    yield state / 2, f"{2 * world_size} GPUs in place of {world_size}, with --sharding_strategy=fsdp"
 
 
 def _snapshot(config: TrainConfig, processes: Processes) -> list[str]:
@@ -227,7 +231,7 @@ def _snapshot(config: TrainConfig, processes: Processes) -> list[str]:
         write_snapshot(path)
     except OSError as error:
         return [f"A snapshot of the memory could not be written to {path}: {error}"]
-    more = "" if config.profiler.memory_snapshot else f"; {_flag('memory_snapshot', True)} adds who allocated what"
+    more = "" if config.profiler.memory_snapshot else "; --memory_snapshot=true adds who allocated what"
     return [f"A snapshot for https://pytorch.org/memory_viz is in {path}{more}."]
 
 
@@ -239,36 +243,11 @@ def _place_of(error: BaseException) -> str:
     return f"at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}"
 
 
-def _flag(name: str, value: object) -> str:
-    """Returns a flag as it is typed; it must exist."""
-    assert name in settings_of(TrainConfig), name
-    return f"--{name}={value if isinstance(value, str) else format_value(value)}"
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the machine has no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
-
-
-def measure_memory(device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
-    """Returns the memory of this rank; without an optimizer, nothing is known of what the state takes."""
-    groups, state = ([], {}) if optimizer is None else (optimizer.param_groups, optimizer.state)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    moments = [value for values in state.values() for value in values.values()]
-    sizes = (
-        _bytes_of(parameters),
-        _bytes_of(parameter.grad for parameter in parameters if parameter.grad is not None),
-        _bytes_of(value for value in moments if isinstance(value, torch.Tensor)),
-    )
-    peak = peak_bytes(device)
-    if device.type == "cuda":
-        in_use = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        name = f"{device} ({torch.cuda.get_device_name(device)})"
-        return MemoryUse(name, *sizes, peak, *in_use, *torch.cuda.mem_get_info(device))
-    resident, machine = _sizes_in("/proc/self/status")["VmRSS"], _sizes_in("/proc/meminfo")
-    return MemoryUse("this machine", *sizes, peak, resident, None, machine["MemAvailable"], machine["MemTotal"])
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -59,7 +58,6 @@ class _Recording:
     first: int
     last: int
     trace: torch.profiler.profile
-    stack: ExitStack = field(default_factory=ExitStack)
 
 
 class Profiler:
@@ -105,7 +103,7 @@ class Profiler:
     ) -> None:
         recording, self._recording = self._recording, None
         if recording is not None:  # an error came in between: what was recorded goes with it
-            recording.stack.close()
+            recording.trace.__exit__(None, None, None)
         if error is None and self._records and not self._profiled:
             ranges = ",".join(f"{first}-{last}" for first, last in self._steps.ranges) or "none"
             log.info("profiler    no step was profiled: those to profile are %s (--profile_steps)", ranges)
@@ -121,7 +119,7 @@ class Profiler:
                 recording.trace.step()
                 return
             self._recording = None
-            recording.stack.close()
+            recording.trace.__exit__(None, None, None)
             if state.progress.steps >= recording.first:
                 self._conclude(recording, state.progress.steps)
         if not state.stopping:
@@ -151,7 +149,7 @@ class Profiler:
             schedule = torch.profiler.schedule(wait=0, warmup=warmup_steps, active=last - first + 1, repeat=1)
         trace = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True)
         self._recording = _Recording(first, last, trace)
-        self._recording.stack.enter_context(trace)
+        trace.__enter__()
 
     def _conclude(self, recording: _Recording, last: int) -> None:
         """Writes the trace and logs what is in it."""
