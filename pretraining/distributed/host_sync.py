@@ -11,7 +11,7 @@ into a collective, or `wait_for` or `wait_for_device`, through which this projec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,9 +35,7 @@ class HostSync:
     def __enter__(self) -> HostSync:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # After an error the other ranks may never answer.
         if error is None and self._pending is not None and self._pending[0] is not None:
             self._pending[0].wait()
