@@ -5,8 +5,7 @@
     Interval + TrainState after each step  --is_due-->  report, evaluate, save?
 
 Whether an interval is due depends on where the run stands, never on when the last event was: intervals do not drift,
-and a resumed run keeps their rhythm. All arithmetic is exact: an amount counts as the decimal number that was written,
-not as the nearest binary fraction.
+and a resumed run keeps their rhythm. Arithmetic is exact: an amount counts as the decimal number that was written.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _AMOUNT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s]*)", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Returns the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None where it is none."""
+    """Returns the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None."""
     match = re.fullmatch(rf"\s*({_NUMBER})\s*", text, re.ASCII)
     return Fraction(match[1].replace("_", "")) if match else None
 
@@ -93,7 +92,7 @@ class Duration:
         return cls(int(exact) if exact.denominator == 1 else float(exact), name)
 
     def __str__(self) -> str:
-        """Returns the canonical text, which `parse` reads back to an equal duration."""
+        """Returns the text that `parse` reads back to an equal duration."""
         if self.unit == "steps":
             return str(self.amount)
         if self.unit == "epochs":
@@ -237,12 +236,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something happens.
-
-    Attributes:
-        every: the interval; an amount of 0 means never.
-        training_tokens: tokens of one pass over the datasets, for intervals in epochs.
-    """
+    """How often something happens, 0 = never; `training_tokens` are those of one pass over the datasets, for epochs."""
 
     every: Duration
     training_tokens: int | None

@@ -1,9 +1,8 @@
 """Settings from several sources into one dataclass: later sources win, and every problem is kept.
 
 Each source (a recipe, the command line) is a list of assignments of raw text. The reader finds the setting that each
-name means, under its own name or a foreign one, and parses the text. It collects what it cannot read instead of
-stopping there, so that a user sees all mistakes at once. Rules over several settings come after it and leave out those
-that could not be read.
+name means, under its own name or a foreign one, parses the text, and collects what it cannot read, so that a user sees
+all mistakes at once. Rules over several settings come after it and leave out those that could not be read.
 """
 
 from __future__ import annotations

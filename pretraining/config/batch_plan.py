@@ -1,7 +1,7 @@
 """How a global batch is cut into the micro-batches of each data-parallel rank.
 
-`global_batch_size` is what learning sees, `batch_size` is what one GPU can hold, and the number of ranks is what the
-job was given. From these three `plan_batch` derives the rest, so the same sequences make a step on any number of ranks:
+`global_batch_size` is what learning sees, `batch_size` is what one GPU can hold. From these and the number of ranks
+`plan_batch` derives the rest, so the same sequences make a step on any number of ranks:
 
     slots of the global batch   0 ............................................ G
     shares of the ranks         | rank 0: m | rank 1: m | rank 2: m - 1 |        near-equal, contiguous
@@ -41,7 +41,7 @@ class BatchPlan:
 
     @property
     def padding_sequences(self) -> int:
-        """Sequences a step, over all ranks, with ignored labels: the price of the same shapes on every rank."""
+        """Sequences a step with ignored labels, over all ranks: the price of the same shapes on every rank."""
         return self.data_parallel_ranks * self.micro_batch_size * self.grad_accum_steps - self.global_batch_size
 
     def describe(self) -> str:

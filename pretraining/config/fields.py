@@ -8,9 +8,8 @@ A setting is a field of a frozen dataclass. The annotation says what may be give
     keep_last: PositiveInt | None = setting(None, "newest checkpoints to keep; none = all")
     output_path: str = required("folder to make")
 
-A root is a dataclass of section dataclasses (`TrainConfig`) or a flat one (a command with few settings). Everything
-that handles settings by name (flags, recipes, help, dumps) works on the table that `settings_of` returns: a new field
-is known everywhere at once.
+A root is a dataclass of section dataclasses (`TrainConfig`) or a flat one (a command with few settings). Flags,
+recipes, help and dumps work on the table that `settings_of` returns: a new field is known everywhere at once.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ def sections_of(root: type) -> dict[str, type]:
     return {name: hint for name, hint in get_type_hints(root).items() if _is_section(hint)}
 
 
-@cache
 def settings_of(root: type) -> Mapping[str, Setting]:
     """Returns every setting of a root by name, in the order of declaration.
 
@@ -127,14 +125,7 @@ def settings_of(root: type) -> Mapping[str, Setting]:
         TypeError: a field has a type that no text can be parsed into, or two sections share a name (mistakes of the
             dataclass's author).
     """
-    settings: dict[str, Setting] = {}
-    for setting in _settings_in(root, "", None, silent_change=False):
-        if setting.name in settings:
-            raise TypeError(
-                f"{root.__name__} has two settings named {setting.name}: names are unique over all sections"
-            )
-        settings[setting.name] = setting
-    return types.MappingProxyType(settings)
+    return _settings_of(root)
 
 
 def build(root: type[T], values: Mapping[str, Any]) -> T:
@@ -157,6 +148,18 @@ def values_of(config: Any) -> dict[str, Any]:
         name: getattr(getattr(config, setting.section) if setting.section else config, name)
         for name, setting in settings_of(type(config)).items()
     }
+
+
+@cache
+def _settings_of(root: type) -> Mapping[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for setting in _settings_in(root, "", None, silent_change=False):
+        if setting.name in settings:
+            raise TypeError(
+                f"{root.__name__} has two settings named {setting.name}: names are unique over all sections"
+            )
+        settings[setting.name] = setting
+    return types.MappingProxyType(settings)
 
 
 def _is_section(annotation: Any) -> bool:

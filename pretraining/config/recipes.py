@@ -1,8 +1,8 @@
 """Recipes: files of settings, and the resolved configuration written as one.
 
-A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`). A path names
-it, or the bare name of one in this package's recipes folder. Scalars keep the text that stands in the file, because the
-parser of flags decides what they mean: YAML alone would take 1e-3 for a string, `on` for a boolean and 010 for eight.
+A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), named by its
+path or, in this package's recipes folder, by its bare name. Scalars keep the text of the file, and the parser of flags
+decides what they mean: YAML alone would take 1e-3 for a string, `on` for a boolean and 010 for eight.
 """
 
 from __future__ import annotations

@@ -18,12 +18,8 @@ from pretraining.errors import ConfigError
 class RopeScaling:
     """The llama3 rule that stretches rotary frequencies to a longer context, as in the code released with Llama 3.1.
 
-    Attributes:
-        factor: how much longer the wavelengths become that do not fit the original context.
-        low_freq_factor: wavelengths above original context / low_freq_factor are stretched in full.
-        high_freq_factor: wavelengths below original context / high_freq_factor are left alone; between the two, a
-            linear blend.
-        original_max_position_embeddings: the context before stretching, in tokens.
+    Wavelengths above original context / low_freq_factor become `factor` times as long, those below original context /
+    high_freq_factor stay, and a linear blend lies between. The original context is in tokens.
     """
 
     factor: float

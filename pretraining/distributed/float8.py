@@ -57,12 +57,8 @@ def check_float8(scaling: Float8Scaling, device: torch.device) -> None:
 def multiply_in_float8(blocks: nn.ModuleList, scaling: Float8Scaling | None, *, emulate: bool = False) -> None:
     """Exchanges the blocks' linear layers, in place, for ones that multiply in float8; parameters stay the same.
 
-    Comes before activation checkpointing, compilation and sharding, which then see the layers that compute.
-
-    Args:
-        blocks: of the model, on any device, also meta; sides of their matrices are multiples of 16.
-        scaling: tensorwise or rowwise; None leaves the blocks alone.
-        emulate: round to float8, but multiply in float32, on any device. Slow: for tests.
+    Blocks may be on any device, also meta; the sides of their matrices are multiples of 16. A scaling of None leaves
+    them alone. `emulate` rounds to float8 but multiplies in float32, on any device: slow, for tests.
     """
     if scaling is None:
         return

@@ -95,8 +95,12 @@ def reshard_model(model: nn.Module) -> None:
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Returns this rank's shards of the gradients that exist."""
-    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, which is all of it unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -60,12 +60,7 @@ def build_mesh(
 ) -> DeviceMesh:
     """Makes the mesh with axes (replicate, shard) for a strategy; a collective call.
 
-    Args:
-        parallel: strategy and group size.
-        world_size: number of all processes.
-        local_world_size: processes on this node.
-        device_type: of the tensors.
-        timeout: after which a process that waits in a collective gives up.
+    Processes that wait in a collective give up after `timeout`.
 
     Raises:
         ConfigError: as `mesh_shape`.

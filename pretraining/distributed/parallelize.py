@@ -36,7 +36,7 @@ def parallelize(
 
     Args:
         model: on the meta device with `low_cpu_fsdp`, else on `device`.
-        blocks: its decoder blocks, inside `model`: the units of checkpointing, compilation and sharding.
+        blocks: its decoder blocks: the units of checkpointing, compilation and sharding.
         parallel: strategy, precision and levers.
         mesh: with axes (replicate, shard).
         device: of this rank.

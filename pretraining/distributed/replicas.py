@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+
+from pretraining.distributed.fsdp import local_part
 
 _CHUNK = 1 << 20
 """Words that are hashed at once: what a check takes in memory is two int64 for each."""
@@ -35,7 +36,7 @@ class Replicas:
         Where more than half of the holders of a piece agree, the rest are returned; else all are. A collective call,
         which waits for the device.
         """
-        own = torch.tensor([hash_tensors(_local(parameter) for parameter in self._parameters)])
+        own = torch.tensor([hash_tensors(map(local_part, self._parameters))])
         everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, own)
         hashes = [int(each) for each in everyone]
@@ -62,7 +63,3 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> int:
         for chunk in words.split(_CHUNK):
             total = total * _ODD + (chunk.to(torch.int64) * factors[: len(chunk)]).sum()
     return int(total)
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -41,7 +41,7 @@ def initialize_weights(model: Llama, shape: LlamaShape, seed: int, device: torch
 
     Args:
         model: with materialised parameters (after `to_empty`), plain tensors or DTensors of any mesh.
-        shape: the dimensions that the model was built from.
+        shape: of the model.
         seed: of the run.
         device: where numbers are drawn; its generator is part of the result.
     """

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.distributed.fsdp import local_part
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
@@ -91,12 +91,9 @@ class MemoryWatch:
         optimizer = None if self._optimizer is None else self._optimizer()
         groups, state = ([], {}) if optimizer is None else (optimizer.param_groups, optimizer.state)
         parameters = [parameter for group in groups for parameter in group["params"]]
-        moments = [value for values in state.values() for value in values.values()]
-        sizes = (
-            _bytes_of(parameters),
-            _bytes_of(parameter.grad for parameter in parameters if parameter.grad is not None),
-            _bytes_of(value for value in moments if isinstance(value, torch.Tensor)),
-        )
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        moments = [each for kept in state.values() for each in kept.values() if isinstance(each, torch.Tensor)]
+        sizes = _bytes_of(parameters), _bytes_of(gradients), _bytes_of(moments)
         peak = peak_bytes(device)
         if device.type == "cuda":
             in_use = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -287,7 +284,7 @@ def format_bytes(size: float) -> str:
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
 def _sizes_in(path: str) -> Counter[str]:

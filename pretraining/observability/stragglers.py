@@ -29,11 +29,9 @@ MOST_NAMED = 4
 
 
 class StragglerWatch:
-    """Samples what the main thread does, from a thread of its own.
+    """Samples what the main thread does, from a thread of its own; with a factor of None it does nothing.
 
-    Args:
-        factor: names a process whose share of own work is this many times that of the others; None = nobody looks.
-        activity: of the main thread; only "training" and "data" count.
+    Only the activities "training" and "data" count.
     """
 
     def __init__(self, factor: float | None, activity: Activity) -> None:

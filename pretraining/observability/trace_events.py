@@ -1,15 +1,13 @@
 """Reads what torch.profiler has recorded: which operations took how long, and how the time divides.
 
-On a GPU the device's own events count: kernels and copies, NCCL's apart from the others. On a CPU the operations do,
-and gloo's collectives with the calls that start them. Waiting for data is the range that `Profiler` marks on the host;
-steps are torch.profiler's own ranges.
+On a GPU the device's own events count: kernels and copies, NCCL's apart. On a CPU the operations count, and gloo's
+collectives with the calls that start them. `Profiler` marks waiting for data on the host, torch.profiler marks steps.
 
-The parts overlap: a device may compute and communicate at once, and while the host waits for data the device may still
-be busy. Each moment is counted once, as the first of these that it is:
+The parts overlap, so each moment is counted once, as the first of these that it is:
 
     compute > communication > waiting for data > idle
 
-So communication beside compute costs nothing and counts as compute; the rest of it is exposed.
+Communication beside compute costs nothing and counts as compute; the rest of it is exposed.
 """
 
 from __future__ import annotations

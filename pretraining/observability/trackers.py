@@ -1,7 +1,7 @@
 """Where reports are kept: metrics.jsonl always, and the trackers that `--tracker` names.
 
-At a resume, what was logged after the restored step is dropped: those steps are about to be reported again. A tracker
-with an id of its own for the run (an online service has one) gets it back at every later start, through checkpoints.
+At a resume, what was logged after the restored step is dropped: those steps are reported again. Checkpoints keep the id
+by which a tracker, such as an online service, knows the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TrackedRun:
         name: of the run's folder.
         folder: for the tracker's files.
         restored_step: the step that the run goes on from; 0 for a new run.
-        run_id: what the tracker's `run_id` was when the checkpoint was made; None for a new run.
+        run_id: the tracker's `run_id` in the checkpoint; None for a new run.
     """
 
     config: TrainConfig
@@ -40,10 +40,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A place that reports go to: a class that is called with a `TrackedRun`, on rank 0.
-
-    A tracker that knows the run by an id has it as the attribute `run_id`, a text.
-    """
+    """A place for reports: a class that rank 0 calls with a `TrackedRun`; its `run_id`, if it has one, is a text."""
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Keeps the values of a step; None is unknown."""
@@ -117,12 +114,7 @@ class Trackers:
 
 
 def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any]) -> Trackers:
-    """Opens metrics.jsonl, and the trackers that the settings name.
-
-    Args:
-        config: of the run.
-        restored_step: the step that it goes on from; 0 for a new run.
-        run_ids: from the checkpoint's `Trackers.state_dict`.
+    """Opens metrics.jsonl and the trackers that the settings name, with `run_ids` from `Trackers.state_dict`.
 
     Raises:
         ConfigError: metrics or curves cannot be written, or a user's own tracker cannot be found.
