@@ -266,13 +266,13 @@ def memory_table(use: MemoryUse) -> list[str]:
         (rest, use.rest),
         ("together, at the peak", use.peak),
         ("in use now", use.allocated),
+        ("held by PyTorch's allocator now", use.reserved),
         ("free now", use.free),
         (f"{use.device} has", use.total),
     ]
-    if use.reserved is not None:
-        rows.insert(6, ("held by PyTorch's allocator now", use.reserved))
-    width = max(len(name) for name, _ in rows)
-    return [f"  {name:{width}}  {format_bytes(size):>10}" for name, size in rows]
+    known = {name: size for name, size in rows if size is not None}
+    width = max(map(len, known))
+    return [f"  {name:{width}}  {format_bytes(size):>10}" for name, size in known.items()]
 
 
 def format_bytes(size: float) -> str:
