@@ -18,7 +18,7 @@ GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_INTERVAL = 2000
 SMALLEST_SCALE = 1.0
 LARGEST_SCALE = 2.0**40
-"""Further, the squares of scaled gradients would leave float32; a gradient that needs as much is zero."""
+"""Beyond it, the squares of scaled gradients would leave float32."""
 
 
 class LossScaler:

@@ -36,9 +36,9 @@ EXIT_HUNG = 124
 LONGEST_PERIOD_SECONDS = 10.0
 LOOKS_OF_A_TIMEOUT = 20
 MOVED_BYTES = 1 << 20
-"""A process that moves as much between two looks gets on with something; heartbeats and logs are less."""
+"""Bytes between two looks that count as progress; heartbeats and logs are fewer."""
 COMPUTING_SHARE = 0.1
-"""A process that computes for so much of the time, by itself or in processes of its own, gets on with something."""
+"""Share of the time that a process, with its children, must compute for it to count as progress."""
 MOST_NAMED = 16
 STDERR = 2
 PATIENCE_SECONDS = 5.0

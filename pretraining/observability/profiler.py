@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 TRACES = "profile_traces"
 STEPS_OF_A_PROFILE = 3
 STEPS_BEFORE = 3
-"""Of each start that nobody wants to see: they compile, choose algorithms and fill caches."""
+"""Steps of each start that are no example of others: they compile, choose algorithms and fill caches."""
 OPERATIONS_SHOWN = 10
 
 

@@ -92,7 +92,7 @@ def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
 
 
 def _is_operation(event: FunctionEvent) -> bool:
-    """Whether a CPU event is no mere range around others that somebody has marked."""
+    """Whether a CPU event is an operation, and not a range that was marked around others."""
     return not event.is_user_annotation or _communicates(event)
 
 
