@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.samples import Samples

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader

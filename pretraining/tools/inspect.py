@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.commands import InspectConfig
 from pretraining.config.rules import check_config
 from pretraining.config.training import BatchConfig

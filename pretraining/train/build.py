@@ -22,7 +22,7 @@ from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
 from pretraining.checkpoint.manifest import Stateful, incomplete_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef, StartPoint
-from pretraining.config.batch import BatchPlan, plan_batch
+from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import TrainConfig
 from pretraining.data.dataset import OpenedDatasets, SplitName, build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader

@@ -12,8 +12,9 @@ from pretraining.config.fields import settings_of
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import PER_OPERATION, ParallelConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import Raw
+from pretraining.config.variants import parameter_count
 from pretraining.distributed.parallelize import compute_dtype
-from pretraining.model.flops import flops_per_token, matmul_parameters, parameter_count
+from pretraining.model.flops import flops_per_token, matmul_parameters
 from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name, peak_tflops
 from pretraining.observability.trackers import METRICS_FILE

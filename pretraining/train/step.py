@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pretraining.data.batch import IGNORED_LABEL, StepBatch
-from pretraining.distributed.fsdp import MicroBatchSync
-from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
+from pretraining.distributed.fsdp import MicroBatchSync, clip_gradients, gradient_norm, local_gradients
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.observability.step_outcome import StepOutcome

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import MicroBatch
 from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
