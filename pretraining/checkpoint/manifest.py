@@ -21,6 +21,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,16 +183,19 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: the manifest is unreadable, or a file is missing, surplus or has another size.
     """
     manifest = read_document(folder)
-    for fault in misnamed_files(folder, manifest):
+    sizes = (size_fault(folder / name, entry) for name, entry in manifest.files.items())
+    fault = next(chain(misnamed_files(folder, manifest), filter(None, sizes)), None)
+    if fault is not None:
         raise CheckpointError(fault)
-    for name, entry in manifest.files.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        size = file.stat().st_size
-        if size != entry.bytes:
-            raise CheckpointError(f"{file} has {size} bytes in place of {entry.bytes}")
     return manifest
+
+
+def size_fault(path: Path, written: FileEntry) -> str | None:
+    """Says that a file is missing or has another size, if so."""
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    return None if size == written.bytes else f"{path} has {size:,} bytes in place of {written.bytes:,}"
 
 
 def misnamed_files(folder: Path, manifest: Manifest, suffixes: Sequence[str] = (SHARD_SUFFIX,)) -> Iterator[str]:

@@ -9,8 +9,8 @@ They stand in a checkpoint's folder in place of the shards, with the same manife
 Nothing here loads them otherwise than with `torch.load(…, weights_only=True)`.
 
 Rank 0 writes them and holds one tensor at a time, whatever the size of the model: torch.save asks a storage that is on
-no CPU for a copy there when its turn comes, and only then is the tensor fetched. For reading, torch.load under
-FakeTensorMode says where in the file each tensor lies (`read_header`), and `reader` reads it from there.
+no CPU for a copy there when its turn comes, and only then is the tensor fetched. `headers` finds the tensors in the
+files again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 
+from pretraining.checkpoint.headers import load_file
 from pretraining.checkpoint.manifest import (
     ITERATION_FILE,
     MODEL_FILE,
@@ -43,20 +44,13 @@ from pretraining.checkpoint.manifest import (
     crc32_text,
     shape_of,
 )
-from pretraining.checkpoint.reader import Header, StoredChunk
-from pretraining.checkpoint.writer import Chunk, Kinds, size_of
+from pretraining.checkpoint.writer import Kinds, size_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import parameter_groups
-
-
-def is_full(files: Iterable[str]) -> bool:
-    """Whether a checkpoint with these files has this form."""
-    return MODEL_FILE in files
-
 
 # Writing
 
@@ -259,53 +253,3 @@ def manifest_of_files(folder: Path) -> Manifest:
     if missing:
         raise CheckpointError(f"{folder / ITERATION_FILE} lacks {', '.join(missing)}: it is of another program")
     return Manifest(**{name: content[name] for name in names}, files={})
-
-
-def read_header(path: Path) -> Header:
-    """Reads which tensors one of the four files holds, and where; raises as `load_file`."""
-    with FakeTensorMode():
-        content = load_file(path)
-    if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
-        return Header([])
-    tensors = content if path.name == MODEL_FILE else _flat_optimizer_state(content, path)
-    chunks = {name: _stored_chunk(path, name, value) for name, value in tensors.items()}
-    # A tied head is the embedding under a second name.
-    head, embedding = chunks.get("lm_head.weight"), chunks.get("model.embed_tokens.weight")
-    if head is not None and embedding is not None and head.begin == embedding.begin:
-        del chunks["lm_head.weight"]
-    return Header(list(chunks.values()))
-
-
-def load_file(path: Path) -> dict[str, Any]:
-    """Reads a file of torch.save without executing anything.
-
-    Raises:
-        CheckpointError: it cannot be read, is damaged, or holds anything but tensors and plain values.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # torch.load raises many kinds, and long texts about how to load it unsafely
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors and plain values: {reason}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no dictionary")
-    return content
-
-
-def _flat_optimizer_state(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    state = content.get("state")
-    if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
-        raise CheckpointError(f"{path} has no state of an optimizer by parameter names")
-    return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state.items() for key, value in kept.items()}
-
-
-def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:
-    if not isinstance(value, torch.Tensor):
-        raise CheckpointError(f"{path}: {name} is no tensor")
-    begin = value.untyped_storage()._checkpoint_offset if value.layout == torch.strided else None
-    if begin is None or not value.is_contiguous():
-        raise CheckpointError(f"{path}: {name} is no tensor whose elements lie in a row, as torch.save keeps them")
-    begin += int(value.storage_offset()) * value.itemsize
-    return StoredChunk(name, value.dtype, Chunk.whole(value.shape), path.name, begin)

@@ -23,7 +23,6 @@ from typing import TypeVar
 
 import torch
 
-from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.hf_import import is_hugging_face_folder, manifest_of_folder, weight_files
 from pretraining.checkpoint.manifest import (
     CHECKPOINTS,
@@ -37,7 +36,8 @@ from pretraining.checkpoint.manifest import (
     read_manifest,
     shape_of,
 )
-from pretraining.checkpoint.reader import Files, ReadHeader, TensorFiles, load_tensors, read_header
+from pretraining.checkpoint.pt_files import manifest_of_files
+from pretraining.checkpoint.reader import Files, TensorFiles, load_tensors
 from pretraining.config.recipes import load_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConfig
@@ -246,7 +246,7 @@ def _list_candidates(config: CheckpointConfig) -> _Candidates:
 def _manifest_at(path: Path) -> Manifest:
     if (path / MANIFEST).is_file():
         return read_manifest(path)
-    return pt_files.manifest_of_files(path) if (path / ITERATION_FILE).is_file() else manifest_of_folder(path)
+    return manifest_of_files(path) if (path / ITERATION_FILE).is_file() else manifest_of_folder(path)
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
@@ -292,21 +292,19 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
     """Reads tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
-    files, header_of = _files_of(checkpoint)
-    converts = not checkpoint.manifest.files or pt_files.is_full(files)  # other programs write these forms, too
-    load_tensors(checkpoint.path, files, tensors, read_header=header_of, converts=converts)
+    load_tensors(checkpoint.path, _files_of(checkpoint), tensors)
 
 
 def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
     """The tensors of a checkpoint, compared with the manifest's checksums before use; raises as `TensorFiles`."""
-    return TensorFiles(checkpoint.path, *_files_of(checkpoint))
+    return TensorFiles(checkpoint.path, _files_of(checkpoint))
 
 
-def _files_of(checkpoint: CheckpointRef) -> tuple[Files, ReadHeader]:
-    """The files of a checkpoint with tensors, and what reads their headers."""
-    path, files = checkpoint.path, checkpoint.manifest.files
-    if files:
-        return files, pt_files.read_header if pt_files.is_full(files) else read_header
+def _files_of(checkpoint: CheckpointRef) -> Files:
+    """The files of a checkpoint with tensors."""
+    path = checkpoint.path
+    if checkpoint.manifest.files:
+        return checkpoint.manifest.files
     if (path / ITERATION_FILE).is_file():
-        return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE)), pt_files.read_header
-    return dict.fromkeys(on_rank_zero(lambda: weight_files(path))), read_header
+        return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))
+    return dict.fromkeys(on_rank_zero(lambda: weight_files(path)))

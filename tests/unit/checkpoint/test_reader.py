@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
-from pretraining.checkpoint import reader, writer
-from pretraining.checkpoint.manifest import FileEntry, read_document
-from pretraining.checkpoint.reader import Header, TensorFiles, check_files, file_entry, load_tensors, share_of_files
+from pretraining.checkpoint import headers, reader, writer
+from pretraining.checkpoint.headers import Header
+from pretraining.checkpoint.manifest import FileEntry
+from pretraining.checkpoint.reader import TensorFiles, check_files, file_entry, load_tensors, share_of_files
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.errors import CheckpointError, DamagedError
 
@@ -120,12 +121,12 @@ def test_tensors_are_converted_where_that_is_asked_for_and_what_does_not_fit_is_
     values = torch.randn(8, 2)
     files = dict.fromkeys(write_pieces(tmp_path, {"a": values.bfloat16()}, 3))
     target = torch.zeros(8, 2)
-    load_tensors(tmp_path, files, {"a": target}, converts=True)
+    load_tensors(tmp_path, files, {"a": target})
     assert torch.equal(target, values.bfloat16().float())
     with pytest.raises(CheckpointError, match=r"of b it holds nothing, and 1 x torch\.float32 in 1 dims are needed"):
-        load_tensors(tmp_path, files, {"b": torch.zeros(1)}, converts=True)
+        load_tensors(tmp_path, files, {"b": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"a cannot be loaded: it has the shape \(8, 2\), not \(2, 8\)"):
-        load_tensors(tmp_path, files, {"a": torch.zeros(2, 8)}, converts=True)
+        load_tensors(tmp_path, files, {"a": torch.zeros(2, 8)})
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -242,14 +243,15 @@ def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_fi
         load(folder, {**tensors(0.0), name: value})
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, 5)
 
     def unreadable(path: Path) -> Header:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
+    monkeypatch.setattr(headers, "_safetensors_header", unreadable)
     with pytest.raises(CheckpointError, match=r"safetensors cannot be read: Permission denied"):
-        load_tensors(folder, read_document(folder).files, tensors(0.0), read_header=unreadable)
+        load(folder, tensors(0.0))
 
 
 def failing(times: int) -> object:
