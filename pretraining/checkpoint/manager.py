@@ -64,11 +64,6 @@ class CheckpointContents:
     observer: Observer
     states: Mapping[str, Stateful]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return next(iter(self.parameters.values())).device
-
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors to save; the very memory, not copies."""
         return tensor_state(self.parameters, self.optimizer)
@@ -111,7 +106,7 @@ class CheckpointManager:
         lease: on the run's folder, looked at before each commit; None = nobody else writes there.
 
     Attributes:
-        newest: the checkpoint that was saved last, once it is committed.
+        newest: the checkpoint that was committed last, or that the run goes on from.
     """
 
     def __init__(
@@ -139,7 +134,7 @@ class CheckpointManager:
         self._saving: Path | None = None
         self.newest: Path | None = None
         self._background: BackgroundSave | None = None
-        device = contents.device
+        device = next(iter(contents.parameters.values())).device
         if config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full:
             self._background = BackgroundSave(device)
             hold_update = self._background.staging.hold_update  # an update must not change what is still being copied
@@ -250,6 +245,7 @@ class CheckpointManager:
     def _restore(self, restored: CheckpointRef) -> None:
         self._evaluation_loss = restored.manifest.evaluation_loss
         self._best_evaluation_loss = restored.manifest.best_evaluation_loss
+        self.newest = restored.path
         self._contents.restore(restored.manifest)
         if restored.is_own:  # a kill may have come after its commit and before this
             on_rank_zero(lambda: tidy_up(self._run, restored.path, self._config.keep_last))

@@ -65,11 +65,11 @@ class FullSave:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(size_of(*kind) for kind in self._kinds().values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
         """Writes the four files; a collective call. Returns what they have to be, on rank 0."""
-        kinds = self._kinds()
+        kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         values = (self.tensors[name].detach() for name in in_order(kinds))
         whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in values)
         try:
@@ -77,9 +77,6 @@ class FullSave:
         finally:
             for _ in whole:  # every rank takes part in gathering every tensor, also where writing failed
                 pass
-
-    def _kinds(self) -> Kinds:
-        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
 
 
 def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manifest: Manifest) -> dict[str, FileEntry]:

@@ -1,7 +1,7 @@
 """Where a run starts: in which folder, from which checkpoint of it or of elsewhere, and how its tensors get into place.
 
     ckpt_save_path with {timestamp}   -> `settle_run_path`: the folder of the run
-    that folder, ckpt_load_path       -> `find_start_point`: the newest checkpoint that is good, or None
+    that folder, ckpt_load_path       -> `find_checkpoint`: the newest that is good, or None
     what was found                    -> `load`: its tensors, into place; if they are damaged, the next is looked for
 
 The save path wins over the load path: a job that is submitted again resumes itself, whatever it was first started from.
@@ -38,17 +38,18 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.checkpoint.pt_files import manifest_of_files
 from pretraining.checkpoint.reader import Files, TensorFiles, load_tensors
-from pretraining.config.recipes import load_config
+from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import run_not_writable
+from pretraining.files import run_not_writable, write_atomic
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
 CONFIG_FILE = "config.yaml"
+SAVE_PATH, LOAD_PATH = "--ckpt_save_path", "--ckpt_load_path"
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
@@ -134,6 +135,27 @@ def _is_finished(folder: Path) -> bool:
     return False
 
 
+def make_run_folder(run: Path) -> None:
+    """Makes the run's folder, unless it is there.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    try:
+        (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise run_not_writable(run, error) from None
+
+
+def write_config(config: TrainConfig) -> None:
+    """Writes the settings of a start that was not refused, so that the file can start the run again."""
+    run = Path(config.checkpoint.ckpt_save_path)
+    try:
+        write_atomic(run / CONFIG_FILE, dump_config(config))
+    except OSError as error:
+        raise run_not_writable(run, error) from None
+
+
 # From which checkpoint
 
 
@@ -145,34 +167,19 @@ class CheckpointRef:
         manifest: that of a Hugging Face folder says what a checkpoint of it would.
         is_own: whether it is the run's own, and not one of another run that a new one starts from.
         passed_over: newer ones that are damaged, and how, a line each.
+        weights_only: whether a run takes nothing but the weights from it, and begins at step 0.
     """
 
     path: Path
     manifest: Manifest
     is_own: bool = True
     passed_over: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class StartPoint:
-    """What a run starts from, and whether nothing but the weights is taken from it."""
-
-    checkpoint: CheckpointRef
-    weights_only: bool
+    weights_only: bool = False
 
     @property
     def step(self) -> int:
-        """Updates done where the run starts."""
-        return 0 if self.weights_only else self.checkpoint.manifest.step
-
-
-def find_start_point(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> StartPoint | None:
-    """Finds what a run with these settings starts from, as `find_checkpoint`; None for initial weights."""
-    found = find_checkpoint(config, damaged)
-    if found is None:
-        return None
-    has_state = bool(found.manifest.data)
-    return StartPoint(found, weights_only=not has_state or (config.weights_only and not found.is_own))
+        """Updates done where a run begins that starts from here."""
+        return 0 if self.weights_only else self.manifest.step
 
 
 def find_checkpoint(
@@ -188,59 +195,49 @@ def find_checkpoint(
     Raises:
         CheckpointError: a load path was named and holds no checkpoint, or there are some and all are damaged.
     """
-    candidates = on_rank_zero(lambda: _list_candidates(config))
+    flag, paths = on_rank_zero(lambda: _candidates(config))
+    is_own = flag == SAVE_PATH
     faults: list[str] = []
-    for path in candidates.paths:
+    for path in paths:
         try:
             if path in damaged:
                 raise CheckpointError(damaged[path])
             manifest = on_rank_zero(partial(_manifest_at, path))
-            return CheckpointRef(path, manifest, candidates.is_own, tuple(faults))
         except CheckpointError as error:
             faults.append(str(error))
+        else:
+            weights_only = not manifest.data or (config.weights_only and not is_own)
+            return CheckpointRef(path, manifest, is_own, tuple(faults), weights_only)
     if not faults:
         return None
-    if candidates.is_exact:
-        raise CheckpointError(f"{faults[0]}. Name another checkpoint with {candidates.source.partition('=')[0]}.")
+    source = Path(config.ckpt_save_path if is_own else config.ckpt_load_path or "")
+    if paths == [source]:  # the user named this one, so that no other will do
+        raise CheckpointError(f"{faults[0]}. Name another checkpoint with {flag}.")
     lines = "\n".join(f"  {line}" for line in faults)
     raise CheckpointError(
-        f"{candidates.source} holds {len(faults)} checkpoints, and none is good:\n{lines}\n"
+        f"{flag}={source} holds {len(faults)} checkpoints, and none is good:\n{lines}\n"
         "Repair one, or give another --ckpt_save_path to start a new run."
     )
 
 
-@dataclass(frozen=True)
-class _Candidates:
-    """Checkpoints to look at, newest first, and the flag that led to them.
-
-    Attributes:
-        is_own: whether they are the run's own.
-        is_exact: whether the user named this one, so that no other will do.
-    """
-
-    paths: list[Path]
-    source: str
-    is_own: bool = False
-    is_exact: bool = False
-
-
-def _list_candidates(config: CheckpointConfig) -> _Candidates:
+def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
+    """The flag that leads to checkpoints, and these, newest first."""
     own = committed_checkpoints(Path(config.ckpt_save_path))
     if own:
-        return _Candidates(own[::-1], f"--ckpt_save_path={config.ckpt_save_path}", is_own=True)
+        return SAVE_PATH, own[::-1]
     if config.ckpt_load_path is None:
-        return _Candidates([], "")
-    source, flag = Path(config.ckpt_load_path), f"--ckpt_load_path={config.ckpt_load_path}"
+        return LOAD_PATH, []
+    source = Path(config.ckpt_load_path)
     if (source / MANIFEST).is_file() or (source / ITERATION_FILE).is_file() or is_hugging_face_folder(source):
-        return _Candidates([source], flag, is_exact=True)
+        return LOAD_PATH, [source]
     run = source.parent if source.name == CHECKPOINTS else source
     found = committed_checkpoints(run)
     if not found:
         raise CheckpointError(
-            f"{flag} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a run with some in "
-            f"{CHECKPOINTS}/."
+            f"{LOAD_PATH}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "
+            f"run with some in {CHECKPOINTS}/."
         )
-    return _Candidates(found[::-1], flag)
+    return LOAD_PATH, found[::-1]
 
 
 def _manifest_at(path: Path) -> Manifest:

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import (
@@ -261,7 +261,7 @@ def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
     for name in _written_here(tensors):
         item = WriteItem(name, local_chunk(tensors[name]), local_tensor(tensors[name]))
         files.setdefault(numbers[name], []).append(item)
-    return SavePlan(files, max(numbers.values(), default=0), sum(map(_bytes_of, tensors.values())))
+    return SavePlan(files, max(numbers.values(), default=0), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -271,21 +271,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_chunk(tensor: torch.Tensor) -> Chunk:
     """Where the part that this process holds lies in the whole tensor."""
-    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        coordinates = tensor.device_mesh.get_coordinate()
-        assert coordinates is not None, "this process is not part of the tensor's mesh"
-        for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Replicate):
-                continue
-            assert type(placement) is Shard, f"{placement} is no layout of a parameter"
-            # As torch.chunk cuts: equal pieces, rounded up, until nothing is left.
-            dim, whole = placement.dim, sizes[placement.dim]
-            piece = -(-whole // tensor.device_mesh.size(axis))
-            begin = min(coordinates[axis] * piece, whole)
-            offsets[dim] += begin
-            sizes[dim] = min(piece, whole - begin)
-    chunk = Chunk(tuple(offsets), tuple(sizes))
+    if not isinstance(tensor, DTensor):
+        return Chunk.whole(tensor.shape)
+    (held,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    chunk = Chunk(tuple(held.offsets), tuple(held.sizes))
     assert chunk.sizes == tuple(local_tensor(tensor).shape), "the tensor is sharded in another way"
     return chunk
 
@@ -297,12 +286,12 @@ def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """
     written: dict[int, list[int]] = {}  # by number of replicas: bytes that each of them writes
     mine = []
-    for name in sorted(tensors, key=lambda name: (-_bytes_of(tensors[name]), name)):
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
         index, replicas = _replica_of(tensor)
         loads = written.setdefault(replicas, [0] * replicas)
         writer = loads.index(min(loads))
-        loads[writer] += _bytes_of(tensor)
+        loads[writer] += tensor.nbytes
         if writer == index and local_tensor(tensor).numel() > 0:
             mine.append(name)
     return sorted(mine)
@@ -322,11 +311,6 @@ def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
     return index, replicas
 
 
-def _bytes_of(tensor: torch.Tensor) -> int:
-    """Size of the whole tensor, wherever its parts are."""
-    return tensor.numel() * tensor.element_size()
-
-
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Number of the file, from 1, that each tensor goes into; each process has files of its own with these numbers.
 
@@ -338,12 +322,12 @@ def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict
         match = block.search(name)
         return (int(match.group(1)) if match else -1), name
 
-    of_process = sum(map(_bytes_of, tensors.values())) // world_size
+    of_process = sum(tensor.nbytes for tensor in tensors.values()) // world_size
     file_bytes = min(max(-(-of_process // FILES_OF_PROCESS), SMALL_FILE_BYTES), FILE_BYTES)
     files, before = {}, 0
     for name in sorted(tensors, key=place):
         files[name] = 1 + before // (file_bytes * world_size)
-        before += _bytes_of(tensors[name])
+        before += tensors[name].nbytes
     return files
 
 

@@ -8,7 +8,6 @@ it runs after the same steps on all ranks. It must run at times: cycles may hold
 from __future__ import annotations
 
 import gc
-from types import TracebackType
 
 from pretraining.progress import TrainState
 
@@ -32,9 +31,7 @@ class GarbageCollection:
             gc.disable()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._interval_steps:
             gc.unfreeze()
             if self._was_enabled:

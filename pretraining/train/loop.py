@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,7 +28,6 @@ class Run:
 
     Attributes:
         state: how far the run is.
-        restored_from: the checkpoint it was restored from, if any.
         context: what a step works with.
         batches: of this rank, one step at a time, endless until closed.
         observer: reports.
@@ -45,7 +43,6 @@ class Run:
     """
 
     state: TrainState
-    restored_from: Path | None
     context: StepContext
     batches: Generator[StepBatch, None, None]
     observer: Observer

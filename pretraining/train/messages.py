@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,15 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def announce(plan: RunPlan, state: TrainState, changes: Sequence[str]) -> None:
-    """Logs what is about to be trained, on what data, for how long, and from where.
-
-    Args:
-        plan: of the run.
-        state: where it stands.
-        changes: how its data changes here, a line each.
-    """
-    config, processes = plan.config, plan.processes
+def announce(plan: RunPlan) -> None:
+    """Logs what is about to be trained, on what data, for how long, and from where."""
+    config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     name = config.model.model_variant or "llama"
     lines = [
@@ -43,9 +37,9 @@ def announce(plan: RunPlan, state: TrainState, changes: Sequence[str]) -> None:
         *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
         _describe_data(plan),
         f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
-        f"length      {state.total_steps} steps, {plan.token_schedule.tokens_at(state.total_steps):,} tokens",
+        f"length      {total_steps} steps, {plan.token_schedule.tokens_at(total_steps):,} tokens",
         *_describe_flops(plan),
-        *_describe_start(plan, state, changes),
+        *_describe_start(plan),
         *(f"            {path} is incomplete: ignored" for path in plan.abandoned),
         f"run folder  {config.checkpoint.ckpt_save_path}",
     ]
@@ -64,21 +58,21 @@ def _describe_data(plan: RunPlan) -> str:
     )
 
 
-def _describe_start(plan: RunPlan, state: TrainState, changes: Sequence[str]) -> Iterator[str]:
+def _describe_start(plan: RunPlan) -> Iterator[str]:
     """What the run starts from, and how its settings differ from there."""
-    if plan.start is None:
+    start, state = plan.start, plan.state
+    if start is None:
         yield f"start       from initial weights, seed {plan.config.run.seed}"
         return
-    checkpoint = plan.start.checkpoint
     if plan.restored is None:
-        yield f"start       at step 0 with the weights of {checkpoint.path}"
+        yield f"start       at step 0 with the weights of {start.path}"
     else:
-        yield f"start       from {checkpoint.path}, step {checkpoint.manifest.step}"
-        for change in (*changes, *changed_settings(checkpoint.manifest, plan.config)):
+        yield f"start       from {start.path}, step {start.manifest.step}"
+        for change in (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config)):
             yield f"            {change}"
         if state.stop_step < state.total_steps:
             yield f"            this invocation ends at step {state.stop_step}"
-    for line in checkpoint.passed_over:
+    for line in start.passed_over:
         yield f"            {line}: passed over"
 
 

@@ -17,20 +17,19 @@ import torch
 from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
-from pretraining.checkpoint.start_point import StartPoint, find_start_point, load
+from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, make_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
-from pretraining.train.run_folder import make_run_folder
 from pretraining.train.run_status import StatusKeeper
 
 
 def choose_start_point(
     config: TrainConfig, status: StatusKeeper | None, damaged: Mapping[Path, str] = MappingProxyType({})
-) -> StartPoint | None:
+) -> CheckpointRef | None:
     """Chooses what a run starts from unless its files are damaged; None for initial weights. A collective call.
 
     The run's folder is there afterwards, and its status says where it starts.
@@ -43,9 +42,9 @@ def choose_start_point(
         CheckpointError: nothing is good at a place that was named, or it is of another model; or the run has crashed
             there too often.
     """
-    start = find_start_point(config.checkpoint, damaged)
+    start = find_checkpoint(config.checkpoint, damaged)
     if start is not None:
-        check_same_model(start.checkpoint.manifest, resolve_shape(config.model), start.checkpoint.path)
+        check_same_model(start.manifest, resolve_shape(config.model), start.path)
     run, step = Path(config.checkpoint.ckpt_save_path), start.step if start is not None else 0
     on_rank_zero(lambda: make_run_folder(run))
     if status is not None:
@@ -54,12 +53,12 @@ def choose_start_point(
 
 
 def restore(
-    start: StartPoint | None,
+    start: CheckpointRef | None,
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     config: TrainConfig,
     status: StatusKeeper | None,
-) -> tuple[StartPoint | None, torch.optim.Optimizer]:
+) -> tuple[CheckpointRef | None, torch.optim.Optimizer]:
     """Reads what was chosen, or what comes before it where that is damaged; a collective call.
 
     Args:
@@ -82,17 +81,17 @@ def restore(
         try:
             _load(start, config, parameters, optimizer)
         except DamagedError as error:
-            damaged[start.checkpoint.path] = str(error)
+            damaged[start.path] = str(error)
         else:
             return start, optimizer
         start = choose_start_point(config, status, damaged)
 
 
 def _load(
-    start: StartPoint, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    start: CheckpointRef, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
     wanted = None
     if not start.weights_only:
         materialise_state(optimizer)
-        wanted = optimizer if config.checkpoint.load_optimizer or start.checkpoint.is_own else None
-    load(start.checkpoint, tensor_state(parameters, wanted))
+        wanted = optimizer if config.checkpoint.load_optimizer or start.is_own else None
+    load(start, tensor_state(parameters, wanted))

@@ -14,7 +14,6 @@ import logging
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
 from pretraining.files import write_atomic
@@ -107,9 +106,7 @@ class StatusKeeper:
         """From now on whatever goes wrong counts as a crash; `state` tells how far the run is."""
         self._state = state
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._begun is None:
             return
         found = read_status(self._path)
