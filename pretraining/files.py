@@ -52,7 +52,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_flushed(path: Path, content: str | bytes) -> None:
-    """Writes a file in place and flush it to disk: for folders that are renamed as a whole once they are complete."""
+    """Writes a file in place and flushes it to disk: for folders that are renamed as a whole once they are complete."""
     with path.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -158,12 +158,12 @@ def output_errors(root: Path) -> Iterator[None]:
 
 
 def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], None] | None = None) -> T:
-    """Does something to files, again after a pause where it fails with an error that may pass.
+    """Does something to files, and again after a pause where it fails with an error that may pass.
 
     Args:
-        action: what to do; it starts from the beginning each time.
-        what: of it, for the warning that it is tried again: "writing /a/b".
-        pause: waits, given seconds.
+        action: starts from the beginning each time.
+        what: for the warning that it is tried again: "writing /a/b".
+        pause: takes seconds.
 
     Raises:
         OSError: of the last try, or one that does not pass.

@@ -40,7 +40,7 @@ class HuggingFaceFolder:
 
 
 def is_hugging_face_folder(path: Path) -> bool:
-    """Whether a folder is meant to be one: it has a config.json."""
+    """Whether a folder is meant to hold a Hugging Face model: it has a config.json."""
     return (path / CONFIG_FILE).is_file()
 
 
@@ -58,11 +58,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 
 
 def manifest_of_folder(path: Path) -> Manifest:
-    """A folder as a checkpoint of step 0 that holds weights alone: no position in the data, no optimizer.
-
-    Raises:
-        CheckpointError: as `open_folder`.
-    """
+    """Describes a folder as a checkpoint of step 0 with weights alone; raises as `open_folder`."""
     return Manifest(model=asdict(open_folder(path).shape))
 
 
@@ -88,7 +84,6 @@ def weight_files(path: Path) -> list[str]:
 
 
 def _check_inside(path: Path, name: str) -> None:
-    """Refuses a file that is not of the folder, or not there."""
     if not name or Path(name).name != name or "\\" in name or "\0" in name:
         raise CheckpointError(f"{path / INDEX_FILE} names {name!r}, which is no file of this folder: it is refused")
     if not name.endswith(".safetensors"):
@@ -115,7 +110,6 @@ def _no_weights(path: Path) -> str:
 
 
 def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
-    """The tensors of a Llama of this shape, no more and no less."""
     expected, found = parameter_shapes(shape), weights.shapes()
     # Older conversions keep the rotary frequencies, which are computed here.
     surplus = sorted(name for name in found.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq"))

@@ -51,8 +51,7 @@ class CheckpointContents:
     """The parts of a run that go into its checkpoints.
 
     Attributes:
-        parameters: by name, as sharded; the optimizer is over them.
-        loader: of the training's batches; its position is kept.
+        parameters: by name, as sharded.
         observer: knows the newest loss.
         states: further parts with a memory, by the name under which it is kept.
     """
@@ -65,7 +64,7 @@ class CheckpointContents:
     states: Mapping[str, Stateful]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors to save; the very memory, not copies."""
+        """The tensors to save, not copied."""
         return tensor_state(self.parameters, self.optimizer)
 
     def describe(self, progress: Progress) -> Manifest:
@@ -100,10 +99,10 @@ class CheckpointManager:
     """Saves when it is time; a context around the loop. Making one and saving are collective calls.
 
     Args:
-        stopwatch: books the time that the training waits for a save.
+        stopwatch: counts the time that the training waits for a save.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         restored: the checkpoint that the run goes on from, if any.
-        lease: on the run's folder, looked at before each commit; None = nobody else writes there.
+        lease: checked before each commit; None = nobody else writes into the run's folder.
 
     Attributes:
         newest: the checkpoint that was committed last, or that the run goes on from.
@@ -252,5 +251,4 @@ class CheckpointManager:
 
 
 def _kind_at_end(state: TrainState) -> str:
-    """Of a checkpoint that is saved because the invocation ends."""
     return "final" if state.finished else "preempt" if state.preempted else "interval"

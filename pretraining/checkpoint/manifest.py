@@ -10,8 +10,8 @@
     <run>/checkpoints/best -> step_900_ckp       the lowest evaluation loss
     <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
 
-Both are independent of the number of processes: tensors are global, and the job has one position in the data. A name is
-for people: what a checkpoint is stands in its manifest. The step in a name only saves reading that to sort.
+Neither depends on the number of processes: tensors are global, and the job has one position in the data. Names of
+folders are for people: what a checkpoint is stands in its manifest.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file of a checkpoint has to be: its size, and the CRC-32 of its content in 8 hexadecimal digits."""
+    """What a file of a checkpoint has to be: its size, and the CRC-32 of its content as `crc32_text` writes it."""
 
     bytes: int
     crc32: str
@@ -75,11 +75,9 @@ class FileEntry:
 class Manifest:
     """The JSON document of a checkpoint; written last, it says that the checkpoint is complete.
 
-    Its defaults are those of weights that no training step has touched.
+    The defaults are those of weights that no training step has touched.
 
     Attributes:
-        format_version: of this document and of the tensors' names.
-        step, tokens_seen: updates done, and their tokens.
         seconds: time trained, over all invocations.
         kind: why it was saved: "interval"; "final", the run is done; "preempt", in case the run is stopped, superseded
             by the next one; "best", its evaluation loss was the lowest, superseded by the next best.
@@ -87,8 +85,7 @@ class Manifest:
         best_evaluation_loss: the lowest of the run so far, if any.
         data: position in the data, as the loader gives it; empty where a checkpoint holds weights alone.
         state: what parts of the run remember, by name.
-        global_batch_size: sequences a step.
-        world: number of processes and strategy that wrote it; another one can read it.
+        world: number of processes and strategy that wrote it; others can read it.
         config: the run's settings, as YAML.
     """
 
@@ -153,21 +150,16 @@ _FORMS: dict[str, Any] = {
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    """A number that any changed value changes; JSON's numbers and texts read back equal, so it can be made again."""
     return crc32_text(zlib.crc32(json.dumps(values, sort_keys=True).encode()))
 
 
 def crc32_text(value: int) -> str:
-    """A CRC-32 as manifests write it."""
+    """A CRC-32 as manifests write it: eight hexadecimal digits."""
     return f"{value:08x}"
 
 
 def read_document(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint, without a look at its files.
-
-    Raises:
-        CheckpointError: it cannot be read or was damaged.
-    """
+    """Reads the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
     path = folder / MANIFEST
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -267,7 +259,7 @@ def step_of(path: Path) -> int:
 def tensor_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, the very ones that train: loading into them restores the run.
+    """The tensors of a checkpoint, not copied: loading into them restores the run.
 
     Args:
         optimizer: over the same parameters, its state already made; None for the parameters alone.
@@ -295,11 +287,7 @@ def shape_of(manifest: Manifest) -> LlamaShape:
 
 
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
-    """Refuses a checkpoint of a model with other dimensions.
-
-    Raises:
-        CheckpointError: names each difference.
-    """
+    """Raises a CheckpointError that names each difference if a checkpoint is of a model with other dimensions."""
     ours = {name: value for name, value in asdict(shape).items() if name not in _NOT_COMPUTED_WITH}
     differences = [
         f"{name}: {manifest.model.get(name)} in the checkpoint, {value} in this run"

@@ -142,7 +142,7 @@ def write_file(
 
 @dataclass(frozen=True, eq=False)
 class _Pending:
-    """A tensor in what torch.save writes whose values are fetched when its bytes are written."""
+    """A tensor whose values are fetched when torch.save writes its bytes."""
 
     blank: torch.Tensor
 
@@ -152,7 +152,7 @@ class _Pending:
 
 
 class _Output(io.RawIOBase):
-    """A file that torch.save writes to, from its beginning to its end; keeps what that is."""
+    """A file that torch.save writes to in order; keeps size, checksum and the disk's error."""
 
     def __init__(self, file: BinaryIO | io.FileIO) -> None:
         self._file = file
@@ -160,7 +160,7 @@ class _Output(io.RawIOBase):
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Writes all of `content`."""
+        """Writes all of it."""
         left = memoryview(content)
         self.crc32 = zlib.crc32(left, self.crc32)
         self.size += len(left)
@@ -174,7 +174,6 @@ class _Output(io.RawIOBase):
 
 
 def _split(kinds: Kinds) -> tuple[Kinds, Kinds]:
-    """The tensors of the model, and those of the optimizer."""
     of_model = {name: kind for name, kind in kinds.items() if not name.startswith(OPTIMIZER_PREFIX)}
     return of_model, {name: kind for name, kind in kinds.items() if name not in of_model}
 
@@ -239,11 +238,7 @@ def _passes(data: Mapping[str, Any], seq_length: int) -> int:
 
 
 def manifest_of_files(folder: Path) -> Manifest:
-    """The manifest that the four files carry where they stand alone; without sizes and checksums.
-
-    Raises:
-        CheckpointError: they carry none.
-    """
+    """The manifest that the four files carry, without sizes and checksums; a CheckpointError if they carry none."""
     content = load_file(folder / ITERATION_FILE)
     names = Manifest.__dataclass_fields__.keys() - {"files"}
     missing = sorted(names - content.keys())

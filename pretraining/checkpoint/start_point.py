@@ -109,7 +109,7 @@ def folders_of(pattern: str) -> list[Path]:
 
 
 def _has_settings(folder: Path, config: TrainConfig) -> bool:
-    """Whether the run in a folder was started with these settings, apart from its own path and when to stop."""
+    """Whether the run in a folder was started with these settings, apart from its path and when to stop."""
     try:
         there = load_config(folder / CONFIG_FILE)
     except ConfigError:
@@ -126,7 +126,6 @@ def _comparable(config: TrainConfig) -> TrainConfig:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether the newest checkpoint is a final one."""
     for path in reversed(committed_checkpoints(folder)):
         try:
             return read_document(path).kind == "final"
@@ -136,11 +135,7 @@ def _is_finished(folder: Path) -> bool:
 
 
 def make_run_folder(run: Path) -> None:
-    """Makes the run's folder, unless it is there.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
+    """Makes the run's folder, unless it is there; a CheckpointError if it cannot be written."""
     try:
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -164,8 +159,8 @@ class CheckpointRef:
     """A checkpoint that a run can start from.
 
     Attributes:
-        manifest: that of a Hugging Face folder says what a checkpoint of it would.
-        is_own: whether it is the run's own, and not one of another run that a new one starts from.
+        manifest: of a Hugging Face folder, what that of a checkpoint of it would be.
+        is_own: whether it is of this run, and not of another one that this one starts from.
         passed_over: newer ones that are damaged, and how, a line each.
         weights_only: whether a run takes nothing but the weights from it, and begins at step 0.
     """
@@ -247,11 +242,7 @@ def _manifest_at(path: Path) -> Manifest:
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
-    """Finds the checkpoint at a path, or the newest of the run there, without other processes.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Finds the checkpoint at a path, or the newest of the run there, in one process; a CheckpointError without one."""
     source = Path(path)
     if is_hugging_face_folder(source) and not (source / MANIFEST).is_file():
         raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
@@ -261,10 +252,10 @@ def named_checkpoint(path: str) -> CheckpointRef:
 
 
 def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
-    """Gives a run's settings its model: without a model_variant, dimensions are those of what the run starts from.
+    """Gives settings without a model_variant the dimensions of what the run starts from.
 
-    A collective call, or one of a process alone. Dimensions that were given stay; where they differ, the start refuses
-    them.
+    A collective call, or one of a process alone. Dimensions that were given stay; the start refuses them if they
+    differ.
 
     Raises:
         CheckpointError: there is nothing to start from at a load path, or it does not say what it is.
@@ -298,7 +289,6 @@ def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
 
 
 def _files_of(checkpoint: CheckpointRef) -> Files:
-    """The files of a checkpoint with tensors."""
     path = checkpoint.path
     if checkpoint.manifest.files:
         return checkpoint.manifest.files

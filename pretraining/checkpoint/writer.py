@@ -128,12 +128,12 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def _temporary_name(folder: Path) -> Path:
-    """A name of its own: a process that was stopped in a save and wakes up later must not write into another's."""
+    """A new name each time: a process that wakes up in the middle of an old save must not write into a new one."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
 
 
 def _start_fresh(folder: Path, plan: Plan) -> Path:
-    """Makes an empty folder for a save, and room: what interrupted saves have left is of no use to anyone."""
+    """Makes an empty folder for a save, and removes what interrupted saves have left."""
     temporary = _temporary_name(folder)
     with _writing(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
@@ -167,7 +167,6 @@ def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease
 
 @contextmanager
 def _writing(path: Path, total_bytes: int) -> Iterator[None]:
-    """Turns an error of the file system into one for users."""
     try:
         yield
     except OSError as error:
@@ -230,7 +229,7 @@ class SavePlan:
 
     Attributes:
         files: items by the number of the file that they go into.
-        number_of_files: that any process writes, at most.
+        number_of_files: the most that a process writes.
         total_bytes: of all processes.
     """
 
@@ -255,7 +254,7 @@ class SavePlan:
 
 
 def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
-    """What this process writes of a checkpoint of `tensors`; the very memory, not copies."""
+    """What this process writes of a checkpoint of `tensors`; nothing is copied."""
     numbers = file_of_tensor(tensors, dist.get_world_size())
     files: dict[int, list[WriteItem]] = {}
     for name in _written_here(tensors):
@@ -280,10 +279,7 @@ def local_chunk(tensor: torch.Tensor) -> Chunk:
 
 
 def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors whose local part this process writes.
-
-    Replicas share the work: each part is written by one of the processes that hold it, about as many bytes by each.
-    """
+    """Names of the tensors whose local part this process writes; processes with the same parts share the work."""
     written: dict[int, list[int]] = {}  # by number of replicas: bytes that each of them writes
     mine = []
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
@@ -369,7 +365,7 @@ def write_tensors(
 
 
 def _contents(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of a file, in order; small ones are joined, since each write is a turn that threads wait for."""
+    """The bytes of a file, in order; small ones are joined, since threads wait for each other at each write."""
     small = [memoryview(header)]
     for (dtype, shape), value in zip(kinds.values(), values, strict=True):
         assert value.dtype == dtype and tuple(value.shape) == tuple(shape)

@@ -183,7 +183,6 @@ def _initial_state(
     restored: CheckpointRef | None,
     stop_step: int | None,
 ) -> TrainState:
-    """Where the run stands, from its checkpoint if there is one."""
     progress = Progress(0, 0)
     if restored is not None:
         progress = Progress(restored.manifest.step, restored.manifest.tokens_seen, restored.manifest.seconds)
@@ -212,7 +211,7 @@ def open_data(config: TrainConfig, processes: Processes) -> OpenedDatasets | Non
 
 
 def _token_schedule(loader: Loader, seq_length: int) -> TokenSchedule:
-    """Tokens of a run's steps, from the first, as its training loader knows them."""
+    """Tokens of a run's steps, from the first."""
     phases = loader.reader.mixture.phases
     segments, tokens = [], 0
     for phase, after in zip(phases, (*phases[1:], None), strict=True):
@@ -226,7 +225,7 @@ def _token_schedule(loader: Loader, seq_length: int) -> TokenSchedule:
 def build_model(
     shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device, *, initialize: bool
 ) -> Llama:
-    """Makes the model, laid out on its devices; with `initialize`, with initial weights, else its values are undefined.
+    """Makes the model, laid out on its devices; without `initialize` its values are undefined.
 
     Raises:
         ConfigError: its blocks cannot be compiled for the documents of the data.
@@ -242,7 +241,7 @@ def build_model(
 
 
 def _check_shapes_are_fixed(config: TrainConfig, shape: LlamaShape, device: torch.device) -> None:
-    """Refuses what would compile at each step: a compiled block serves all only where attention has fixed shapes."""
+    """Refuses attention whose shapes change from step to step, for which blocks would be compiled each time."""
     dtype = compute_dtype(config.parallel, device)
     if config.data.document_mask and not has_kernel_for_documents(device, dtype, shape.head_dim):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Keeps Python's garbage collector out of the steps.
 
-By default the collector runs when enough new objects exist: at a different step on each rank, longer the more objects
-are alive, while all other ranks wait. So it is off here, what is alive before the first step is excluded for good, and
-it runs after the same steps on all ranks. It must run at times: cycles may hold tensors, and so memory of the device.
+By default the collector runs when enough new objects exist: at a different step on each rank, while the others wait.
+So it is off here, what is alive before the first step is excluded for good, and it runs after the same steps on all
+ranks. It must run at times: cycles may hold tensors, and so memory of the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class GarbageCollection:
         self._was_enabled = gc.isenabled()
 
     def __enter__(self) -> GarbageCollection:
-        self._was_enabled = gc.isenabled()
         if self._interval_steps:
             gc.collect()
             gc.freeze()

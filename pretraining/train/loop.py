@@ -27,18 +27,10 @@ class Run:
     """Everything that the loop needs; `build.build_run` puts it together.
 
     Attributes:
-        state: how far the run is.
-        context: what a step works with.
         batches: of this rank, one step at a time, endless until closed.
-        observer: reports.
-        evaluator: held-out loss.
-        checkpoints: saves.
         host_sync: a clock and a request to end that all ranks read alike.
         stop_requests: what asks this rank to end early.
-        stopwatch: where the time goes.
         guards: end a run that goes wrong (stability.py).
-        garbage: when Python collects it.
-        profiler: records some steps.
         mesh: that the model is sharded over.
     """
 

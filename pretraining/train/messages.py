@@ -59,7 +59,6 @@ def _describe_data(plan: RunPlan) -> str:
 
 
 def _describe_start(plan: RunPlan) -> Iterator[str]:
-    """What the run starts from, and how its settings differ from there."""
     start, state = plan.start, plan.state
     if start is None:
         yield f"start       from initial weights, seed {plan.config.run.seed}"
@@ -77,7 +76,6 @@ def _describe_start(plan: RunPlan) -> Iterator[str]:
 
 
 def _describe_flops(plan: RunPlan) -> list[str]:
-    """What MFU counts, and what it is a share of."""
     shape, seq_length = plan.shape, plan.config.data.seq_length
     operations = flops_per_token(shape, seq_length)
     less = ", less in shorter documents" if plan.config.data.document_mask else ""
@@ -114,8 +112,6 @@ def conclude(
     """Says where everything is, and what to run next.
 
     Args:
-        config: the settings.
-        state: where the run stands.
         checkpoint: the newest one, saved now or before.
         elapsed_seconds: of this invocation.
         trained: whether there was anything left to do.
@@ -154,8 +150,7 @@ def conclude_preempted(state: TrainState) -> str:
 def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:
     """How the settings differ from those that a checkpoint was made with, a line each.
 
-    What cannot change (the model, the order of the data) was refused before; the order of the data does not depend on
-    what is left. Settings that declare `silent_change` are passed over.
+    What must not change was refused before. Settings that declare `silent_change` are left out.
     """
     settings = settings_of(TrainConfig)
     before = {given.section_and_name[1]: given.raw for given in parse_recipe(manifest.config, "before")}

@@ -30,13 +30,13 @@ from pretraining.train.run_status import StatusKeeper
 def choose_start_point(
     config: TrainConfig, status: StatusKeeper | None, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> CheckpointRef | None:
-    """Chooses what a run starts from unless its files are damaged; None for initial weights. A collective call.
-
-    The run's folder is there afterwards, and its status says where it starts.
+    """Chooses what a run starts from, makes its folder and counts the start; a collective call.
 
     Args:
-        status: told of the start.
         damaged: checkpoints that were tried, and what is wrong with them.
+
+    Returns:
+        The newest checkpoint that may be good; None for initial weights.
 
     Raises:
         CheckpointError: nothing is good at a place that was named, or it is of another model; or the run has crashed
@@ -59,13 +59,11 @@ def restore(
     config: TrainConfig,
     status: StatusKeeper | None,
 ) -> tuple[CheckpointRef | None, torch.optim.Optimizer]:
-    """Reads what was chosen, or what comes before it where that is damaged; a collective call.
+    """Reads what was chosen into the model, or an older checkpoint if that is damaged; a collective call.
 
     Args:
-        start: what was chosen; the model is left alone where that is None.
-        model: filled.
+        start: what was chosen; None leaves the model as it is.
         parameters: of the model, by name.
-        status: told where the start begins.
 
     Returns:
         What the run really starts from, and an optimizer with the state that goes with it.

@@ -32,8 +32,7 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
     """Trains as configured, in every process of a job.
 
     Args:
-        config: the settings, the same in every process.
-        layout: which of the processes this one is.
+        config: the same in every process.
         stop_requests: what asks this process to end early; None = nothing.
 
     Raises:

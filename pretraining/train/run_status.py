@@ -2,9 +2,9 @@
 
     {"status": "preempted", "step": 1040, "reason": "SIGUSR1", "starts": 7, "starts_without_progress": 0, ...}
 
-Rank 0 writes it, aside and renamed: "running" at a start, the end at an end. What stays "running" ended without a word:
-it was killed, or its machine was. So the file of a start is written as that of a crash, and an end that is none takes
-that back; a start that finds as many crashes as are allowed, with no checkpoint in between, is refused.
+Rank 0 writes it at a start and at an end. What stays "running" was killed, or its machine was. So each start counts as
+a crash until an end that is none takes that back. A start that finds as many crashes as are allowed, with no checkpoint
+in between, is refused.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class RunStatus:
 
     Attributes:
         status: running, finished, preempted or failed.
-        step: of the run when this was written.
         reason: why it ended, in words; how far it got where it is finished.
         starts: how often the run was started.
-        starts_without_progress: starts in a row, this one included, that crashed before a checkpoint newer than the one
-            that they began with.
+        starts_without_progress: starts in a row, this one included, that crashed before a newer checkpoint than that
+            which they began with.
         started_at_step: of the checkpoint that this start began with.
         updated: when this was written (ISO 8601, UTC).
     """
@@ -53,8 +52,8 @@ class StatusKeeper:
     """Writes the status of one start, as a context around it.
 
     Args:
-        max_starts_without_progress: how many crashes in a row to put up with; 0 = any number.
-        is_writer: whether this process writes; the others only go along.
+        max_starts_without_progress: how many crashes in a row are allowed; 0 = any number.
+        is_writer: whether this process writes; in the others nothing happens.
     """
 
     def __init__(self, max_starts_without_progress: int, is_writer: bool) -> None:
@@ -69,9 +68,9 @@ class StatusKeeper:
         return self
 
     def begin(self, run: Path, restored_step: int) -> None:
-        """Counts a start; call it where the run's folder is there and this job is the one that may write to it.
+        """Counts a start; call it when this job may write into the run's folder.
 
-        Call it again where that checkpoint turns out to be damaged, and the start goes on from an older one.
+        Call it again if the checkpoint turns out to be damaged, and the start goes on from an older one.
 
         Args:
             run: the folder.

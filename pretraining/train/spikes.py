@@ -24,7 +24,6 @@ class SpikeDetector:
     Args:
         threshold: in standard deviations.
         window: how many losses to look back on; with less than half of them, none is a spike.
-        device: of the losses.
         conditions: what the level of the losses depends on, JSON-able; under other conditions a new window begins.
     """
 
