@@ -157,13 +157,12 @@ def output_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
-def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], None] | None = None) -> T:
+def with_retries(action: Callable[[], T], what: str) -> T:
     """Does something to files, and again after a pause where it fails with an error that may pass.
 
     Args:
         action: starts from the beginning each time.
         what: for the warning that it is tried again: "writing /a/b".
-        pause: takes seconds.
 
     Raises:
         OSError: of the last try, or one that does not pass.
@@ -176,5 +175,5 @@ def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], No
                 raise
             tries = f"try {number + 1} of {len(PAUSES_SECONDS) + 1} in {seconds:g} s"
             log.warning("%s failed (%s): %s", what, error.strerror, tries)
-        (pause or time.sleep)(seconds)
+        time.sleep(seconds)
     return action()

@@ -85,11 +85,7 @@ def read_header(path: Path) -> Header:
 
 
 def reading(path: Path, action: Callable[[Path], T]) -> T:
-    """Reads from a file, again where that may help.
-
-    Raises:
-        DamagedError: it cannot be read.
-    """
+    """Reads from a file, with retries; a DamagedError if it cannot be read."""
     try:
         return with_retries(lambda: action(path), f"reading {path}")
     except OSError as error:

@@ -63,11 +63,7 @@ def manifest_of_folder(path: Path) -> Manifest:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Names of the files that hold a folder's weights.
-
-    Raises:
-        CheckpointError: there are none, or they would have to be unpickled or lie elsewhere.
-    """
+    """Names of the files that hold a folder's weights; a CheckpointError for pickles and files that lie elsewhere."""
     if (path / WEIGHTS_FILE).exists():
         names = [WEIGHTS_FILE]
     elif (path / INDEX_FILE).exists():
@@ -121,13 +117,14 @@ def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
         for name, size in expected.items()
         if name in found and found[name] != tuple(size)
     ]
-    strange = sorted(name for name in expected.keys() & found.keys() if weights.dtype(name) not in _FLOATS)
+    dtypes = {name: chunks[0].dtype for name, chunks in weights.chunks.items()}
+    strange = sorted(name for name in expected.keys() & found.keys() if dtypes[name] not in _FLOATS)
     problems = {
         "missing": [name for name in expected if name not in found],
         "not of a Llama": surplus,
         "of another shape": wrong,
-        "in two files": sorted(name for name in found if len(weights.files_of(name)) > 1),
-        "no floating-point numbers": [f"{name} ({weights.dtype(name)})" for name in strange],
+        "in two files": sorted(name for name, chunks in weights.chunks.items() if len(chunks) > 1),
+        "no floating-point numbers": [f"{name} ({dtypes[name]})" for name in strange],
     }
     said = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
     if said:

@@ -108,11 +108,7 @@ class Manifest:
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:
-        """Reads the manifest in a JSON document.
-
-        Raises:
-            CheckpointError: it is none, of a version that this code cannot read, or damaged.
-        """
+        """Reads the manifest in a JSON document; a CheckpointError if it is none, of another version or damaged."""
         if not isinstance(document, dict) or "format_version" not in document:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint: it has no format_version")
         version = document["format_version"]
@@ -221,6 +217,11 @@ def unfinished_saves(run: Path) -> list[Path]:
     return [path for path in _folders(run) if path.suffix == UNFINISHED_SUFFIX and not path.is_symlink()]
 
 
+def run_of(path: Path) -> Path:
+    """A run's folder, where it or its checkpoints/ was named."""
+    return path.parent if path.name == CHECKPOINTS else path
+
+
 def _folders(run: Path) -> list[Path]:
     folder = run / CHECKPOINTS
     return [path for path in folder.iterdir() if path.is_dir() and path.name != BEST] if folder.is_dir() else []
@@ -274,11 +275,7 @@ def tensor_state(
 
 
 def shape_of(manifest: Manifest) -> LlamaShape:
-    """The dimensions of a checkpoint's model.
-
-    Raises:
-        CheckpointError: the manifest names others than this version knows.
-    """
+    """The dimensions of a checkpoint's model; a CheckpointError if this version knows others."""
     try:
         scaling = manifest.model["rope_scaling"]
         return LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})

@@ -49,6 +49,9 @@ class TensorFiles:
     Args:
         files: a file whose size and checksum are known is compared with them before the first chunk is taken from it.
 
+    Attributes:
+        chunks: of each tensor, all of one type and number of dims.
+
     Raises:
         CheckpointError: a file cannot be read, or chunks of one name are not of one tensor.
     """
@@ -56,22 +59,14 @@ class TensorFiles:
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder = folder
         self._unchecked = {name: entry for name, entry in files.items() if entry is not None}
-        self._chunks = chunks_by_name(map(self._header_of, files))
-        for name, chunks in self._chunks.items():
+        self.chunks = chunks_by_name(map(self._header_of, files))
+        for name, chunks in self.chunks.items():
             if len({(stored.dtype, len(stored.chunk.sizes)) for stored in chunks}) > 1:
                 raise CheckpointError(f"{folder}: pieces of {name} are of different types")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor: as far as its chunks reach."""
-        return {name: extent(stored.chunk for stored in chunks) for name, chunks in self._chunks.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor's elements."""
-        return self._chunks[name][0].dtype
-
-    def files_of(self, name: str) -> list[str]:
-        """The files that hold chunks of a tensor."""
-        return [stored.file for stored in self._chunks[name]]
+        return {name: extent(stored.chunk for stored in chunks) for name, chunks in self.chunks.items()}
 
     def read(self, name: str, chunk: Chunk | None = None) -> torch.Tensor:
         """Reads a part of a tensor, by default all of it, into new memory on the CPU.
@@ -80,7 +75,7 @@ class TensorFiles:
             CheckpointError: a file cannot be read or is not what was written, or an element is in none of them, or in
                 two.
         """
-        stored = self._chunks[name]
+        stored = self.chunks[name]
         chunk = Chunk.whole(extent(each.chunk for each in stored)) if chunk is None else chunk
         values = torch.empty(chunk.sizes, dtype=stored[0].dtype)
         reads = list(_reads_of(stored, chunk, values))
@@ -103,7 +98,7 @@ class TensorFiles:
             raise
 
     def _check(self, name: str) -> None:
-        """Compares a file with what was written, once."""
+        """Compares a file with what was written, the first time."""
         entry = self._unchecked.pop(name, None)
         fault = file_fault(self._folder / name, entry) if entry is not None else None
         if fault is not None:
@@ -304,16 +299,13 @@ def _read_file(path: Path, reads: Iterable[ReadItem], begun: int | None = None) 
 
 
 def read_chunk(descriptor: int, read: ReadItem, crc32: int | None = None) -> int | None:
-    """Reads a part of a stored chunk into its place; the type is converted.
+    """Reads a part of a stored chunk into its place and converts it; a CheckpointError if the file ends early.
 
     Args:
         crc32: of the file up to the part, which is then the whole chunk; None = do not compute one.
 
     Returns:
         The checksum of the file up to the end of the chunk.
-
-    Raises:
-        CheckpointError: the file ends early.
     """
     stored, part, target = read.stored, read.part, read.target
     offsets = [wanted - begin for wanted, begin in zip(part.offsets, stored.chunk.offsets, strict=True)]

@@ -34,6 +34,7 @@ from pretraining.checkpoint.manifest import (
     committed_checkpoints,
     read_document,
     read_manifest,
+    run_of,
     shape_of,
 )
 from pretraining.checkpoint.pt_files import manifest_of_files
@@ -225,8 +226,7 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     source = Path(config.ckpt_load_path)
     if (source / MANIFEST).is_file() or (source / ITERATION_FILE).is_file() or is_hugging_face_folder(source):
         return LOAD_PATH, [source]
-    run = source.parent if source.name == CHECKPOINTS else source
-    found = committed_checkpoints(run)
+    found = committed_checkpoints(run_of(source))
     if not found:
         raise CheckpointError(
             f"{LOAD_PATH}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "

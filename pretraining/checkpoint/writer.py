@@ -350,9 +350,6 @@ def write_tensors(
 
     Returns:
         Size and checksum of what was written, computed from memory, not read back.
-
-    Raises:
-        OSError: it cannot be written.
     """
     size = checksum = 0
     with path.open("wb", buffering=0) as file:

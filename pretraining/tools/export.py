@@ -129,7 +129,7 @@ def _in_model_order(tensors: TensorFiles, names: list[str]) -> Kinds:
         return place.get(name, place.get(name.split(".", 2)[-1], len(place))), name
 
     shapes = tensors.shapes()
-    return {name: (tensors.dtype(name), shapes[name]) for name in sorted(shapes, key=key)}
+    return {name: (tensors.chunks[name][0].dtype, shapes[name]) for name in sorted(shapes, key=key)}
 
 
 def _find_tokenizer(

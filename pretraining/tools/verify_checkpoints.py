@@ -25,6 +25,7 @@ from pretraining.checkpoint.manifest import (
     incomplete_checkpoints,
     misnamed_files,
     read_document,
+    run_of,
     shape_of,
 )
 from pretraining.checkpoint.reader import file_faults
@@ -117,7 +118,7 @@ def _find(source: Path) -> tuple[list[Path], list[Path]]:
     """The checkpoints to check, and what interrupted saves have left beside them."""
     if (source / MANIFEST).is_file():
         return [source], []
-    run = source.parent if source.name == CHECKPOINTS else source
+    run = run_of(source)
     paths = committed_checkpoints(run)
     if not paths:
         raise CheckpointError(

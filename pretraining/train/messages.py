@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.start_point import CONFIG_FILE
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import PER_OPERATION, ParallelConfig, TrainConfig, checkpointed_blocks
@@ -18,6 +19,7 @@ from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name, peak_tflops
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.progress import TrainState
+from pretraining.train.loop import Run
 from pretraining.train.preemption import reason_of
 
 if TYPE_CHECKING:
@@ -106,35 +108,27 @@ def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
         yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
-def conclude(
-    config: TrainConfig, state: TrainState, checkpoint: Path | None, elapsed_seconds: float, trained: bool
-) -> str:
-    """Says where everything is, and what to run next.
-
-    Args:
-        checkpoint: the newest one, saved now or before.
-        elapsed_seconds: of this invocation.
-        trained: whether there was anything left to do.
-    """
-    run = Path(config.checkpoint.ckpt_save_path)
+def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
+    """Says where everything is, and what to run next; `trained` is whether there was anything left to do."""
+    state, folder = run.state, Path(config.checkpoint.ckpt_save_path)
     if not trained:
         head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
     elif state.finished:
-        tokens, time = f"{state.progress.tokens:,}", format_seconds(elapsed_seconds)
+        tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {state.total_steps} steps, {tokens} tokens; this invocation took {time}."
     else:
         head = f"Stopped at step {state.step} of {state.total_steps}, as asked; the same command goes on from there."
     lines = [
         head,
-        f"  checkpoint   {checkpoint}",
-        f"  metrics      {run / 'logs' / METRICS_FILE}",
-        f"  config       {run / 'config.yaml'}",
+        f"  checkpoint   {run.checkpoints.newest}",
+        f"  metrics      {folder / 'logs' / METRICS_FILE}",
+        f"  config       {folder / CONFIG_FILE}",
     ]
     if "tensorboard" in config.report.tracker:
-        lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or run / 'logs'}")
+        lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or folder / 'logs'}")
     if state.finished:
         longer = f"--num_steps={2 * max(state.step, state.total_steps)}"
-        lines.append(f"  go on        the same command with {longer} --ckpt_save_path={run}")
+        lines.append(f"  go on        the same command with {longer} --ckpt_save_path={folder}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     return "\n".join(lines)
 

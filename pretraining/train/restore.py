@@ -46,9 +46,13 @@ def choose_start_point(
     if start is not None:
         check_same_model(start.manifest, resolve_shape(config.model), start.path)
     run, step = Path(config.checkpoint.ckpt_save_path), start.step if start is not None else 0
-    on_rank_zero(lambda: make_run_folder(run))
-    if status is not None:
-        on_rank_zero(lambda: status.begin(run, step))
+
+    def begin() -> None:
+        make_run_folder(run)
+        if status is not None:
+            status.begin(run, step)
+
+    on_rank_zero(begin)
     return start
 
 

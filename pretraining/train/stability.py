@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pretraining.config.training import GuardConfig
 from pretraining.data.loader import Loader
 from pretraining.distributed.host_sync import wait_for_device
-from pretraining.distributed.processes import Activity
+from pretraining.distributed.processes import Activity, gather_from_every_rank
 from pretraining.distributed.replicas import Replicas
 from pretraining.errors import DivergenceError, HardwareError
 from pretraining.observability.step_outcome import StepOutcome
@@ -131,8 +130,7 @@ class Guards:
         if not odd:
             self._equal_at = step
             return
-        hosts = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = gather_from_every_rank(socket.gethostname)
         named = [
             f"  rank {rank} on {hosts[rank]} holds other weights than rank {', '.join(map(str, others))}"
             for rank, others in odd.items()

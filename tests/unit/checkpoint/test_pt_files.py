@@ -147,7 +147,7 @@ def test_parts_are_read_from_the_files(tmp_path: Path) -> None:
     source = opened(tmp_path / "c")
     assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     name = "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight"
-    assert source.dtype(name) == torch.float32
+    assert source.read(name).dtype == torch.float32
     assert torch.equal(source.read(name, Chunk((3, 1), (4, 2))), tensors[name][3:7, 1:3])
     assert torch.equal(source.read(name), tensors[name])
 

@@ -58,7 +58,7 @@ def test_any_part_is_read_from_any_pieces(
     folder = tmp_path_factory.mktemp("pieces")
     tensors = {"a": torch.randn(7, 5, 3), "b": torch.randn(9).bfloat16()}
     source = TensorFiles(folder, dict.fromkeys(write_pieces(folder, tensors, rows)))
-    assert source.shapes() == {"a": (7, 5, 3), "b": (9,)} and source.dtype("b") == torch.bfloat16
+    assert source.shapes() == {"a": (7, 5, 3), "b": (9,)} and source.read("b").dtype == torch.bfloat16
     for name, tensor in tensors.items():
         assert torch.equal(source.read(name), tensor)
         box = data.draw(boxes(tuple(tensor.shape)))
