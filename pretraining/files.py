@@ -37,10 +37,8 @@ permission and a missing file are not among them: the next try would meet them a
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file that appears complete or not at all, and survives a power failure.
 
-    A path has one writer at a time; what a killed one leaves, the next one replaces.
-
-    Raises:
-        OSError: it cannot be written; what was there before is untouched.
+    A path has one writer at a time; what a killed one leaves, the next one replaces. After an error, what was there
+    before is untouched.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -70,11 +68,7 @@ def file_checksum(path: Path) -> tuple[str, int]:
 
 
 def link_atomic(link: Path, target: str) -> None:
-    """Makes a symbolic link that replaces one of the same name at once.
-
-    Raises:
-        OSError: it cannot be made; what was there before is untouched.
-    """
+    """Makes a symbolic link that replaces one of the same name at once; an error leaves that one as it was."""
     temporary = link.with_name(f"{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -137,7 +131,7 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
 
 
 def run_not_writable(run: Path, error: OSError) -> CheckpointError:
-    """Returns the error for users where the file system refuses a run's folder."""
+    """Makes the error for users whose run's folder cannot be written."""
     return CheckpointError(
         f"--ckpt_save_path={run} cannot be written: {error}. Give a folder that this user may write."
     )

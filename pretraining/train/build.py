@@ -87,13 +87,11 @@ class RunPlan:
 
     Attributes:
         start: what the run starts from; None = initial weights.
-        restored: the same where the run continues it, and does not begin at step 0 with its weights.
+        restored: `start`, if the run continues it; None if it begins at step 0.
         abandoned: what interrupted saves have left in the run's folder.
         data: the datasets; None for made-up data.
-        batch: how a global batch is cut.
         token_schedule: tokens of each step, also of those before the start point.
         parameters: of the model, by name, as sharded.
-        loader: of the batches to train on.
     """
 
     config: TrainConfig
@@ -194,11 +192,7 @@ def _initial_state(
 
 
 def open_data(config: TrainConfig, processes: Processes) -> OpenedDatasets | None:
-    """Opens a job's datasets, which every process maps; None for the dummy dataset. A collective call.
-
-    Raises:
-        DataError, ConfigError: the same on every rank.
-    """
+    """Opens a job's datasets, in every process; None for the dummy dataset. A collective call."""
     if config.data.use_dummy_dataset:
         return None
     # Listing 100,000 files costs a shared file system dearly: one process does it for all.

@@ -1,4 +1,4 @@
-"""What a run says at its start and its end, so that a person knows what happens and what to do next."""
+"""What a run logs at its start and its end: what happens, and what to do next."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
               ^                                                                   |
               +------------------- a new optimizer, the next one <--------- it is damaged
 
-The position in the data and all else that a manifest says is taken after this, from the one that was good.
+What else the manifest says (the position in the data, …) is taken once the tensors are good.
 """
 
 from __future__ import annotations
@@ -30,17 +30,10 @@ from pretraining.train.run_status import StatusKeeper
 def choose_start_point(
     config: TrainConfig, status: StatusKeeper | None, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> CheckpointRef | None:
-    """Chooses what a run starts from, makes its folder and counts the start; a collective call.
-
-    Args:
-        damaged: checkpoints that were tried, and what is wrong with them.
-
-    Returns:
-        The newest checkpoint that may be good; None for initial weights.
+    """Chooses what a run starts from (None: initial weights), makes its folder and counts the start; a collective call.
 
     Raises:
-        CheckpointError: nothing is good at a place that was named, or it is of another model; or the run has crashed
-            there too often.
+        CheckpointError: as `find_checkpoint`; or it is of another model, or the run has crashed there too often.
     """
     start = find_checkpoint(config.checkpoint, damaged)
     if start is not None:
@@ -64,10 +57,6 @@ def restore(
     status: StatusKeeper | None,
 ) -> tuple[CheckpointRef | None, torch.optim.Optimizer]:
     """Reads what was chosen into the model, or an older checkpoint if that is damaged; a collective call.
-
-    Args:
-        start: what was chosen; None leaves the model as it is.
-        parameters: of the model, by name.
 
     Returns:
         What the run really starts from, and an optimizer with the state that goes with it.

@@ -30,11 +30,8 @@ log = logging.getLogger(__name__)
 def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
     """Trains, going back at most `max_rollbacks` times without progress in between; a collective call.
 
-    Returns:
-        The run that came to its end, and whether there was anything to do.
-
-    Raises:
-        DivergenceError: the run diverged, and must not go back again.
+    Returns the run that came to its end, and whether there was anything to do. A run that must not go back again raises
+    its DivergenceError.
     """
     run = build_run(config, job)
     had_work = not run.state.stopping or run.evaluator.pending

@@ -33,8 +33,7 @@ class RunStatus:
         status: running, finished, preempted or failed.
         reason: why it ended, in words; how far it got where it is finished.
         starts: how often the run was started.
-        starts_without_progress: starts in a row, this one included, that crashed before a newer checkpoint than that
-            which they began with.
+        starts_without_progress: starts in a row, with this one, that crashed before they saved a new checkpoint.
         started_at_step: of the checkpoint that this start began with.
         updated: when this was written (ISO 8601, UTC).
     """
@@ -68,12 +67,10 @@ class StatusKeeper:
         return self
 
     def begin(self, run: Path, restored_step: int) -> None:
-        """Counts a start; call it when this job may write into the run's folder.
-
-        Call it again if the checkpoint turns out to be damaged, and the start goes on from an older one.
+        """Counts a start; call it again if the checkpoint is damaged and the start goes on from an older one.
 
         Args:
-            run: the folder.
+            run: the folder, which this job may write into.
             restored_step: of the checkpoint that the start goes on from.
 
         Raises:
@@ -102,7 +99,7 @@ class StatusKeeper:
             ) from None
 
     def training(self, state: TrainState) -> None:
-        """From now on whatever goes wrong counts as a crash; `state` tells how far the run is."""
+        """Counts any error from now on as a crash; `state` tells how far the run is."""
         self._state = state
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -148,7 +145,7 @@ class StatusKeeper:
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """The status in a file; None where there is none, or something else: counting must not keep a run from starting."""
+    """The status in a file; None where it cannot be read, since counting must not keep a run from starting."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return RunStatus(**{field.name: document[field.name] for field in fields(RunStatus)})
