@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import (
@@ -269,11 +269,25 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_chunk(tensor: torch.Tensor) -> Chunk:
-    """Where the part that this process holds lies in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return Chunk.whole(tensor.shape)
-    (held,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    chunk = Chunk(tuple(held.offsets), tuple(held.sizes))
+    """Where the part that this process holds lies in the whole tensor.
+
+    DTensor says so, too, ten times as slowly: a training step waits for this.
+    """
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        coordinates = tensor.device_mesh.get_coordinate()
+        assert coordinates is not None, "this process is not part of the tensor's mesh"
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Replicate):
+                continue
+            assert type(placement) is Shard, f"{placement} is no layout of a parameter"
+            # As torch.chunk cuts: equal pieces, rounded up, until nothing is left.
+            dim, whole = placement.dim, sizes[placement.dim]
+            piece = -(-whole // tensor.device_mesh.size(axis))
+            begin = min(coordinates[axis] * piece, whole)
+            offsets[dim] += begin
+            sizes[dim] = min(piece, whole - begin)
+    chunk = Chunk(tuple(offsets), tuple(sizes))
     assert chunk.sizes == tuple(local_tensor(tensor).shape), "the tensor is sharded in another way"
     return chunk
 
