@@ -127,9 +127,10 @@ def load_tensors(folder: Path, files: Files, tensors: Mapping[str, torch.Tensor]
     except CheckpointError:
         check_files(folder, files)  # a damaged header may seem to be of other tensors
         raise
-    faults = {name: fault for of_rank in results for name, fault in of_rank.items()}
-    others = {name: entry for name, entry in files.items() if name not in faults}
-    check_files(folder, others, [fault for fault in faults.values() if fault])
+    compared = {name for of_rank in results for name in of_rank}
+    # Several ranks may have read the same file, and one of them alone what was not written.
+    faults = dict.fromkeys(fault for of_rank in results for fault in of_rank.values() if fault is not None)
+    check_files(folder, {name: entry for name, entry in files.items() if name not in compared}, faults)
 
 
 def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:

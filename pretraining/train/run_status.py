@@ -27,7 +27,7 @@ STATUS_FILE = "run_status.json"
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The JSON object of the file.
+    """The JSON object of the file; its defaults are those of a run that was never started.
 
     Attributes:
         status: running, finished, preempted or failed.
@@ -38,13 +38,13 @@ class RunStatus:
         updated: when this was written (ISO 8601, UTC).
     """
 
-    status: str
-    step: int
-    reason: str
-    starts: int
-    starts_without_progress: int
-    started_at_step: int
-    updated: str
+    status: str = ""
+    step: int = 0
+    reason: str = ""
+    starts: int = 0
+    starts_without_progress: int = 0
+    started_at_step: int = 0
+    updated: str = ""
 
 
 class StatusKeeper:
@@ -60,7 +60,7 @@ class StatusKeeper:
         self._limit = max_starts_without_progress
         self._is_writer = is_writer
         self._begun: RunStatus | None = None
-        self._previous: RunStatus | None = None
+        self._previous = RunStatus()
         self._state: TrainState | None = None
 
     def __enter__(self) -> StatusKeeper:
@@ -80,16 +80,15 @@ class StatusKeeper:
             return
         self._path = run / STATUS_FILE
         if self._begun is None:
-            self._previous = read_status(self._path)
+            self._previous = read_status(self._path) or RunStatus()
         previous = self._previous
-        starts = previous.starts if previous else 0
-        crashes = previous.starts_without_progress if previous and restored_step <= previous.started_at_step else 0
-        if previous is not None and 0 < self._limit <= crashes:
+        crashes = previous.starts_without_progress if restored_step <= previous.started_at_step else 0
+        if 0 < self._limit <= crashes:
             if self._begun is not None:  # from a checkpoint that is damaged: this start was none
                 self._begun = None
                 self._write(previous)
             raise _crash_loop(self._path, previous, crashes)
-        self._begun = RunStatus("running", restored_step, "", starts + 1, crashes + 1, restored_step, "")
+        self._begun = RunStatus("running", restored_step, "", previous.starts + 1, crashes + 1, restored_step)
         try:
             self._write(self._begun)
         except OSError as error:
