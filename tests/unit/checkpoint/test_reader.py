@@ -6,8 +6,9 @@ import errno
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +211,20 @@ def test_every_damaged_file_is_named_once(two_files: Path) -> None:
             assert str(raised.value).count(str(first)) == str(raised.value).count(str(second)) == 1
         for shard, place in zip((first, second), places, strict=True):
             flip_byte(shard, place)
+
+
+def test_what_one_rank_alone_finds_wrong_is_an_error(two_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = reader.gather_from_every_rank
+
+    def with_another_rank(function: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        (own,) = gather(function)
+        others = {name: f"{name} is damaged" for name, fault in own.items() if fault is None}
+        return [others, own] if others else [own]
+
+    monkeypatch.setattr(reader, "gather_from_every_rank", with_another_rank)
+    with pytest.raises(DamagedError) as raised:
+        load(two_files, tensors(0.0))
+    assert str(raised.value).count(" is damaged") == 2
 
 
 def test_a_file_that_is_shorter_than_it_was_is_damaged(two_files: Path) -> None:
