@@ -90,6 +90,7 @@ class RunPlan:
         restored: `start`, if the run continues it; None if it begins at step 0.
         abandoned: what interrupted saves have left in the run's folder.
         data: the datasets; None for made-up data.
+        training_tokens: of one pass over the datasets; made-up data has no end.
         token_schedule: tokens of each step, also of those before the start point.
         parameters: of the model, by name, as sharded.
     """
@@ -101,6 +102,7 @@ class RunPlan:
     restored: CheckpointRef | None
     abandoned: list[Path]
     data: OpenedDatasets | None
+    training_tokens: int | None
     batch: BatchPlan
     token_schedule: TokenSchedule
     mesh: DeviceMesh
@@ -109,11 +111,6 @@ class RunPlan:
     optimizer: torch.optim.Optimizer
     loader: Loader
     state: TrainState
-
-    @property
-    def training_tokens(self) -> int | None:
-        """Tokens of one pass over the datasets; made-up data has no end."""
-        return self.data.training_tokens if self.data is not None else None
 
 
 def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, stop_step: int | None = None) -> Run:
@@ -170,7 +167,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     token_schedule = _token_schedule(loader, config.data.seq_length)
     training_tokens = data.training_tokens if data is not None else None
     state = _initial_state(config, token_schedule, training_tokens, restored, stop_step)
-    known = (config, processes, shape, start, restored, abandoned, data, batch, token_schedule)
+    known = (config, processes, shape, start, restored, abandoned, data, training_tokens, batch, token_schedule)
     return RunPlan(*known, mesh, model, parameters, optimizer, loader, state)
 
 
