@@ -22,6 +22,7 @@ from pretraining.checkpoint.headers import Header
 from pretraining.checkpoint.manifest import FileEntry
 from pretraining.checkpoint.reader import TensorFiles, check_files, file_entry, load_tensors, share_of_files
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
+from pretraining.distributed import processes
 from pretraining.errors import CheckpointError, DamagedError
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -214,7 +215,7 @@ def test_every_damaged_file_is_named_once(two_files: Path) -> None:
 
 
 def test_what_one_rank_alone_finds_wrong_is_an_error(two_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = reader.gather_from_every_rank
+    gather = processes.gather_from_every_rank
 
     def with_another_rank(function: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         (own,) = gather(function)
