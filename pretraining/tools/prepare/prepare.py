@@ -86,7 +86,7 @@ class _Plan:
     work: WorkFolder
 
     def read_records(self) -> list[UnitRecord]:
-        return [self.work.read_record(unit, self.encoding.key(unit)) for unit in self.found.units]
+        return [self.work.read_record(unit, self.encoding) for unit in self.found.units]
 
 
 def _lead(config: PrepareConfig, root: Path, team: Team, threads: int) -> PrepareSummary:
@@ -154,18 +154,17 @@ def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
             shown(counts)
             team.check()
 
-        encode_units(left, plan.encoding, plan.tokenizer, plan.work, threads, report)
+        encode_units(left, plan.encoding, plan.work, threads, report)
 
 
 def _wait_for_all(plan: _Plan, team: Team) -> None:
     """Waits until the units of other processes are done."""
     units = plan.found.units
-    keys = [plan.encoding.key(unit) for unit in units]
     done = 0
 
     def all_there() -> bool:
         nonlocal done
-        while done < len(units) and plan.work.read_record(units[done], keys[done]).finished:
+        while done < len(units) and plan.work.read_record(units[done], plan.encoding).finished:
             done += 1
         return done == len(units)
 

@@ -109,8 +109,11 @@ class UnitRecord:
     largest_token: int = -1
     finished: bool = False
 
-    def count(self, length: int) -> None:
-        """Takes a document's length into `lengths`."""
+    def count(self, length: int, largest_token: int) -> None:
+        """Counts a document that is written, of `length` tokens."""
+        self.counts.documents += 1
+        self.counts.tokens += length
+        self.largest_token = max(self.largest_token, largest_token)
         low_bits = max(length.bit_length() - 5, 0)
         rounded = length >> low_bits << low_bits
         self.lengths[rounded] = self.lengths.get(rounded, 0) + 1
@@ -145,8 +148,9 @@ class WorkFolder:
         """Writes plan.json."""
         write_atomic(self._plan, json.dumps(plan))
 
-    def read_record(self, unit: Unit, key: str) -> UnitRecord:
+    def read_record(self, unit: Unit, encoding: Encoding) -> UnitRecord:
         """How far a unit is; an empty record where nothing was made of it, or of other input, or files are gone."""
+        key = encoding.key(unit)
         content = _read_object(self._record(unit))
         if content.get("key") != key:
             return UnitRecord(key)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -44,6 +43,13 @@ class Counts:
     text_bytes: int = 0
     input_bytes: int = 0
 
+    def add_input(self, content: str | np.ndarray, bytes_read: int) -> None:
+        """Counts a piece of the input; of token ids there is no text."""
+        self.input_bytes += bytes_read
+        if isinstance(content, str):
+            self.characters += len(content)
+            self.text_bytes += len(content) if content.isascii() else len(content.encode("utf-8"))
+
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
@@ -70,10 +76,7 @@ class TokenWriter:
     Args:
         dtype: of a token, uint16 or uint32.
         tokens_per_file: a file is finished once it holds this many.
-        files: finished earlier, with the same prefix; numbering goes on behind them.
-
-    Attributes:
-        files: those finished.
+        files: finished earlier, with the same prefix; those finished here are added to the list.
     """
 
     def __init__(
@@ -82,9 +85,9 @@ class TokenWriter:
         dtype: np.dtype,
         tokens_per_file: int,
         prefix: str = "part_",
-        files: Sequence[TokenFile] = (),
+        files: list[TokenFile] | None = None,
     ) -> None:
-        self.files: list[TokenFile] = list(files)
+        self.files: list[TokenFile] = [] if files is None else files
         self._folder = folder
         self._dtype = dtype
         self._tokens_per_file = tokens_per_file
