@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from pretraining.observability.display import format_seconds
 from pretraining.tools.prepare.records import PrepareSummary, read_summaries
@@ -37,31 +36,47 @@ def encoding_progress(total_bytes: int, done_bytes: int, who: str = "") -> Itera
     Yields:
         a function to call with what was done, after every step; it draws a few times a second at most.
     """
-    meter = _Meter(f"encoding{who}", total_bytes, done_bytes, time.monotonic())
+    meter = _Meter(f"encoding{who}", total_bytes, done_bytes)
     if sys.stderr.isatty():
         with _bar(meter) as draw:
             yield draw
     else:
-        yield _lines(meter)
+        yield meter.log_now_and_then
 
 
-@dataclass
 class _Meter:
     """What was done since it began, and how fast."""
 
-    title: str
-    total_bytes: int
-    done_bytes: int
-    began: float
-    done: Counts = field(default_factory=Counts)
+    def __init__(self, title: str, total_bytes: int, done_bytes: int) -> None:
+        self.title = title
+        self.total_bytes = total_bytes
+        self.read_bytes = done_bytes
+        self._began = self._shown_at = time.monotonic()
+        self._done = Counts()
+
+    def add(self, more: Counts) -> None:
+        self._done += more
+        self.read_bytes += more.input_bytes
 
     def rates(self) -> str:
-        done, seconds = self.done, max(time.monotonic() - self.began, 1e-9)
+        done, seconds = self._done, max(time.monotonic() - self._began, 1e-9)
         speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # token ids are no text
         return (
             f"{done.documents:,} documents ({done.documents / seconds:,.0f}/s), "
             f"{done.tokens:,} tokens ({done.tokens / seconds:,.0f}/s){speed}"
         )
+
+    def log_now_and_then(self, more: Counts) -> None:
+        self.add(more)
+        if time.monotonic() - self._shown_at < LINE_INTERVAL_SECONDS:
+            return
+        self._shown_at = time.monotonic()
+        share, left = "", ""
+        if self.total_bytes:
+            share = f"{self.read_bytes / self.total_bytes:.0%} of the input, "
+            bytes_a_second = max(self._done.input_bytes, 1) / (self._shown_at - self._began)
+            left = f", {format_seconds((self.total_bytes - self.read_bytes) / bytes_a_second)} left"
+        log.info("%s: %s%s%s", self.title, share, self.rates(), left)
 
 
 @contextmanager
@@ -77,33 +92,13 @@ def _bar(meter: _Meter) -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(meter.title, total=meter.total_bytes or None, completed=meter.done_bytes, rates="")
+        task = bar.add_task("", total=meter.total_bytes or None, completed=meter.read_bytes, rates="")
 
         def draw(more: Counts) -> None:
-            meter.done += more
-            bar.update(task, completed=meter.done_bytes + meter.done.input_bytes, rates=meter.rates())
+            meter.add(more)
+            bar.update(task, completed=meter.read_bytes, rates=meter.rates())
 
         yield draw
-
-
-def _lines(meter: _Meter) -> Report:
-    shown_at = meter.began
-
-    def line(more: Counts) -> None:
-        nonlocal shown_at
-        meter.done += more
-        if time.monotonic() - shown_at < LINE_INTERVAL_SECONDS:
-            return
-        shown_at = time.monotonic()
-        left_bytes = meter.total_bytes - meter.done_bytes - meter.done.input_bytes
-        share, left = "", ""
-        if meter.total_bytes:
-            share = f"{1 - left_bytes / meter.total_bytes:.0%} of the input, "
-            seconds = (shown_at - meter.began) * left_bytes / max(meter.done.input_bytes, 1)
-            left = f", {format_seconds(seconds)} left"
-        log.info("%s: %s%s%s", meter.title, share, meter.rates(), left)
-
-    return line
 
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:

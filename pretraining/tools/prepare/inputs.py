@@ -17,6 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from pretraining.config.commands import COMPRESSED_ENDINGS
@@ -105,6 +106,11 @@ def fingerprint(names_and_sizes: Sequence[tuple[str, int]]) -> str:
     """A hash of names, sizes and order: what an input is recognised by without reading it."""
     listing = "".join(f"{name}\0{size}\n" for name, size in names_and_sizes)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def even_cuts(length: int, pieces: int) -> list[tuple[int, int]]:
+    """Cuts a length into (begin, end) of almost equal ranges."""
+    return list(pairwise(length * i // pieces for i in range(pieces + 1)))
 
 
 def _paths_of(given: str, extensions: Sequence[str]) -> Iterator[tuple[Path, str]]:

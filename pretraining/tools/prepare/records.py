@@ -124,10 +124,11 @@ class WorkFolder:
 
     def __init__(self, root: Path, dataset: str) -> None:
         self.root = root
+        self.dataset = root / dataset
         self.path = root / f".{dataset}.preparing"
         self.files = self.path / "files"
         self._units = self.path / "units"
-        self._plan = self.path / "plan.json"
+        self.plan = self.path / "plan.json"
 
     def create(self) -> None:
         """Makes the folder if it is not there, and clear away what was half written."""
@@ -140,18 +141,10 @@ class WorkFolder:
         """Removes the folder with all that is in it; it was made here."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def read_plan(self) -> dict[str, Any]:
-        """plan.json; empty where there is none that can be read."""
-        return _read_object(self._plan)
-
-    def write_plan(self, plan: dict[str, Any]) -> None:
-        """Writes plan.json."""
-        write_atomic(self._plan, json.dumps(plan))
-
     def read_record(self, unit: Unit, encoding: Encoding) -> UnitRecord:
         """How far a unit is; an empty record where nothing was made of it, or of other input, or files are gone."""
         key = encoding.key(unit)
-        content = _read_object(self._record(unit))
+        content = read_object(self._record(unit))
         if content.get("key") != key:
             return UnitRecord(key)
         files = [TokenFile(**entry) for entry in content["files"]]
@@ -327,7 +320,7 @@ def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]
         raise DataError(f"{file} cannot be read ({type(error).__name__}: {error}). {_way_out(folder)}") from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON object that was written here; empty where it is missing, or a failing disk has spoilt it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -53,6 +53,7 @@ class Team:
         self._folder = folder
         self._clock = clock
         self._checked = self._listened = clock()
+        self._is_together = False  # before that, failures may be an earlier job's
         self._heard: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
 
@@ -63,6 +64,7 @@ class Team:
                 self._gather()
             else:
                 self._join()
+            self._is_together = True
             threading.Thread(target=self._keep_heartbeat, daemon=True).start()
         return self
 
@@ -99,15 +101,17 @@ class Team:
         """Waits until something is ready, and says now and then for what.
 
         Raises:
-            DataError: another process has failed.
+            DataError: another process has failed; or the others have not come in time.
         """
-        self._wait(ready, what, self._look_after_others)
-
-    def _wait(self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None]) -> None:
-        noted = self._clock()
+        began = noted = self._clock()
         while not ready():
-            check()
+            self.check()
             now = self._clock()
+            if not self._is_together and now - began > JOIN_SECONDS:
+                raise DataError(
+                    f"rank {self.rank} waited {JOIN_SECONDS:.0f} s for {what()}, in vain. Start all {self.size} "
+                    "processes together; --output_path must name a folder that all machines see"
+                )
             if now - noted > NOTE_SECONDS:
                 noted = now
                 log.warning("waits for %s (in %s)", what(), self._folder)
@@ -119,7 +123,7 @@ class Team:
         Raises:
             DataError: one has.
         """
-        if self.size > 1 and self._clock() - self._checked > POLL_SECONDS:
+        if self._is_together and self._clock() - self._checked >= POLL_SECONDS:
             self._checked = self._clock()
             self._look_after_others()
 
@@ -132,7 +136,7 @@ class Team:
         def missing() -> list[int]:
             return sorted({*range(1, self.size)}.difference(self._present()))
 
-        self._wait_to_begin(lambda: not missing(), lambda: f"ranks {_listed(missing())} to begin")
+        self.wait(lambda: not missing(), lambda: f"ranks {_listed(missing())} to begin")
         self.publish("joined", {rank: self._member(rank).read_text() for rank in range(1, self.size)})
 
     def _join(self) -> None:
@@ -148,28 +152,15 @@ class Team:
                     write_atomic(self._member(self.rank), name)
             return False
 
-        self._wait_to_begin(is_named, lambda: "rank 0 to begin")
-
-    def _wait_to_begin(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Waits without looking for failures, which may be an earlier job's, but not for ever."""
-        began = self._clock()
-
-        def check() -> None:
-            if self._clock() - began > JOIN_SECONDS:
-                raise DataError(
-                    f"rank {self.rank} waited {JOIN_SECONDS:.0f} s for {what()}, in vain. Start all {self.size} "
-                    "processes together; --output_path must name a folder that all machines see"
-                )
-
-        self._wait(ready, what, check)
+        self.wait(is_named, lambda: "rank 0 to begin")
 
     def _fail(self, error: BaseException) -> None:
         """Tells the others, unless one of them told us."""
+        text = f"{type(error).__name__}: {error}"
         if isinstance(error, PretrainError):
             if error.is_everywhere:
                 return
-            error.rank = self.rank or None
-        text = str(error) if isinstance(error, PretrainError) else f"{type(error).__name__}: {error}"
+            error.rank, text = self.rank or None, str(error)
         if self._folder.is_dir():
             write_atomic(self._folder / f"failed_{self.rank}", text)
 

@@ -95,7 +95,6 @@ class TokenWriter:
         self._schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(dtype)))])
         # Of this writer alone: a worker may outlive its killed parent for a moment.
         self._temporary = folder / f".{prefix}{secrets.token_hex(4)}.tmp"
-        self._sink: pa.OSFile | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
         self._file_documents = self._file_tokens = 0
         self._pending: list[np.ndarray] = []
@@ -105,8 +104,7 @@ class TokenWriter:
         """Adds a document, ids [T] of the writer's type; returns whether this finished a file."""
         assert len(tokens) <= LARGEST_DOCUMENT_TOKENS and tokens.dtype == self._dtype
         if self._writer is None:
-            self._sink = pa.OSFile(str(self._temporary), "wb")
-            self._writer = pa.ipc.new_file(self._sink, self._schema)
+            self._writer = pa.ipc.new_file(str(self._temporary), self._schema)
         self._pending.append(tokens)
         self._pending_tokens += len(tokens)
         self._file_documents += 1
@@ -125,8 +123,7 @@ class TokenWriter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._finish_file()
-        elif self._sink is not None:
-            self._sink.close()
+        else:
             self._temporary.unlink(missing_ok=True)
 
     def _flush(self) -> None:
@@ -141,11 +138,10 @@ class TokenWriter:
 
     def _finish_file(self) -> None:
         """Closes the current file, flushes it to disk and gives it its name."""
-        if self._writer is None or self._sink is None:
+        if self._writer is None:
             return
         self._flush()
         self._writer.close()
-        self._sink.close()
         with self._temporary.open("rb+") as written:
             os.fsync(written.fileno())
         checksum, size = file_checksum(self._temporary)
@@ -153,7 +149,7 @@ class TokenWriter:
         self._temporary.replace(self._folder / name)
         flush_folder(self._folder)
         self.files.append(TokenFile(name, self._file_documents, self._file_tokens, size, checksum))
-        self._sink = self._writer = None
+        self._writer = None
         self._file_documents = self._file_tokens = 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +18,7 @@ import pyarrow as pa
 from pretraining.config.commands import PrepareConfig
 from pretraining.errors import DataError
 from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
-from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files, standard_library_files
+from pretraining.tools.prepare.inputs import InputFile, even_cuts, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
 from pretraining.tools.prepare.text import Piece, read_lines, read_text
 
@@ -78,7 +77,7 @@ class Input:
     Attributes:
         size: bytes on disk.
         token_type: type of the token ids that it holds; None where it holds text.
-        settings: what it is recognised by, for prepare.json.
+        settings: what the dataset depends on besides the tokenizer, for prepare.json.
     """
 
     units: tuple[Unit, ...]
@@ -108,13 +107,15 @@ def find_input(config: PrepareConfig) -> Input:
         count, recognised_by = len(files), fingerprint([(file.name, file.size) for file in files])
         has_fields = any(file.kind != "text" for file in files)
     size = sum(part.size for part in parts)
-    settings = {
+    settings: dict[str, Any] = {
         "input_files": count,
         "input_bytes": size,
         "input_fingerprint": recognised_by,
         "text_field": column if has_fields else None,
         "tokens_per_file": config.tokens_per_file,
     }
+    if tokens is not None:
+        settings["vocab_size"] = config.vocab_size  # of text it is the tokenizer's
     return Input(tuple(cut_units(parts)), size, tokens, settings)
 
 
@@ -153,9 +154,8 @@ def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
 def _parts_of(file: InputFile) -> list[Part]:
     """A file as a whole, or in ranges where it is large and can be cut."""
     if file.size > UNIT_BYTES and file.kind == "lines" and file.compression is None:
-        ranges = -(-file.size // UNIT_BYTES)
-        cuts = [file.size * i // ranges for i in range(ranges + 1)]
-        return [Part(file, begin, end, end - begin) for begin, end in pairwise(cuts)]
+        cuts = even_cuts(file.size, -(-file.size // UNIT_BYTES))
+        return [Part(file, begin, end, end - begin) for begin, end in cuts]
     if file.size > UNIT_BYTES and file.kind in ("parquet", "arrow"):
         return [Part(file, *bounds) for bounds in ranges_of_table(file, UNIT_BYTES)]
     return [Part(file, 0, None, file.size)]
