@@ -16,12 +16,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import ConfigError
 from pretraining.tools.doctor.environment import last_level_cache_bytes, memory_bytes
 
@@ -187,27 +189,23 @@ def message_sizes(largest: int) -> list[int]:
 
 def measure_collectives(device: torch.device, largest_bytes: int) -> list[CollectiveTime]:
     """All-reduce, all-gather and reduce-scatter by size; a collective call, with the same result on all ranks."""
+    ranks, times = dist.get_world_size(), []
     with warnings.catch_warnings():
         # PyTorch 2.13 calls two of them by other names, which 2.11 does not have.
         warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
-        return _measure_collectives(device, largest_bytes)
-
-
-def _measure_collectives(device: torch.device, largest_bytes: int) -> list[CollectiveTime]:
-    ranks, times = dist.get_world_size(), []
-    for size in message_sizes(largest_bytes):
-        piece = torch.zeros(max(1, size // 4 // ranks), dtype=torch.float32, device=device)
-        whole = piece.repeat(ranks)
-        kinds: list[tuple[str, Callable[[], object], int]] = [
-            ("all-reduce", lambda whole=whole: dist.all_reduce(whole), 2),  # type: ignore[misc]
-            ("all-gather", lambda whole=whole, piece=piece: dist.all_gather_into_tensor(whole, piece), 1),  # type: ignore[misc]
-            ("reduce-scatter", lambda whole=whole, piece=piece: dist.reduce_scatter_tensor(piece, whole), 1),  # type: ignore[misc]
-        ]
-        for name, call, passes in kinds:
-            barrier()
-            seconds = _slowest(seconds_of(call, device, together=True))
-            bus = whole.nbytes * passes * (ranks - 1) / ranks / seconds / 2**30
-            times.append(CollectiveTime(name, whole.nbytes, seconds, bus))
+        for size in message_sizes(largest_bytes):
+            piece = torch.zeros(max(1, size // 4 // ranks), dtype=torch.float32, device=device)
+            whole = piece.repeat(ranks)
+            kinds: list[tuple[str, Callable[[], object], int]] = [
+                ("all-reduce", partial(dist.all_reduce, whole), 2),
+                ("all-gather", partial(dist.all_gather_into_tensor, whole, piece), 1),
+                ("reduce-scatter", partial(dist.reduce_scatter_tensor, piece, whole), 1),
+            ]
+            for name, call, passes in kinds:
+                barrier()
+                seconds = _slowest(seconds_of(call, device, together=True))
+                bus = whole.nbytes * passes * (ranks - 1) / ranks / seconds / GIB
+                times.append(CollectiveTime(name, whole.nbytes, seconds, bus))
     return times
 
 
@@ -218,7 +216,7 @@ def measure_links(device: torch.device, size: int, hosts: list[str]) -> dict[Lin
         size: bytes of a message.
         hosts: machine of each rank.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     own: dict[Pair, float] = {}
@@ -230,8 +228,7 @@ def measure_links(device: torch.device, size: int, hosts: list[str]) -> dict[Lin
             continue
         own[mine] = size / GIB / exchange_seconds(sent, received, other=sum(mine) - rank)
     synchronize(device)
-    everyone: list[dict[Pair, float]] = [{}] * world_size
-    dist.all_gather_object(everyone, own)
+    everyone = gather_from_every_rank(lambda: own)
     return {
         Link(one, other, hosts[one] == hosts[other]): min(everyone[one][one, other], everyone[other][one, other])
         for one, other in sorted({pair for each in everyone for pair in each})
