@@ -41,14 +41,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rate:
-    """Something measured on one rank; the higher, the faster.
-
-    Attributes:
-        name: what.
-        value: how much a second.
-        unit: of the value.
-        counted: what a call was taken for, in words.
-    """
+    """Something measured on one rank; the higher, the faster. `counted` says what a call was taken for."""
 
     name: str
     value: float
@@ -101,10 +94,7 @@ def _measure_copies(device: torch.device, size: int) -> list[Rate]:
 
 
 def measure_disk(folder: Path, mib: int, name: str) -> list[Rate]:
-    """Writes a file to a folder and to its disk, and read it again past the memory that keeps files; it is removed.
-
-    Args:
-        name: of the file, which no other process may use.
+    """Writes a file to disk and reads it again, past the memory that keeps files; no other process may use its name.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -149,12 +139,7 @@ def _read_seconds(path: Path) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """Two ranks that exchange messages.
-
-    Attributes:
-        one, other: the ranks, the smaller one first.
-        is_inside: whether both are on one machine.
-    """
+    """Two ranks that exchange messages, the smaller one first; `is_inside` a machine, or between two."""
 
     one: int
     other: int
@@ -166,7 +151,6 @@ class CollectiveTime:
     """A collective over all ranks.
 
     Attributes:
-        name: all-reduce, all-gather or reduce-scatter.
         size: bytes of the whole tensor.
         seconds: of a call, on the slowest rank.
         bus_gib_per_second: what the slowest link must have carried each way, whatever the number of ranks: the rule
@@ -210,12 +194,7 @@ def measure_collectives(device: torch.device, largest_bytes: int) -> list[Collec
 
 
 def measure_links(device: torch.device, size: int, hosts: list[str]) -> dict[Link, float]:
-    """GiB/s each way between pairs of ranks, all pairs of a round at once; a collective call, the same on all ranks.
-
-    Args:
-        size: bytes of a message.
-        hosts: machine of each rank.
-    """
+    """GiB/s each way between pairs of ranks, by messages of `size` bytes; a collective call, the same on all ranks."""
     rank = dist.get_rank()
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)

@@ -31,10 +31,10 @@ def encoding_progress(total_bytes: int, done_bytes: int, who: str = "") -> Itera
     Args:
         total_bytes: size of the input on disk; 0 = unknown.
         done_bytes: of it, done by an earlier call.
-        who: of whom this is the progress, where that is one process of several.
+        who: whose progress this is, where that is one process of several.
 
     Yields:
-        a function to call with what was done, after every step; it draws a few times a second at most.
+        a function to call with what was done, after every step.
     """
     meter = _Meter(f"encoding{who}", total_bytes, done_bytes)
     if sys.stderr.isatty():
@@ -102,12 +102,7 @@ def _bar(meter: _Meter) -> Iterator[Report]:
 
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
-    """Prints a dataset, the other datasets of its root, and how to train on it.
-
-    Args:
-        done: of the dataset, what this call encoded; None where it was there already.
-        seconds: that this took.
-    """
+    """Prints a dataset, with what this call did of it, the other datasets of its root, and how to train on it."""
     print(describe(summary, done, seconds))
     summaries = read_summaries(summary.folder.parent)
     if len(summaries) > 1:
@@ -116,7 +111,12 @@ def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: 
 
 
 def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> str:
-    """A dataset in a few lines; arguments as for `print_summary`."""
+    """A dataset in a few lines.
+
+    Args:
+        done: what this call encoded of it; None where it was there already.
+        seconds: that this took.
+    """
     empty = f" ({summary.empty_documents:,} empty ones left out)" if summary.empty_documents else ""
     lengths = f"{summary.tokens / max(summary.documents, 1):,.0f} a document"
     if summary.median_document_tokens is not None:

@@ -45,8 +45,8 @@ class HubShards:
     """How a split can be cut.
 
     Attributes:
-        ranges: (begin, end, bytes) of each shard or range of rows, in order; 0 bytes are unknown.
-        fingerprint: hash of what the split is made of: files with their sizes, revision of the Hub.
+        ranges: (begin, end, bytes) of each shard or range of rows; 0 bytes where the size is unknown.
+        fingerprint: of the files with their sizes, and of the revision of the Hub.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -54,10 +54,7 @@ class HubShards:
 
 
 def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
-    """Finds out what a split consists of.
-
-    Args:
-        wanted_bytes: size of a range of rows, where the split is cut by rows.
+    """Finds out what a split consists of; ranges of rows have about the wanted bytes.
 
     Raises:
         DataError: the library is missing, or there is no such dataset, configuration or split.
@@ -78,21 +75,14 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
 
 
 def column_type_of(split: HubSplit, column: str) -> pa.DataType:
-    """The type of a split's column; null where the split has no rows.
-
-    Raises:
-        DataError: there is no such column, or the split cannot be read.
-    """
+    """The type of a split's column; null where the split has no rows."""
     for table in _tables(split, _open_split(split), column, 1):
         return table.schema.types[0]
     return pa.null()
 
 
 def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Piece]:
-    """Reads some shards (streamed) or rows (saved to disk) of a split.
-
-    Args:
-        size: bytes on disk that they stand for.
+    """Reads some shards (streamed) or rows (saved to disk) of a split; they are `size` bytes on disk.
 
     Raises:
         DataError: they cannot be read, or the column holds neither text nor token ids.
@@ -125,7 +115,7 @@ def _tables(split: HubSplit, opened: Dataset | IterableDataset, column: str, row
 
 @contextmanager
 def _errors_named(problem: str, way_out: str = "") -> Iterator[None]:
-    """Says what the library could not do; it, the readers of file formats and the Hub raise errors of many kinds."""
+    """Turns any error into one for users: the library, its file formats and the Hub raise errors of many kinds."""
     try:
         yield
     except Exception as error:

@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> PrepareSummary:
     """Makes a dataset of token files, and a tokenizer where there is none.
 
-    An identical call on a finished dataset finds it and returns at once. In a job of several processes all of them
-    return when the dataset is there; rank 0 prints what is in it.
+    A call on a finished dataset with the same settings returns at once. In a job of several processes all return when
+    the dataset is there; rank 0 prints what is in it.
 
     Args:
-        layout: which process of a job this is; None = the only one.
+        layout: None = the only process.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -131,7 +131,7 @@ def _follow(config: PrepareConfig, work: WorkFolder, team: Team, threads: int) -
 
 
 def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
-    """Encodes the units of this process, as far as they are not done; rank 0 shows its progress."""
+    """Encodes the units of this process that are not finished; rank 0 shows its progress."""
     mine = slice(team.rank, None, team.size)
     share, records = plan.found.units[mine], plan.read_records()[mine]
     left = [unit for unit, record in zip(share, records, strict=True) if not record.finished]

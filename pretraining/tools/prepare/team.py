@@ -9,8 +9,8 @@
     removes the folder
 
 What an earlier job left in the folder is never taken for this one's: a process goes on only after rank 0 has named it,
-and by then rank 0 has cleared the folder. No network is used, so that it works wherever the output can be written, and
-no clock but the own one is trusted.
+and by then rank 0 has cleared the folder. No network is used: it works wherever the output can be written. Only the own
+clock is trusted.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ SILENT_SECONDS = 300.0
 
 
 class Team:
-    """This process among those of its job; a context, in which they have found each other.
-
-    Attributes:
-        rank: number of this process; 0 leads.
-        size: processes of the job. One alone needs no folder.
-    """
+    """This process among the `size` of its job; a context, in which they have found each other. One needs no folder."""
 
     def __init__(self, folder: Path, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rank = rank
@@ -83,16 +78,12 @@ class Team:
             self._ended.set()
 
     def publish(self, name: str, content: Any) -> None:
-        """Rank 0: hand something to the others, who `receive` it; JSON."""
+        """Rank 0: hands something that JSON can say to the others, who `receive` it."""
         if self.size > 1:
             write_atomic(self._folder / f"{name}.json", json.dumps(content))
 
     def receive(self, name: str) -> Any:
-        """Others: wait for what rank 0 publishes.
-
-        Raises:
-            DataError: another process has failed.
-        """
+        """Others: wait for what rank 0 publishes."""
         path = self._folder / f"{name}.json"
         self.wait(path.exists, lambda: f"rank 0: {name}")
         return json.loads(path.read_text(encoding="utf-8"))
@@ -118,11 +109,7 @@ class Team:
             time.sleep(POLL_SECONDS)
 
     def check(self) -> None:
-        """Looks whether another process has failed, at most every `POLL_SECONDS`; cheap enough to be called often.
-
-        Raises:
-            DataError: one has.
-        """
+        """Raises a DataError if another process has failed; looks every `POLL_SECONDS`, so it may be called often."""
         if self._is_together and self._clock() - self._checked >= POLL_SECONDS:
             self._checked = self._clock()
             self._look_after_others()
@@ -140,7 +127,7 @@ class Team:
         self.publish("joined", {rank: self._member(rank).read_text() for rank in range(1, self.size)})
 
     def _join(self) -> None:
-        """Others: write a name of their own, again where rank 0 cleared it away, until rank 0 has seen it."""
+        """Others: writes a name of its own, again if rank 0 has cleared it away, until rank 0 has seen it."""
         name = f"{platform.node()} {os.getpid()} {time.time_ns()}"
         joined = self._folder / "joined.json"
 

@@ -30,10 +30,9 @@ class Counts:
     """How much was read and written.
 
     Attributes:
-        documents, tokens: written.
         empty_documents: without any text; they are not written.
         characters, text_bytes: of the text encoded; the bytes in UTF-8.
-        input_bytes: of the input on disk, read for it.
+        input_bytes: on disk, read for it.
     """
 
     documents: int = 0
@@ -74,7 +73,6 @@ class TokenWriter:
     It is a context: leaving it finishes the last file, or removes it after an error.
 
     Args:
-        dtype: of a token, uint16 or uint32.
         tokens_per_file: a file is finished once it holds this many.
         files: finished earlier, with the same prefix; those finished here are added to the list.
     """

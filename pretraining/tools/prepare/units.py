@@ -28,13 +28,12 @@ UNIT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or a range of one.
+    """A file or a split of a Hugging Face dataset, or a range of it.
 
     Attributes:
-        source: the file; or a split of a Hugging Face dataset.
         begin: byte (JSON lines), row group (Parquet), record batch (Arrow), shard or row (Hugging Face).
         end: the one after the last; None = to the end.
-        size: bytes on disk that it stands for; 0 where that is unknown.
+        size: bytes on disk; 0 where that is unknown.
         version: of the source, where name and size do not tell.
     """
 
@@ -75,8 +74,7 @@ class Input:
     """Everything that is to be read.
 
     Attributes:
-        size: bytes on disk.
-        token_type: type of the token ids that it holds; None where it holds text.
+        token_type: of the token ids that it holds; None where it holds text.
         settings: what the dataset depends on besides the tokenizer, for prepare.json.
     """
 
@@ -120,11 +118,7 @@ def find_input(config: PrepareConfig) -> Input:
 
 
 def read_part(part: Part, text_field: str) -> Iterator[Piece]:
-    """Reads the documents of a part.
-
-    Raises:
-        DataError: it cannot be read; says where.
-    """
+    """Reads the documents of a part; a DataError says where it cannot be read."""
     source = part.source
     if isinstance(source, HubSplit):
         assert part.end is not None
@@ -137,7 +131,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Piece]:
 
 
 def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
-    """Puts parts that follow each other together, as long as they fit into a unit; what has no known size is one."""
+    """Puts neighbouring parts together as long as they fit into a unit; a part of unknown size is a unit by itself."""
     number, together, size = 0, list[Part](), 0
     for part in parts:
         is_unknown = part.size == 0 and isinstance(part.source, HubSplit)
@@ -162,7 +156,7 @@ def _parts_of(file: InputFile) -> list[Part]:
 
 
 def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
-    """The type of the token ids in the files; None where they hold text. Only the first table is looked at."""
+    """The type of the token ids in the files, from the first table; None where they hold text."""
     tables = [file for file in files if file.kind in ("parquet", "arrow")]
     tokens = token_type(column_type(tables[0], column), column, str(tables[0].path)) if tables else None
     texts = [file for file in files if file.kind in ("text", "lines")]

@@ -91,11 +91,7 @@ def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> 
 
 
 def keep_tokenizer(root: Path, tokenizer: Tokenizer) -> None:
-    """Makes a tokenizer that of a root.
-
-    Raises:
-        DataError: there is another one by now.
-    """
+    """Puts a tokenizer into a root, unless another one has come there: that is a DataError."""
     if not (root / TOKENIZER_FILE).exists():
         tokenizer.save(root)
     elif load_tokenizer(root).sha256 != tokenizer.sha256:
