@@ -1,4 +1,4 @@
-"""The command line: `pretrain train`, `prepare`, `inspect`, `list`, `export`, `import`, `verify` and `doctor`.
+"""The command line: `pretrain COMMAND --flag=value …`, one function a command.
 
 fire splits the words; the text of each value goes to the settings' own parser, because fire would turn `false` into a
 true string and let unknown flags through. Errors for users are printed once and end the process with status 1; other
@@ -154,8 +154,7 @@ AFTER_INTERRUPTION = {
 }
 
 HEAD_START = 3.0
-"""Seconds that a process which fails without a word leaves to the one that speaks: at the first process that ends, a
-launcher kills the others."""
+"""Seconds that a process which says nothing leaves to the one that does: as one ends, a launcher kills the others."""
 
 
 def run_console_script() -> NoReturn:

@@ -67,7 +67,9 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
     rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
     threads = config.num_workers or _cores_of_this_process(layout)
     with output_errors(work.root), Team(work.root / f".{config.dataset_name}.team", rank, size) as team:
-        return (_lead if rank == 0 else _follow)(config, work, team, threads)
+        if rank == 0:
+            return _lead(config, work, team, threads)
+        return _follow(config, work, team, threads)
 
 
 @dataclass
