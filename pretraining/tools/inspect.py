@@ -24,8 +24,8 @@ from pretraining.config.rules import check_config
 from pretraining.config.training import BatchConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
-from pretraining.data.dataset import OpenedDataset, OpenedDatasets, build_indices, build_loader, open_datasets
-from pretraining.data.samples import Samples
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import VIRTUAL_BOS

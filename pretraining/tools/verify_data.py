@@ -71,13 +71,13 @@ def verify(config: VerifyConfig) -> None:
     assert config.data_path is not None
     data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
     listing = list_datasets(data)
-    total_bytes = sum(sum(files.sizes) for files in listing.datasets)
+    total_bytes = sum(sum(files.sizes) for files in listing)
     faults = _Faults()
-    for folder in _emptied_folders(config, [files.name for files in listing.datasets]):
+    for folder in _emptied_folders(config, [files.name for files in listing]):
         faults.add([f"{folder} has a {MANIFEST_FILE}, but its token files are gone"])
     progress, file_count, summary = _Progress(total_bytes), 0, []
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for what is found
-        for files in listing.datasets:
+        for files in listing:
             record = _read_record(files)
             for fault in (*record.faults, *_missing_files(files, record)):
                 faults.add([fault])

@@ -26,8 +26,8 @@ from pretraining.config.batch import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch
-from pretraining.data.dataset import OpenedDatasets
 from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.host_sync import HostSync

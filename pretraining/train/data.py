@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pretraining.config.batch import BatchPlan
 from pretraining.config.training import TrainConfig
-from pretraining.data.dataset import OpenedDatasets, SplitName, build_indices, build_loader, open_datasets
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets, SplitName
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.progress import TokenSchedule

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,9 +24,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from pretraining.config.training import Packing
+from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, new_file
+from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, new_file
 from pretraining.data.threads import usable_cores
 from pretraining.errors import DataError
 
@@ -51,48 +51,41 @@ class BinCounts:
         return int(self.bounds[split][-1])
 
 
-def build_bin_counts(
-    name: str,
-    index: Index,
-    places: Sequence[Path],
-    seq_length: int,
-    packing: Packing,
-    workers: int | None = None,
-) -> BinCounts:
+def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, workers: int | None = None) -> BinCounts:
     """Returns the bins of a dataset, counted first where that was not done yet.
 
     Args:
-        places: where its index may be; the counts are put beside it.
         workers: processes that count at most; None = as many as cores.
 
     Raises:
         DataError: a process that counts ends early, or there is no place to write the counts.
     """
-    found = find_bin_counts(index, places, seq_length, packing)
+    found = find_bin_counts(files, index, config)
     if found is not None:
         return found
+    name, seq_length, packing = files.name, config.seq_length, config.packing
     documents = f"{len(index.documents):,}"
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
     counts = _count_in_processes(name, index, seq_length, packing, workers)
-    found = find_bin_counts(index, places, seq_length, packing)
+    found = find_bin_counts(files, index, config)
     if found is not None:  # another job made them meanwhile, and may have them mapped
         return found
     bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
     np.cumsum(counts, axis=1, out=bounds[:, 1:])
     content = bounds.tobytes()
-    line = json.dumps({**_header(index, seq_length, packing), "crc32": zlib.crc32(content)}).encode()
-    with new_file(_places(index, places, seq_length, packing), f"the counts of dataset '{name}'") as new:
+    line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
+    with new_file(_places(files, index, config), f"the counts of dataset '{name}'") as new:
         new.file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
     return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
 
 
-def find_bin_counts(index: Index, places: Sequence[Path], seq_length: int, packing: Packing) -> BinCounts | None:
+def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
     """Opens the counts of a dataset if there are valid ones."""
-    header = _header(index, seq_length, packing)
-    for place in _places(index, places, seq_length, packing):
+    header = _header(index, config)
+    for place in _places(files, index, config):
         bounds = _open(place, header)
         if bounds is not None:
-            return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
+            return BinCounts(config.packing, config.seq_length, dict(zip(SPLITS, bounds, strict=True)))
     return None
 
 
@@ -139,13 +132,13 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packi
     return np.concatenate(parts, axis=1)
 
 
-def _places(index: Index, places: Sequence[Path], seq_length: int, packing: Packing) -> list[Path]:
+def _places(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]:
     """Returns where the counts may be: beside the index, else where an index could be as well."""
-    name = f"{index.path.stem}-{packing}-{seq_length}.bins"
-    return list(dict.fromkeys(place.with_name(name) for place in (index.path, *places)))
+    name = f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
+    return list(dict.fromkeys(place.with_name(name) for place in (index.path, *index_places(files, config))))
 
 
-def _header(index: Index, seq_length: int, packing: Packing) -> dict[str, Any]:
+def _header(index: Index, config: DataConfig) -> dict[str, Any]:
     """Says what counts are of."""
     # The index may have been made again from files of the same names and sizes with other documents: look at its
     # blocks' tokens, and at the documents of some blocks.
@@ -159,8 +152,8 @@ def _header(index: Index, seq_length: int, packing: Packing) -> dict[str, Any]:
         "settings": index.header["settings"],
         "files": index.header["files"],
         "documents": checksum,
-        "seq_length": seq_length,
-        "packing": packing,
+        "seq_length": config.seq_length,
+        "packing": config.packing,
     }
 
 

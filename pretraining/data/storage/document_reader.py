@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
-from pretraining.data.storage.token_format import TokenFormat
+from pretraining.data.storage.token_format import TokenFormat, load_format
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 
@@ -99,31 +100,20 @@ class _Pieces:
 
 
 class DocumentReader:
-    """Reads the tokens of a dataset's documents.
-
-    Args:
-        virtual: the tokens that the index counts before and after documents, (bos, sep); None = none.
-        vocab_size: every token is below it.
-    """
+    """Reads the tokens of a dataset's documents, all of which are below `vocab_size`."""
 
     def __init__(
-        self,
-        files: DatasetFiles,
-        token_format: TokenFormat,
-        index: Index,
-        virtual: tuple[int | None, int | None],
-        vocab_size: int,
-        opened: OpenFiles,
+        self, files: DatasetFiles, index: Index, config: DataConfig, vocab_size: int, opened: OpenFiles
     ) -> None:
         self._files = files
-        self._format = token_format
+        self._format = load_format(files.file_type, config)
         self._index = index
-        self._bos_token, self._sep_token = virtual
+        self._bos_token, self._sep_token = config.bos_token, config.sep_token
         self._vocab_size = vocab_size
         self._opened = opened
         # Virtual tokens need not fit into what files are as narrow as: 999 ends documents of single bytes, too.
-        widths = [np.min_scalar_type(token).itemsize for token in virtual if token is not None]
-        self._token_bytes = max(int(index.token_bytes.max(initial=1)), *widths, 1)
+        largest = max(config.bos_token or 0, config.sep_token or 0)
+        self._token_bytes = max(int(index.token_bytes.max(initial=1)), np.min_scalar_type(largest).itemsize)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         """Fills rows of a batch with the tokens of spans, and with zeros behind them.

@@ -14,9 +14,9 @@ documents of the other split are empty ones. Tokens that are stripped from a doc
 What is put around every document are virtual tokens: they count in lengths and are written when tokens are read, never
 stored. A document of which no stored token is left has length 0, and no virtual tokens.
 
-An index is valid for exactly one listing and one `IndexSettings`. `index_build.py` makes it. It is used for as long as
-the files stay the same, and other documents would be read without a sign if it were damaged meanwhile: it is checked
-when it is opened, but for the documents, of which each block is when it is first looked at.
+An index is valid for exactly one listing and one `settings_digest`. `index_build.py` makes it. It is used for as long
+as the files stay the same, and a damaged one would give other documents without a sign. So it is checked when it is
+opened, except for the documents, of which each block is checked when it is first looked at.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.token_format import load_format
 from pretraining.errors import DataError
 
 BLOCK_DOCUMENTS = 1024
@@ -55,40 +57,25 @@ FILE = np.dtype([("first_document", "<i8"), ("token_bytes", "<i8")])
 VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
 
 
-@dataclass(frozen=True)
-class IndexSettings:
-    """What decides, besides the files, what is in an index. Rules that change documents at their ends belong here.
+def settings_digest(files: DatasetFiles, config: DataConfig) -> str:
+    """Returns 64 bits of hexadecimal over what decides, besides the files, which documents a dataset has."""
+    values = {
+        "block_documents": BLOCK_DOCUMENTS,
+        "dataset": files.name,
+        "column": config.col_name,
+        "sep_token": config.sep_token,
+        "held_out_fraction": float(config.held_out_fraction),
+        "bos_token": config.bos_token,
+        "strip_tokens": sorted(set(config.strip_tokens)),
+        "min_length": config.min_length,
+    }
+    identity = load_format(files.file_type, config).identity
+    return _digest({**values, "format": identity} if identity else values)
 
-    Attributes:
-        dataset: part of the hash that chooses held-out documents.
-        sep_token, bos_token: virtual tokens after and before each document that does not have them; None = none.
-        held_out_fraction: of the documents.
-        strip_tokens: removed at documents' ends before all else, ascending.
-        min_length: documents of which fewer tokens are left count as empty, virtual tokens not counted.
-        format: `TokenFormat.identity`.
-    """
 
-    dataset: str
-    column: str
-    sep_token: int | None
-    held_out_fraction: float
-    bos_token: int | None = None
-    strip_tokens: tuple[int, ...] = ()
-    min_length: int = 1
-    format: str = ""
-
-    @property
-    def digest(self) -> str:
-        """64 bits of hexadecimal that name the settings: equal ones give the same documents, whatever the format."""
-        values = asdict(self)
-        if not self.format:
-            del values["format"]  # that of Arrow files, whose indices are older than other formats
-        return _digest({"block_documents": BLOCK_DOCUMENTS, **values})
-
-    @property
-    def index_digest(self) -> str:
-        """`digest` of an index file in the present format."""
-        return _digest({"format": FORMAT_VERSION, "settings": self.digest})
+def index_digest(files: DatasetFiles, config: DataConfig) -> str:
+    """Returns the digest of the settings and of the present format of index files."""
+    return _digest({"format": FORMAT_VERSION, "settings": settings_digest(files, config)})
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -137,9 +124,9 @@ class Index:
         part = self.header["parts"][name]
         return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
 
-    def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
+    def is_for(self, files: DatasetFiles, config: DataConfig) -> bool:
         """Tells whether it was made from these files with these settings."""
-        return bool(self.header["files"] == files.digest and self.header["index"] == settings.index_digest)
+        return bool(self.header["files"] == files.digest and self.header["index"] == index_digest(files, config))
 
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
         """Copies the `DOCUMENT`s with these canonical numbers."""
@@ -235,26 +222,26 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
     return lengths
 
 
-def index_places(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> list[Path]:
+def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
     """Returns where an index may be, in the order in which the places are tried.
 
     With `index_path`, only there. Otherwise in a hidden folder of the dataset or, for data that cannot be written to,
     in the user's cache folder.
     """
     # A file of its own for each list of files: one that is mapped by a running job is never replaced under it.
-    name = f"{settings.index_digest}-{files.digest[:16]}.index"
-    if index_path is not None:
-        return [Path(index_path).expanduser().absolute() / files.name / name]
+    name = f"{index_digest(files, config)}-{files.digest[:16]}.index"
+    if config.index_path is not None:
+        return [Path(config.index_path).expanduser().absolute() / files.name / name]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
     return [Path(files.folder) / ".index" / name, cache / "pretraining" / "indices" / folder_key.hexdigest() / name]
 
 
-def find_index(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> Index | None:
+def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
     """Opens the index of a dataset if there is a valid one."""
-    for place in index_places(files, settings, index_path):
+    for place in index_places(files, config):
         index = open_any_index(place)
-        if index is not None and index.is_for(files, settings):
+        if index is not None and index.is_for(files, config):
             return index
     return None
 

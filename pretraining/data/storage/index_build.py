@@ -22,6 +22,7 @@ from typing import IO, TypeVar
 
 import numpy as np
 
+from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.storage.dataset_files import COUNTS_FILES, DatasetFiles, describe_changes
 from pretraining.data.storage.index import (
@@ -35,14 +36,15 @@ from pretraining.data.storage.index import (
     VIRTUAL_BOS,
     VIRTUAL_SEP,
     Index,
-    IndexSettings,
     find_index,
+    index_digest,
     index_places,
     new_file,
     open_any_index,
+    settings_digest,
     split_lengths,
 )
-from pretraining.data.storage.token_format import DocumentLayout, TokenFormat
+from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.data.threads import map_in_order, usable_cores
 from pretraining.errors import DataError
 
@@ -56,35 +58,28 @@ _FILES_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 24  # of tiny files, handing over each
 _LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may come on top
 
 
-def build_index(
-    files: DatasetFiles,
-    token_format: TokenFormat,
-    settings: IndexSettings,
-    index_path: str | None = None,
-    workers: int | None = None,
-) -> Index:
+def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index:
     """Returns the dataset's index, made first where there is no valid one.
 
     Args:
-        index_path: folder for indices; None = the places of `index_places`.
         workers: threads that look at files; None = as many as cores, at most 32.
 
     Raises:
         DataError: a file cannot be used, or there is no place to write the index.
     """
-    index = find_index(files, settings, index_path)
+    index = find_index(files, config)
     if index is not None:
         return index
-    places = index_places(files, settings, index_path)
-    change = _what_changed(files, settings, places)
+    places = index_places(files, config)
+    change = _what_changed(files, config, places)
     if change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
     with new_file(places, f"the index of dataset '{files.name}'") as new:
-        documents = _in_parallel(partial(_read_file, files, token_format, settings), files, workers)
-        held = _write_index(new.file, files, settings, change, documents)
+        look = partial(_read_file, files, config, load_format(files.file_type, config))
+        held = _write_index(new.file, files, config, change, _in_parallel(look, files, workers))
         # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
-        index = find_index(files, settings, index_path)
+        index = find_index(files, config)
         new.is_wanted = index is None
     contradictions = describe_contradictions(files, held)
     if contradictions:
@@ -92,21 +87,21 @@ def build_index(
     return index or Index(new.place)
 
 
-def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
+def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:
     """Tells which rows of a file are held out, [rows] bool: those whose hash is below the fraction."""
-    threshold = int(settings.held_out_fraction * 2**64)
+    threshold = int(fraction * 2**64)
     if threshold == 0:
         return np.zeros(rows, dtype=bool)
     if threshold >= 2**64:
         return np.ones(rows, dtype=bool)
-    key = derive_key(Purpose.HELD_OUT, text_key(settings.dataset, path))
+    key = derive_key(Purpose.HELD_OUT, text_key(dataset, path))
     return hash64(key, np.arange(rows)) < np.uint64(threshold)
 
 
-def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Path]) -> str:
+def _what_changed(files: DatasetFiles, config: DataConfig, places: list[Path]) -> str:
     """Says which files differ from those of the newest older index at one of the places."""
     for place in places:
-        found = place.parent.glob(f"{settings.index_digest}-*.index")
+        found = place.parent.glob(f"{index_digest(files, config)}-*.index")
         for older_place in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
             older = open_any_index(older_place)
             if older is not None:
@@ -117,7 +112,7 @@ def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Pat
 def _write_index(
     file: IO[bytes],
     files: DatasetFiles,
-    settings: IndexSettings,
+    config: DataConfig,
     change: str,
     documents_of_files: Iterable[tuple[np.ndarray, int, int]],
 ) -> dict[str, tuple[int, int]]:
@@ -152,8 +147,8 @@ def _write_index(
     names = json.dumps(dict(zip(files.paths, files.sizes, strict=True))).encode()
     write("names", names, len(names))
     header = {
-        "index": settings.index_digest,
-        "settings": settings.digest,
+        "index": index_digest(files, config),
+        "settings": settings_digest(files, config),
         "files": files.digest,
         "changes": change,
         "parts": parts,
@@ -168,7 +163,7 @@ def _write_index(
 
 
 def _read_file(
-    files: DatasetFiles, token_format: TokenFormat, settings: IndexSettings, number: int
+    files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int
 ) -> tuple[np.ndarray, int, int]:
     """Returns the documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
     path = files.path(number)
@@ -179,8 +174,9 @@ def _read_file(
         raise DataError(
             f"{path}, row {row}: a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})"
         )
-    documents = documents_as_trained(layout, settings)
-    documents["flags"][held_out_mask(settings, files.paths[number], len(documents))] |= HELD_OUT
+    documents = documents_as_trained(layout, config)
+    held_out = held_out_mask(files.name, config.held_out_fraction, files.paths[number], len(documents))
+    documents["flags"][held_out] |= HELD_OUT
     return documents, layout.width, int(layout.lengths.sum())
 
 
@@ -247,7 +243,7 @@ def _groups(sizes: Sequence[int]) -> Iterator[range]:
 _LOOKED_AT_ONCE = 1 << 20
 
 
-def documents_as_trained(layout: DocumentLayout, settings: IndexSettings) -> np.ndarray:
+def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarray:
     """The documents of a file as the index has them, [n] `DOCUMENT`, but for the split that they belong to.
 
         stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
@@ -257,13 +253,13 @@ def documents_as_trained(layout: DocumentLayout, settings: IndexSettings) -> np.
     ends of documents are read, those of all the documents of a file together.
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
-    begins, ends = _strip(tokens, begins, begins + layout.lengths, settings.strip_tokens)
-    kept = np.flatnonzero(ends - begins >= max(settings.min_length, 1))
+    begins, ends = _strip(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
+    kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
     for token, places, flag in (
-        (settings.bos_token, begins, VIRTUAL_BOS),
-        (settings.sep_token, ends - 1, VIRTUAL_SEP),
+        (config.bos_token, begins, VIRTUAL_BOS),
+        (config.sep_token, ends - 1, VIRTUAL_SEP),
     ):
         if token is not None:
             documents["flags"][kept[~_is_any_of(tokens[places[kept]], [token])]] |= flag
