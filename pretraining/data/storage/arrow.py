@@ -84,30 +84,33 @@ class _ArrowFile:
 
     def documents(self) -> DocumentLayout:
         """Finds the documents, checked to lie inside their record batches."""
-        numbers = self.numbers
+        numbers, width = self.numbers, self.place.width
         self._check_inside(numbers["tokens_at"], numbers["tokens_bytes"])
-        offsets, lengths = self._batches() if self.place.is_flat else self._rows()
-        return DocumentLayout(offsets, lengths, self.place.width, as_tokens(self.content, self.place.width))
+        nulls = np.flatnonzero(numbers["null_tokens"])
+        if len(nulls):
+            rows_before = numbers["rows"][: nulls[0]].sum()
+            where = f"record batch {nulls[0]}" if self.place.is_flat else f"rows from {rows_before} on"
+            raise DataError(f"column '{self.column}' of {self.path} has missing tokens (null) in {where}")
+        token_starts = self.bodies + numbers["tokens_at"]
+        self._check_aligned(token_starts % width)
+        if not self.place.is_flat:
+            offsets, lengths = self._rows(token_starts)
+        else:
+            offsets, lengths = token_starts, numbers["rows"]
+            self._check_long_enough(numbers["tokens_bytes"], lengths * width, "tokens")
+        return DocumentLayout(offsets, lengths, width, as_tokens(self.content, width))
 
-    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, token_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Finds offsets and lengths of the rows of a column of lists."""
-        path, place, numbers, bodies = self.path, self.place, self.numbers, self.bodies
-        rows = numbers["rows"]
+        place, numbers, rows = self.place, self.numbers, self.numbers["rows"]
         needed = (rows + (rows > 0)) * place.offset_bytes
         self._check_inside(numbers["offsets_at"], needed)
         has_nulls = numbers["null_rows"] > 0
         if has_nulls.any():
             self._check_inside(numbers["validity_at"], np.where(has_nulls, (rows + 7) // 8, 0))
-        short = numbers["offsets_bytes"] < needed
-        if short.any():
-            raise DataError(f"{path} is damaged: record batch {short.argmax()} has fewer list offsets than rows")
-        nulls = np.flatnonzero(numbers["null_tokens"])
-        if len(nulls):
-            raise DataError(
-                f"column '{self.column}' of {path} has missing tokens (null) in rows from {rows[: nulls[0]].sum()} on"
-            )
-        list_starts, token_starts = bodies + numbers["offsets_at"], bodies + numbers["tokens_at"]
-        self._check_aligned(list_starts % place.offset_bytes + token_starts % place.width)
+        self._check_long_enough(numbers["offsets_bytes"], needed, "list offsets")
+        list_starts = self.bodies + numbers["offsets_at"]
+        self._check_aligned(list_starts % place.offset_bytes)
 
         batch = np.repeat(np.arange(len(rows)), rows)  # of each row
         row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
@@ -116,26 +119,11 @@ class _ArrowFile:
         begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
         wrong = (begins < 0) | (ends < begins) | (ends > (numbers["tokens_bytes"] // place.width)[batch])
         if wrong.any():
-            raise DataError(f"{path} is damaged: row {wrong.argmax()} lies outside the tokens of its record batch")
+            raise DataError(f"{self.path} is damaged: row {wrong.argmax()} lies outside the tokens of its record batch")
         lengths = ends - begins
         if has_nulls.any():
             lengths[self._null_rows(has_nulls, batch, row_in_batch)] = 0
         return token_starts[batch] + begins * place.width, lengths
-
-    def _batches(self) -> tuple[np.ndarray, np.ndarray]:
-        """Finds offsets and lengths of the record batches of a column of plain integers."""
-        rows = self.numbers["rows"]
-        short = self.numbers["tokens_bytes"] < rows * self.place.width
-        if short.any():
-            raise DataError(f"{self.path} is damaged: record batch {short.argmax()} has fewer tokens than rows")
-        nulls = np.flatnonzero(self.numbers["null_tokens"])
-        if len(nulls):
-            raise DataError(
-                f"column '{self.column}' of {self.path} has missing tokens (null) in record batch {nulls[0]}"
-            )
-        starts = self.bodies + self.numbers["tokens_at"]
-        self._check_aligned(starts % self.place.width)
-        return starts, rows
 
     def _check_inside(self, starts: np.ndarray, needed: np.ndarray) -> None:
         """Refuses buffers that reach out of the bodies of their record batches, before any of them is looked at."""
@@ -143,6 +131,11 @@ class _ArrowFile:
         outside = (rows < 0) | (rows > body_bytes) | (starts < 0) | (needed < 0) | (starts > body_bytes - needed)
         if outside.any():
             raise DataError(f"{self.path} is damaged: record batch {outside.argmax()} reaches beyond its bytes")
+
+    def _check_long_enough(self, sizes: np.ndarray, needed: np.ndarray, what: str) -> None:
+        short = sizes < needed
+        if short.any():
+            raise DataError(f"{self.path} is damaged: record batch {short.argmax()} has fewer {what} than rows")
 
     def _check_aligned(self, remainders: np.ndarray) -> None:
         if remainders[self.numbers["rows"] > 0].any():
