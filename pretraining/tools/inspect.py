@@ -153,11 +153,10 @@ class Inspector:
         Raises:
             ConfigError: none does: it is skipped.
         """
-        skipped, phases = self._reader.mixture.skipped, self._reader.mixture.phases
-        if not skipped.count(sample_id, sample_id + 1):
+        mixture = self._reader.mixture
+        if not mixture.skipped.count(sample_id, sample_id + 1):
             raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
-        phase = [phase for phase in phases if phase.first_sample <= sample_id][-1]
-        return phase.first_step + skipped.count(phase.first_sample, sample_id) // phase.global_batch_size + 1
+        return mixture.step_of_sample(sample_id) + 1
 
     def global_batch_size(self, step: int) -> int:
         """Counts the slots of a step: a run's phases may differ."""
