@@ -1,7 +1,7 @@
 """From settings to a loader; what a training program calls, in this order.
 
-    listing = list_datasets(config)        once a job, then broadcast        (files.py)
-    build_indices(listing, config)         once a file system, then a barrier; it returns at once where nothing is to do
+    listing = list_datasets(config)             once a job, then broadcast
+    build_indices(listing, config)              once a file system, then a barrier
     opened = open_datasets(listing, config)     every process
     loader = build_loader(opened, config, plan, rank, seed, vocab_size)
 
@@ -29,7 +29,8 @@ from pretraining.errors import ConfigError, DataError
 def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None) -> None:
     """Makes the index of every dataset that has no valid one, and counts its samples where documents are packed.
 
-    Several processes may call it at once. `workers` bounds the threads that look at files, and the processes that pack.
+    Several processes may call it at once. It returns at once where nothing is to do. `workers` bounds the threads that
+    look at files, and the processes that pack.
 
     Raises:
         DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.

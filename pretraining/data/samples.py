@@ -48,11 +48,7 @@ class Samples(Protocol):
         """Returns the pieces of documents that make samples, one row each; a made-up sample is a document."""
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """Fills rows of a batch with samples, and with zeros behind them.
-
-        Args:
-            target: [batch rows, S + 1].
-            rows: [rows], which rows of it to fill.
+        """Fills `rows` of a batch, [batch rows, S + 1], with samples, and with zeros behind them.
 
         Raises:
             DataError: a file cannot be read, or holds a token beyond the vocabulary.
@@ -158,9 +154,8 @@ class StoredSamples:
 class DummySamples:
     """Made-up samples of consecutive tokens, modulo the vocabulary: no files, the same loader.
 
-    A sample counts upwards from a hash of its number. A model soon learns that the next token is the one after, so the
-    loss falls only where labels are shifted as they should be. Samples are dealt to `logical_shards`, so that batches
-    are sorted as those of a dataset are.
+    A sample counts upwards from a hash of its number, which a model soon learns if labels are shifted as they should
+    be. Samples are dealt to `logical_shards`, so that batches are sorted as those of a dataset are.
     """
 
     name = "dummy"

@@ -6,16 +6,13 @@
 A bin becomes a sample, a row of S + 1 tokens of which the last is only a label. A document of at most S + 1 tokens is
 never split. A longer one is cut into pieces of S + 1 tokens, each of which begins with the token that the one before
 ends with, so that every token but a document's first is a label once; its rest is packed like a short document.
-Nothing is truncated.
 
 Bins are numbered in the order of their first items, items in canonical order: documents by number, pieces in place.
-Which bins a block has depends on nothing outside it, so the bins of all blocks can be counted ahead (bin_counts.py) and
-made when they are needed: 1024 documents take about half a millisecond. Changing an algorithm changes the samples of
-runs: `ALGORITHM_VERSION` then changes, too.
+Which bins a block has depends on nothing outside it, so the bins of all blocks are counted ahead (bin_counts.py) and
+made when they are needed: 1024 documents take about half a millisecond. A changed algorithm changes the samples of
+runs, and so needs another `ALGORITHM_VERSION`.
 
-A shard is a run of whole blocks. Each pass visits its blocks in a keyed order, and the bins of a block in a keyed
-order: every bin once. Only the counts and the one block that a sample lies in are looked at, so finding a sample costs
-the same in the first pass and in the thousandth.
+A shard is a run of whole blocks. Each pass visits its blocks, and the bins of a block, in a keyed order.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ ALGORITHM_VERSION = 1
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """The bins of a block; what can be made again from it is not kept, as thousands of blocks are in memory at once.
+    """The bins of a block, small, as thousands of blocks are in memory at once.
 
     Attributes:
         full_pieces: [documents + 1] int64, full pieces of the documents before each, then of all.
@@ -83,9 +80,9 @@ def pack_block(lengths: np.ndarray, seq_length: int, packing: Packing) -> Packed
 
     Args:
         lengths: [documents] int64, tokens of each; empty ones are left out.
-        packing: how items are brought into shared bins. "greedy" (next-fit): into the bin of the item before, or a
-            new one. "first_fit": into the first bin with room. "best_fit" (best-fit decreasing): from the longest item
-            to the shortest, each into the bin with the least room that is enough.
+        packing: "greedy" (next-fit) puts an item into the bin of the item before, or a new one; "first_fit" into the
+            first bin with room; "best_fit" (best-fit decreasing) goes from the longest item to the shortest, each into
+            the bin with the least room that is enough.
     """
     full = np.maximum(lengths - 1, 0) // seq_length
     rests = lengths - full * seq_length
@@ -186,16 +183,11 @@ def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
 
 
 def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
-    """Cuts a dataset between blocks into shards of nearly equal bins; a shard may hold none where blocks are unequal.
+    """Cuts a dataset between blocks into shards of nearly equal bins; returns the first block of each, then all blocks.
 
     Of `total` bins, shard s of `count` starts with the first block whose first bin is at or after s * total / count.
     There are fewer than `logical_shards` where these would hold less than `SAMPLES_A_SHARD` bins, or no whole block.
-
-    Args:
-        bounds: [blocks + 1] int64, bins before each block, then all.
-
-    Returns:
-        [shards + 1] int64, the first block of each shard, then the number of blocks.
+    `bounds` are the bins before each block, then all, [blocks + 1] int64.
     """
     total = int(bounds[-1])
     count = max(1, min(logical_shards, int(np.count_nonzero(np.diff(bounds))), total // SAMPLES_A_SHARD))
@@ -204,14 +196,7 @@ def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
 
 
 class PackedStream:
-    """Finds the tokens of each sample.
-
-    Args:
-        bounds: [blocks + 1] int64, bins before each block, then all.
-        first_blocks: as `cut_blocks` gives them.
-        key: parts that make this dataset's orders its own: (seed, dataset).
-        orders, cache: memory for orders and for packed blocks, shared with other streams.
-    """
+    """Finds the tokens of each sample; `bounds` and `first_blocks` are those of `cut_blocks`."""
 
     def __init__(
         self,

@@ -1,16 +1,14 @@
 """Which sample of which shard comes next in a dataset.
 
 In pass e a shard of T tokens holds floor((e + 1)T / S) - floor(eT / S) samples: remainders carry over to the next pass,
-so no token is dropped or padded. A pass is made of rounds. Round t visits every shard that still has a sample, in an
-order of its own, and takes the shard's t-th sample of the pass. The first rounds so visit every shard once; those after
-the shortest shard has ended are the tail of what the longer ones have left over.
+so no token is dropped or padded. A pass is made of rounds. Round t visits every shard that still has a sample, in a
+keyed order, and takes the shard's t-th sample of the pass.
 
     sample k of the dataset -> pass e (all of it before e + 1) -> round t, place in the round
                             -> shard -> sample j = floor(eT / S) + t of the shard
 
-Every step is arithmetic on the shards' tokens, exact in 64 bits while there are fewer than 2**63 samples; none depends
-on the samples before. Samples are found in stretches of about a round, of which the last few are kept: where batches
-are small, or take little of a dataset, many share one.
+All of it is arithmetic on the shards' tokens, exact in 64 bits while there are fewer than 2**63 samples. Samples are
+found in stretches of about a round, of which the last few are kept, as small batches share them.
 """
 
 from __future__ import annotations
@@ -29,10 +27,9 @@ _SHORTEST_STRETCH = 64
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over a dataset. A level is a run of rounds that visit the same shards.
+    """Pass e over a dataset. A level is a run of rounds that visit the same shards.
 
     Attributes:
-        number: e.
         first: number of its first sample in the dataset's order.
         first_of_shard: [shards], j of each shard's first sample in the pass.
         by_length: [shards], shards in ascending order of their samples in the pass.

@@ -4,9 +4,8 @@
     shard, pass e: blocks in a keyed order, the documents of each block in a keyed order --> T tokens, then pass e + 1
     sample j of a shard: its tokens [jS, (j + 1)S) and one more, the label of the last
 
-Nothing here reads a token: positions follow from lengths alone, and only from block totals and the lengths of the one
-block that a sample lies in, so finding a sample costs the same in the first pass and in the thousandth. Legend: S
-sequence length, T tokens of a shard, e pass, j sample.
+Positions follow from block totals and the lengths of the one block that a sample lies in, so finding a sample costs the
+same in every pass. Legend: S sequence length, T tokens of a shard, e pass, j sample.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class Shards:
-    """Contiguous pieces of a dataset, cut between documents.
-
-    Attributes:
-        documents, token_bounds: [shards + 1] int64, documents and tokens before each shard, then all.
-    """
+    """Contiguous pieces of a dataset: documents and tokens before each, then all, [shards + 1] int64."""
 
     documents: np.ndarray
     token_bounds: np.ndarray
@@ -58,8 +53,6 @@ class Shards:
 @dataclass(frozen=True)
 class Spans:
     """Pieces of documents that make some rows; none is empty.
-
-    The pieces of a row follow each other from its first place. What they leave of S + 1 tokens is padding.
 
     Attributes:
         documents: [n] int64, canonical numbers.
