@@ -185,11 +185,17 @@ class Inspector:
         """Sums up what each dataset gives to steps `first` to `last`, both included."""
         mixture = self._reader.mixture
         stretches = list(mixture.taken(first - 1, last))
-        samples = sum(end - begin for stretch in stretches for begin, end in stretch.values())
         before, after = (mixture.counts_before_step(step) for step in (first - 1, last))
-        asked, summaries = self._asked(first, last), []
+        asked = dict.fromkeys(mixture.names, 0.0)
+        samples = 0
+        for phase, ranges in stretches:
+            count = sum(end - begin for begin, end in ranges.values())
+            samples += count
+            for name, weight in phase.weights.items():
+                asked[name] += count * weight / sum(phase.weights.values())
+        summaries = []
         for source in self._reader.sources:
-            own = [stretch[source.name] for stretch in stretches if source.name in stretch]
+            own = [ranges[source.name] for _, ranges in stretches if source.name in ranges]
             counts = (before[source.name], after[source.name])
             summaries.append(self._summary(source, own, counts, asked[source.name] / samples, samples))
         return summaries
@@ -210,18 +216,6 @@ class Inspector:
         dataset = self._datasets.get(source.name)
         places = tuple(_places(dataset, spans)) if dataset else ()
         return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids, problem)
-
-    def _asked(self, first: int, last: int) -> dict[str, float]:
-        """Returns samples of steps `first` to `last` that each dataset should give by its weights."""
-        mixture = self._reader.mixture
-        asked = dict.fromkeys(mixture.names, 0.0)
-        ends = [phase.first_step for phase in mixture.phases[1:]] + [last]
-        for phase, end in zip(mixture.phases, ends, strict=True):
-            steps = max(0, min(last, end) - max(first - 1, phase.first_step))
-            total = sum(phase.weights.values())
-            for name in mixture.names:
-                asked[name] += steps * phase.global_batch_size * phase.weights.get(name, 0) / total
-        return asked
 
     def _summary(
         self,

@@ -172,7 +172,7 @@ class Mixture:
         return self.phases[self._phase_of_step(step)].global_batch_size
 
     def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns samples of a step, ascending, their datasets, and their numbers in these, [global batch] int64 each."""
+        """Returns samples of a step, ascending, their datasets, and numbers in these, [global batch] int64 each."""
         number = self._phase_of_step(step)
         tree, bases, first_sample = self._trees[number], self._bases[number], self.phases[number].first_sample
         samples, datasets, numbers = [], [], []
@@ -183,16 +183,16 @@ class Mixture:
             numbers.append(within + bases[owners])
         return np.concatenate(samples), np.concatenate(datasets), np.concatenate(numbers)
 
-    def taken(self, first_step: int, end_step: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """What steps [first_step, end_step) take of each dataset: (first, end) of its samples, stretch by stretch.
+    def taken(self, first_step: int, end_step: int) -> Iterator[tuple[Phase, dict[str, tuple[int, int]]]]:
+        """Yields what steps [first_step, end_step) take: a phase, and (first, end) of each dataset's samples in it.
 
-        A stretch ends where a phase does and where samples are skipped.
+        A phase comes several times where samples are skipped in it.
         """
         ends = [*(phase.first_step for phase in self.phases[1:]), end_step]
         for number, (phase, phase_end) in enumerate(zip(self.phases, ends, strict=True)):
             for begin, end in self._ranges(max(first_step, phase.first_step), min(end_step, phase_end)):
                 before, after = (self._counts(number, sample) for sample in (begin, end))
-                yield {name: (before[name], after[name]) for name in phase.base_counts}
+                yield phase, {name: (before[name], after[name]) for name in phase.base_counts}
 
     def counts_before_step(self, step: int) -> dict[str, int]:
         """Counts samples that each dataset has given, or skipped, before a step."""

@@ -111,7 +111,7 @@ def test_other_samples_keep_their_datasets_and_numbers() -> None:
     assert len(after) == 60 and not after.keys() & {*range(7, 12), *range(25, 45)}
     assert all(before[sample] == place for sample, place in after.items() if sample in before)
     taken = list(skipping.taken(0, 6))
-    assert sum(end - begin for stretch in taken for begin, end in stretch.values()) == 60 and len(taken) == 3
+    assert sum(end - begin for _, ranges in taken for begin, end in ranges.values()) == 60 and len(taken) == 3
 
 
 @pytest.fixture
