@@ -147,7 +147,7 @@ class StoredSamples:
         return self._stream.spans(shards, numbers)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """See `DocumentReader.read`."""
+        """See `Samples`."""
         self._reader.read(spans, target, rows)
 
 

@@ -5,14 +5,12 @@
 A document is a row, a list of integers. Some tools write a column of plain integers instead: there a record batch is a
 document, its rows are the tokens, and its number stands for the row.
 
-pyarrow parses the schema, once for all files that share it, and everything else is read here: pyarrow does not say
-where buffers lie, and takes 22 µs a record batch to find out, which is a document in files that other tools write. Such
-files have as many metadata blocks as documents. These are read together: the first one is parsed, and every other one
-that has the same bytes apart from its numbers (checked byte by byte) has its numbers at the same places. The few that
-differ are parsed singly.
+pyarrow parses the schema, once for all files that share it. Everything else is read here, as pyarrow does not say where
+buffers lie, and takes 22 µs a record batch, which may be a document, to find out. The metadata of all record batches is
+read together: the first one is parsed, and every other one that has the same bytes apart from its numbers (checked byte
+by byte) has its numbers at the same places. The few that differ are parsed singly.
 
-Formats are those of the Arrow specification, "IPC File Format" and "Serialization and Interprocess Communication", and
-of FlatBuffers' tables.
+Formats are those of the Arrow specification, "IPC File Format", and of FlatBuffers' tables.
 """
 
 from __future__ import annotations
@@ -57,11 +55,7 @@ class ArrowFormat:
         self._column = config.col_name
 
     def documents(self, path: str) -> DocumentLayout:
-        """Finds the documents of a file.
-
-        Raises:
-            DataError: it is truncated or damaged, has no such column, or the column cannot be read in place.
-        """
+        """Finds the documents of a file; see `TokenFormat`."""
         content = read_bytes(path)
         if len(content) < 2 * len(MAGIC) + 6:
             raise DataError(f"{path} is damaged: {len(content)} bytes are no Arrow file")

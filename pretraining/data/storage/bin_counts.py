@@ -3,8 +3,7 @@
     index, S, packing --count_bins, in processes--> bins before each block, for both splits --file, renamed--> mapped
 
 The file is a line of JSON, which says what the counts are of, and the numbers. It is valid for exactly one index, S and
-packing; where it is of another, or damaged, it is made again. Only counts are kept: what is in a bin follows from the
-lengths of its block again whenever it is needed.
+packing; where it is of another, or damaged, it is made again.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class BinCounts:
 
 
 def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, workers: int | None = None) -> BinCounts:
-    """Returns the bins of a dataset, counted first where that was not done yet.
-
-    Args:
-        workers: processes that count at most; None = as many as cores.
+    """Returns the bins of a dataset, counted first where that was not done yet, by at most `workers` processes.
 
     Raises:
         DataError: a process that counts ends early, or there is no place to write the counts.
@@ -102,10 +98,8 @@ def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end:
 
 
 def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packing, workers: int | None) -> np.ndarray:
-    """`count_bins` of all blocks. Python packs on one core a process, so large datasets take several.
-
-    These are programs of their own: unlike those of `multiprocessing` they never run the caller's main module again.
-    """
+    """`count_bins` of all blocks, in several processes for large datasets."""
+    # Not those of `multiprocessing`, which run the caller's main module again.
     blocks = len(index.split(SPLITS[0]).block_bounds) - 1
     processes = min(workers or usable_cores(), blocks // BLOCKS_A_PROCESS)
     if processes < 2:

@@ -1,9 +1,7 @@
 """Which token files there are: `data_path/<dataset>/**/*.arrow` (or another format's), listed once a job.
 
-A listing is small, picklable and the same on every host: names relative to the dataset's folder, sorted by their code
-points, with sizes. Rank 0 makes it and broadcasts it, so that a hundred thousand files are asked for once and not by
-every process. Hidden files and folders (names that start with a dot) are not data: an index or a half-written file may
-be there. Symbolic links are followed.
+Rank 0 makes the listing and broadcasts it, so that a hundred thousand files are asked for once. Hidden files and
+folders (names that start with a dot) are not data: an index may be there. Symbolic links are followed.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ _NAMES_SHOWN = 12
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """The token files of a dataset, in canonical order.
+    """The token files of a dataset, in canonical order; the same on every host.
 
     Attributes:
         name: its folder relative to data_path; `folder` is the absolute path.
-        paths: relative to the folder, with forward slashes, sorted; `sizes` are their bytes.
+        paths: relative to the folder, with forward slashes, sorted by code points; `sizes` are their bytes.
         digest: 128 bits of hexadecimal over paths and sizes.
-        file_type: their format, as `load_format` takes it.
     """
 
     name: str

@@ -9,13 +9,11 @@
     trailer     length of the documents and of the header, CRC-32 of all between documents and trailer, magic number
 
 Documents have canonical numbers: files by sorted path, rows in order. A document belongs to the held-out split by a
-hash of (dataset, path, row), so adding files or rows moves no other document; to the rest of the data path the
-documents of the other split are empty ones. Tokens that are stripped from a document's ends are none of its tokens.
-What is put around every document are virtual tokens: they count in lengths and are written when tokens are read, never
+hash of (dataset, path, row), so adding files or rows moves no other document; documents of the other split count as
+empty. What is put around documents are virtual tokens: they count in lengths and are made when tokens are read, never
 stored. A document of which no stored token is left has length 0, and no virtual tokens.
 
-An index is valid for exactly one listing and one `settings_digest`. `index_build.py` makes it. It is used for as long
-as the files stay the same, and a damaged one would give other documents without a sign. So it is checked when it is
+An index is valid for exactly one listing and one `settings_digest`. `index_build.py` makes it. It is checked when it is
 opened, except for the documents, of which each block is checked when it is first looked at.
 """
 
@@ -93,12 +91,7 @@ class Index:
     """
 
     def __init__(self, path: Path) -> None:
-        """Maps an index.
-
-        Raises:
-            DataError: the file is no whole index.
-            OSError: it cannot be read.
-        """
+        """Maps an index; a DataError where the file is no whole one, an OSError where it cannot be read."""
         self.path = path
         _open_indices.add(self)
         with path.open("rb") as file:
@@ -139,7 +132,7 @@ class Index:
         """Counts blocks that were looked at, and lets go of them once they are many.
 
         What is looked at in a mapped file counts as memory of this process until it is let go; it stays in the system's
-        file cache, shared by all processes, and is mapped again when it is needed, within microseconds.
+        file cache, and is mapped again within microseconds.
         """
         self._looks += blocks
         if self._looks > _BLOCKS_MAPPED // len(_open_indices):
@@ -151,11 +144,7 @@ class Index:
             self._content.madvise(mmap.MADV_DONTNEED)
 
     def check(self, begin: int, end: int) -> None:
-        """Checks the blocks of documents [begin, end) that were not yet.
-
-        Raises:
-            DataError: one is not as it was written.
-        """
+        """Checks the blocks of documents [begin, end) that were not yet; a DataError where one is damaged."""
         for block in range(begin // BLOCK_DOCUMENTS, -(-end // BLOCK_DOCUMENTS)):
             if not self._checked[block]:
                 documents = self.documents[block * BLOCK_DOCUMENTS : (block + 1) * BLOCK_DOCUMENTS]
@@ -203,11 +192,7 @@ class Split:
         return int(self.block_bounds[-1])
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Tokens of documents [begin, end), virtual ones included, int64.
-
-        Raises:
-            DataError: the index is damaged there.
-        """
+        """Tokens of documents [begin, end), virtual ones included, int64; a DataError where the index is damaged."""
         self._index.note_looks(1)
         self._index.check(begin, end)
         return split_lengths(self._index.documents[begin:end], self._held_out)
@@ -223,11 +208,7 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
 
 
 def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
-    """Returns where an index may be, in the order in which the places are tried.
-
-    With `index_path`, only there. Otherwise in a hidden folder of the dataset or, for data that cannot be written to,
-    in the user's cache folder.
-    """
+    """Returns where an index may be, in order: in `index_path` or, without one, beside the data or in a cache."""
     # A file of its own for each list of files: one that is mapped by a running job is never replaced under it.
     name = f"{index_digest(files, config)}-{files.digest[:16]}.index"
     if config.index_path is not None:
@@ -267,11 +248,7 @@ class NewFile:
 def new_file(places: Sequence[Path], what: str) -> Iterator[NewFile]:
     """Writes a file at the first of several places that can be written to: complete, or not at all.
 
-    Args:
-        what: the file, for messages: "the index of dataset 'web'".
-
-    Raises:
-        DataError: there is no such place, or the disk is full.
+    A DataError says that there is no such place, or that the disk is full; `what` names the file in it.
     """
     refused = []
     for place in places:

@@ -13,12 +13,11 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 import numpy as np
 
@@ -50,7 +49,8 @@ from pretraining.errors import DataError
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+_FileDocuments = tuple[np.ndarray, int, int]
+"""The documents of a file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
 
 _PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
@@ -61,8 +61,7 @@ _LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may c
 def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index:
     """Returns the dataset's index, made first where there is no valid one.
 
-    Args:
-        workers: threads that look at files; None = as many as cores, at most 32.
+    `workers` are threads that look at files; None = as many as cores, at most 32.
 
     Raises:
         DataError: a file cannot be used, or there is no place to write the index.
@@ -76,8 +75,7 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
     with new_file(places, f"the index of dataset '{files.name}'") as new:
-        look = partial(_read_file, files, config, load_format(files.file_type, config))
-        held = _write_index(new.file, files, config, change, _in_parallel(look, files, workers))
+        held = _write_index(new.file, files, config, change, _read_files(files, config, workers))
         # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
         index = find_index(files, config)
         new.is_wanted = index is None
@@ -114,9 +112,9 @@ def _write_index(
     files: DatasetFiles,
     config: DataConfig,
     change: str,
-    documents_of_files: Iterable[tuple[np.ndarray, int, int]],
+    documents_of_files: Iterable[_FileDocuments],
 ) -> dict[str, tuple[int, int]]:
-    """Writes a whole index of what `_read_file` gives; returns documents and tokens that each file holds, by path."""
+    """Writes a whole index; returns documents and tokens that each file holds, by path."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -162,10 +160,7 @@ def _write_index(
     return held
 
 
-def _read_file(
-    files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int
-) -> tuple[np.ndarray, int, int]:
-    """Returns the documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
+def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> _FileDocuments:
     path = files.path(number)
     layout = token_format.documents(path)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
@@ -197,19 +192,22 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
     return bounds, np.array(checksums, dtype="<u4")
 
 
-def _in_parallel(look: Callable[[int], Result], files: DatasetFiles, workers: int | None) -> Iterator[Result]:
-    """Yields what `_read_file` returns for each file, in order, and reads not many files ahead.
+def _read_files(files: DatasetFiles, config: DataConfig, workers: int | None) -> Iterator[_FileDocuments]:
+    """Yields the documents of each file, in order; a DataError names files that cannot be used, up to a number."""
+    token_format = load_format(files.file_type, config)
 
-    Raises:
-        DataError: naming every file that cannot be used, up to a number of them.
-    """
-
-    def look_at(numbers: range) -> list[Result | DataError]:
-        return [_result_or_problem(look, number) for number in numbers]
+    def read(numbers: range) -> list[_FileDocuments | DataError]:
+        found: list[_FileDocuments | DataError] = []
+        for number in numbers:
+            try:
+                found.append(_read_file(files, config, token_format, number))
+            except DataError as problem:
+                found.append(problem)
+        return found
 
     problems: list[str] = []
     threads = workers or min(32, usable_cores())
-    with closing(map_in_order(look_at, _groups(files.sizes), threads)) as groups:
+    with closing(map_in_order(read, _groups(files.sizes), threads)) as groups:
         for result in chain.from_iterable(groups):
             if isinstance(result, DataError):
                 problems.append(str(result))
@@ -219,13 +217,6 @@ def _in_parallel(look: Callable[[int], Result], files: DatasetFiles, workers: in
                 break
     if problems:
         raise DataError("\n".join(problems))
-
-
-def _result_or_problem(look: Callable[[int], Result], number: int) -> Result | DataError:
-    try:
-        return look(number)
-    except DataError as problem:
-        return problem
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[range]:
@@ -244,13 +235,10 @@ _LOOKED_AT_ONCE = 1 << 20
 
 
 def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarray:
-    """The documents of a file as the index has them, [n] `DOCUMENT`, but for the split that they belong to.
+    """Returns the documents of a file as the index has them, [n] `DOCUMENT`, without the flag of their split.
 
-        stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
-        kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document
-
-    Nothing is written: what is kept is a range of what is stored, and virtual tokens are flags in the index. Only the
-    ends of documents are read, those of all the documents of a file together.
+    stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
+    kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
     begins, ends = _strip(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
@@ -315,12 +303,8 @@ _FILES_SHOWN = 3
 def describe_contradictions(files: DatasetFiles, held: Mapping[str, tuple[int, int]]) -> str | None:
     """Says in a line how the counts files contradict what a dataset's files hold; None where nothing does.
 
-    fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`,
-    and takes the documents of each file from it. Here everything is counted in the files themselves. Where there is
-    such a table, it tells of files that were cut short, swapped or lost since it was made.
-
-    Args:
-        held: documents and tokens that are stored in each file, by path.
+    fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`.
+    It tells of files that were cut short, swapped or lost since it was made. `held` are documents and tokens by path.
     """
     lines = []
     for place, dataset in _places(files):
