@@ -19,7 +19,7 @@ from torchdata.nodes import IterableWrapper, ParallelMapper
 
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
-from pretraining.data.resume import resume, state_at
+from pretraining.data.resume import Resumption, resume, state_at
 
 
 class Loader:
@@ -41,14 +41,13 @@ class Loader:
         limit_steps: int | None = None,
         changes: Mapping[str, str] | None = None,
     ) -> None:
-        self.reader = self._reader_of_new_run = reader
-        self._order = self._order_of_new_run = dict(order)
-        self.changes_at_resume: tuple[str, ...] = ()  # a line each for the user
+        self.reader = reader
+        self._new_run = Resumption(0, reader.mixture, dict(order), ())
         self._changes = dict(changes or {})
         self._workers = num_workers
         self._limit = limit_steps
-        self._next_step = 0
         self._ahead: _ReadAhead | None = None
+        self._go_on(self._new_run)
 
     @property
     def next_step(self) -> int:
@@ -81,16 +80,17 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where a state was taken, on any number of ranks and threads; see `resume`."""
-        resumed = resume(state, self._order_of_new_run, self._changes)
-        self.close()
-        self.reader = self._reader_of_new_run.with_mixture(resumed.mixture)
-        self._order, self._next_step, self.changes_at_resume = resumed.order, resumed.step, resumed.changes
+        self._go_on(resume(state, self._new_run.order, self._changes))
 
     def rewind(self) -> None:
         """Begins again with the first step, as if no state had been loaded."""
+        self._go_on(self._new_run)
+
+    def _go_on(self, run: Resumption) -> None:
         self.close()
-        self.reader, self._order = self._reader_of_new_run, self._order_of_new_run
-        self._next_step, self.changes_at_resume = 0, ()
+        self.reader = self.reader.with_mixture(run.mixture)
+        self._order, self._next_step = run.order, run.step
+        self.changes_at_resume = run.changes  # a line each for the user
 
     def close(self) -> None:
         """Ends the threads, and forgets what they have read ahead."""

@@ -31,14 +31,6 @@ MAGIC = b"ARROW1"
 TOKEN_TYPES = {pa.uint8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()}
 """What tokens may be stored as. Negative numbers read as very large ones, and so as beyond any vocabulary."""
 
-_FLAT_NUMBERS = ("rows", "null_tokens", "tokens_at", "tokens_bytes")
-_LIST_NUMBERS = (
-    *("rows", "null_rows", "null_tokens", "validity_at"),
-    *("offsets_at", "offsets_bytes", "tokens_at", "tokens_bytes"),
-)
-"""What is read from a record batch's metadata, in this order, where the column is of plain integers and where it is of
-lists. Positions count from the start of the batch's body."""
-
 _REMEMBERED_BYTES = 1 << 14
 """A schema is remembered where its footer is not longer; 1024 of them are."""
 _BATCHES_AT_ONCE = 4096
@@ -73,12 +65,14 @@ class _ArrowFile:
         self.footer = _read_footer(path, content)
         self.place = _locate_column(path, self.footer.schema, column)
         self.bodies = self.footer.offsets + self.footer.metadata_bytes
-        names = _FLAT_NUMBERS if self.place.is_flat else _LIST_NUMBERS
-        self.numbers = dict(zip(names, self._batch_numbers(len(names)), strict=True))
+        self.numbers = self._batch_numbers()
 
     def documents(self) -> DocumentLayout:
         """Finds the documents, checked to lie inside their record batches."""
         numbers, width = self.numbers, self.place.width
+        if not numbers:  # no record batch
+            nothing = np.zeros(0, dtype=np.int64)
+            return DocumentLayout(nothing, nothing, width, as_tokens(self.content, width))
         self._check_inside(numbers["tokens_at"], numbers["tokens_bytes"])
         nulls = np.flatnonzero(numbers["null_tokens"])
         if len(nulls):
@@ -144,40 +138,42 @@ class _ArrowFile:
         null_rows: np.ndarray = rows[valid == 0]
         return null_rows
 
-    def _batch_numbers(self, count: int) -> np.ndarray:
-        """Reads `count` numbers from the metadata of every record batch, [count, batches] int64."""
+    def _batch_numbers(self) -> dict[str, np.ndarray]:
+        """Reads the numbers of `_positions` from the metadata of every record batch, [batches] int64 each."""
         begins, sizes = self.footer.offsets, self.footer.metadata_bytes
-        batches = len(begins)
-        numbers = np.zeros((count, batches), dtype=np.int64)
-        if batches == 0:
-            return numbers
+        if not len(begins):
+            return {}
         first = self._metadata(0)
         positions, free = self._positions(first)
-        numbers[:, 0] = _read(first, positions)
+        numbers = {name: np.zeros(len(begins), dtype=np.int64) for name in positions}
         fixed = np.ones(len(first), dtype=bool)
         for begin, end in free:
             fixed[begin:end] = False
         expected = np.frombuffer(first, dtype=np.uint8)[fixed]
-        for start in range(1, batches, _BATCHES_AT_ONCE):
-            chunk = np.arange(start, min(start + _BATCHES_AT_ONCE, batches))
+        for start in range(0, len(begins), _BATCHES_AT_ONCE):
+            chunk = np.arange(start, min(start + _BATCHES_AT_ONCE, len(begins)))
             alike = chunk[sizes[chunk] == len(first)]
             # batches L (bytes of metadata)
             metadata = self.content[begins[alike][:, None] + np.arange(len(first))]
             same = (metadata[:, fixed] == expected).all(axis=1)
             alike, metadata = alike[same], metadata[same]
-            for number, at in enumerate(positions):
-                numbers[number, alike] = np.ascontiguousarray(metadata[:, at : at + 8]).view("<i8")[:, 0]
+            for name, at in positions.items():
+                numbers[name][alike] = np.ascontiguousarray(metadata[:, at : at + 8]).view("<i8")[:, 0]
             for batch in np.setdiff1d(chunk, alike, assume_unique=True):
                 single = self._metadata(batch)
-                numbers[:, batch] = _read(single, self._positions(single)[0])
+                for name, at in self._positions(single)[0].items():
+                    numbers[name][batch] = struct.unpack_from("<q", single, at)[0]
         return numbers
 
     def _metadata(self, batch: int) -> bytes:
         begin = self.footer.offsets[batch]
         return self.content[begin : begin + self.footer.metadata_bytes[batch]].tobytes()
 
-    def _positions(self, metadata: bytes) -> tuple[list[int], list[tuple[int, int]]]:
-        """Parses a record batch's metadata: places of the wanted numbers, and all ranges of bytes that are numbers."""
+    def _positions(self, metadata: bytes) -> tuple[dict[str, int], list[tuple[int, int]]]:
+        """Parses a record batch's metadata: places of the wanted numbers, and all ranges of bytes that are numbers.
+
+        The numbers named `_at` count from the start of the batch's body.
+        """
         begin = 8 if metadata[:4] == b"\xff\xff\xff\xff" else 4  # format V4 has no continuation marker
         message = _follow(metadata, begin)
         header, kind = _field(metadata, message, 2), _field(metadata, message, 1)
@@ -198,9 +194,18 @@ class _ArrowFile:
         node, buffer = nodes + 16 * self.place.node, buffers + 16 * self.place.buffer
         # A node is (length, nulls), a buffer (offset, length). Integers have one node, and buffers (validity, values).
         if self.place.is_flat:
-            return [node, node + 8, buffer + 16, buffer + 24], free
+            return {"rows": node, "null_tokens": node + 8, "tokens_at": buffer + 16, "tokens_bytes": buffer + 24}, free
         # A list has nodes (list, values) and buffers (list's validity, list offsets, values' validity, values).
-        return [node, node + 8, node + 24, buffer, buffer + 16, buffer + 24, buffer + 48, buffer + 56], free
+        return {
+            "rows": node,
+            "null_rows": node + 8,
+            "null_tokens": node + 24,
+            "validity_at": buffer,
+            "offsets_at": buffer + 16,
+            "offsets_bytes": buffer + 24,
+            "tokens_at": buffer + 48,
+            "tokens_bytes": buffer + 56,
+        }, free
 
 
 @dataclass(frozen=True)
@@ -246,10 +251,6 @@ def _read_footer(path: str, content: np.ndarray) -> _Footer:
     if (wrong | (offsets > len(content) - metadata_bytes - body_bytes)).any():
         raise IndexError
     return _Footer(offsets, metadata_bytes, body_bytes, footer[:begin] + bytes(end - begin) + footer[end:])
-
-
-def _read(metadata: bytes, positions: list[int]) -> list[int]:
-    return [struct.unpack_from("<q", metadata, at)[0] for at in positions]
 
 
 def _follow(buffer: bytes, at: int) -> int:
