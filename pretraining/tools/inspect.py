@@ -49,9 +49,7 @@ def inspect(
 ) -> None:
     """Shows what steps of a run train on.
 
-    Args:
-        state: position in the data of the checkpoint that the run goes on from, if any.
-        restored_batch: its global batch size.
+    `state` and `restored_batch` are the data state and the global batch size of the checkpoint that it goes on from.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -134,9 +132,7 @@ def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> 
 class Inspector:
     """Looks into the batches of a run; steps count from 1.
 
-    Args:
-        opened: the datasets; None for made-up data.
-        quarantine: whether a sample that cannot be read is shown as such; otherwise it is an error.
+    With `quarantine` a sample that cannot be read is shown as such; otherwise it is an error.
     """
 
     def __init__(
@@ -148,11 +144,7 @@ class Inspector:
         self._seq_length = seq_length
 
     def step_of_sample(self, sample_id: int) -> int:
-        """Returns the step that trains on a sample.
-
-        Raises:
-            ConfigError: none does: it is skipped.
-        """
+        """Returns the step that trains on a sample; a ConfigError where it is skipped."""
         mixture = self._reader.mixture
         if not mixture.skipped.count(sample_id, sample_id + 1):
             raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
@@ -171,9 +163,6 @@ class Inspector:
             share: slots [begin, end) to show; None = all.
             sample_id: show only this sample.
             tokens: whether to read the ids.
-
-        Raises:
-            DataError: a file cannot be read.
         """
         slots = self._reader.slots(step - 1)
         begin, end = share or (0, len(slots.samples))
@@ -225,7 +214,7 @@ class Inspector:
         asked: float,
         all_samples: int,
     ) -> DatasetSummary:
-        """What samples `stretches` of a dataset are, of which it has given or skipped `counts` before and after."""
+        """Sums up samples `stretches` of a dataset, which had given or skipped `counts` before and after them."""
         samples = sum(end - begin for begin, end in stretches)
         dataset = self._datasets.get(source.name)
         documents = padding = counted = 0
@@ -277,10 +266,10 @@ class SpanPlace:
     """A piece of a document in a sample.
 
     Attributes:
-        row: of the document in the file, which is an absolute path.
-        start: first token of the piece within the document as it is trained on: the token that `bos_token` puts in
-            front counts, those that `strip_tokens` removes do not.
-        length: tokens of the piece, with the separator that `sep_token` puts behind the document if it reaches there.
+        file: absolute path.
+        start: first token of the piece in the document as it is trained on: `bos_token` counts, what `strip_tokens`
+            removes does not.
+        length: tokens of the piece, the document's virtual separator included.
     """
 
     file: str
@@ -295,10 +284,9 @@ class InspectedSlot:
     """A slot of a global batch.
 
     Attributes:
-        slot: place in the global batch, which ranks share in contiguous pieces.
+        slot: place in the global batch.
         sample_id: global index of its sample.
-        spans: in order; their lengths add up to S + 1, of which the last token is only ever a label, or to less where
-            documents are packed. None where samples are made up.
+        spans: in order, S + 1 tokens, or fewer where documents are packed; empty where samples are made up.
         ids: the tokens of the spans; None where they were not asked for, or cannot be read.
         problem: why they cannot be read, where that quarantines the sample.
     """

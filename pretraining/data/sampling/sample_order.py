@@ -13,6 +13,7 @@ found in stretches of about a round, of which the last few are kept, as small ba
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 
@@ -110,20 +111,14 @@ class SampleOrder:
         return active[np.argsort(hash64(keys[:, None], active[None, :]), axis=1)]
 
     def _pass_of(self, sample: int) -> _Pass:
-        """The pass that holds a sample of the dataset.
-
-        The samples before pass e number at most eT / S and, as each of N shards rounds down, more than eT / S - N (T
-        and S of the whole dataset): the pass is searched for between these.
-        """
+        """Finds the pass that holds a sample of the dataset."""
+        # The samples before pass e number at most eT / S and, as each of N shards rounds down, more than eT / S - N, T
+        # of the whole dataset: the pass is searched for between these.
         low = sample * self._seq_length // self._tokens
         high = (sample + len(self._quotient)) * self._seq_length // self._tokens + 1
-        while low < high:  # the last pass that begins at or before the sample
-            middle = (low + high + 1) // 2
-            if self.samples_before_pass(middle) <= sample:
-                low = middle
-            else:
-                high = middle - 1
-        return self._passes.get(low, lambda: self._make_pass(low))
+        # the last pass that begins at or before the sample
+        number = low + bisect_right(range(low, high + 1), sample, key=self.samples_before_pass) - 1
+        return self._passes.get(number, partial(self._make_pass, number))
 
     def _make_pass(self, number: int) -> _Pass:
         first_of_shard = self._first_of_shard(number)
