@@ -117,7 +117,7 @@ class StoredSamples:
             "documents": len(index.documents),
             "tokens": lengths.tokens,
         }
-        self._stream: TokenStream | PackedStream
+        self._stream: TokenStream
         if counts is None:
             shards = cut_shards(lengths, shard_count(lengths.tokens, seq_length, logical_shards))
             self.shards = len(shards)
@@ -127,11 +127,10 @@ class StoredSamples:
             bounds = counts.bounds[split]
             first_blocks = cut_blocks(bounds, logical_shards)
             self.shards = len(first_blocks) - 1
-            self._stream = PackedStream(
-                lengths, bounds, first_blocks, seq_length, counts.packing, key, opened.orders, opened.bins
-            )
+            caches = (opened.orders, opened.bins)
+            self._stream = PackedStream(lengths, bounds, first_blocks, seq_length, counts.packing, key, *caches)
             # A sample is a whole bin: as a shard of so many tokens gives samples of one token.
-            self._order = SampleOrder(self._stream.bins, 1, key)
+            self._order = SampleOrder(np.diff(bounds[first_blocks]), 1, key)
             self._fingerprint |= {"packing": counts.packing, "bins": int(bounds[-1])}
 
     def fingerprint(self) -> dict[str, Any]:

@@ -199,9 +199,9 @@ class Mixture:
         return self._counts(self._phase_of_step(step), self.first_sample(step))
 
     def phase_from(self, step: int, wanted: Phase) -> Phase:
-        """Returns the phase from a step of the last one on, with the weights and batch of another.
+        """Returns a phase that begins at a step of the last phase, with the weights and batch size of `wanted`.
 
-        It goes on with every dataset where this mixture leaves it.
+        Every dataset goes on where this mixture leaves it at that step.
         """
         counts = dict.fromkeys(wanted.weights, 0) | self.counts_before_step(step)
         counts = {name: counts[name] for name in sorted(counts)}

@@ -20,13 +20,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from pretraining.config.training import Packing
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
-from pretraining.data.sampling.token_stream import SAMPLES_A_SHARD, Lengths, OrderCache, Spans
+from pretraining.data.sampling.token_stream import SAMPLES_A_SHARD, Lengths, OrderCache, Shards, Spans, TokenStream
 from pretraining.data.threads import RecentlyUsed
 
 ALGORITHM_VERSION = 1
@@ -195,8 +194,11 @@ def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
     return np.array([0, *np.searchsorted(bounds, targets), len(bounds) - 1], dtype=np.int64)
 
 
-class PackedStream:
-    """Finds the tokens of each sample; `bounds` and `first_blocks` are those of `cut_blocks`."""
+class PackedStream(TokenStream):
+    """Finds the bins of each sample: their shards are cut and ordered as those of tokens are.
+
+    `bounds` and `first_blocks` are those of `cut_blocks`; `cache` is memory for packed blocks, shared as `orders` is.
+    """
 
     def __init__(
         self,
@@ -209,10 +211,11 @@ class PackedStream:
         orders: OrderCache,
         cache: BinCache,
     ) -> None:
-        self._lengths, self._bounds, self._first_blocks = lengths, bounds, first_blocks
-        self._seq_length, self._packing, self._key = seq_length, packing, key
-        self._orders, self._cache = orders, cache
-        self.bins = np.diff(bounds[first_blocks])
+        shards = Shards(first_blocks * lengths.block_documents, bounds[first_blocks])
+        super().__init__(lengths, shards, seq_length, key, orders)
+        self._block_bounds, self._packing, self._cache = bounds, packing, cache
+        self._identity = (*self._identity, packing, seq_length)
+        self.bins = shards.tokens
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
         """Returns the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
@@ -233,32 +236,16 @@ class PackedStream:
             np.concatenate(documents), np.concatenate(starts), np.concatenate(lengths), np.array(first_spans, np.int64)
         )
 
-    def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the blocks of a shard in the order of a pass, [n], and the bins before each, [n + 1]."""
-
-        def make() -> tuple[np.ndarray, np.ndarray]:
-            blocks = np.arange(self._first_blocks[shard], self._first_blocks[shard + 1])
-            blocks = blocks[keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)]
-            bounds = np.concatenate(([0], np.cumsum(self._bounds[blocks + 1] - self._bounds[blocks])))
-            return blocks, bounds
-
-        return self._orders.get((self._identity, shard, pass_number), make)
-
     def _bins(self, shard: int, pass_number: int, block: int) -> tuple[PackedBlock, np.ndarray]:
         """Returns the bins of a block, and their order in a pass."""
 
         def make() -> tuple[PackedBlock, np.ndarray]:
             begin = block * self._lengths.block_documents
-            end = min(begin + self._lengths.block_documents, self._lengths.document_count)
-            packed = pack_block(self._lengths.lengths(begin, end), self._seq_length, self._packing)
-            bins = np.arange(self._bounds[block], self._bounds[block + 1])
+            lengths = self._lengths.lengths(begin, begin + self._lengths.block_documents)
+            packed = pack_block(lengths, self._seq_length, self._packing)
+            bins = np.arange(self._block_bounds[block], self._block_bounds[block + 1])
             assert len(bins) == len(packed), "the counts are of other documents"
             order = keyed_order(derive_key(Purpose.BINS, *self._key, shard, pass_number), bins)
             return packed, order.astype(np.int32)
 
         return self._cache.get((self._identity, shard, pass_number, block), make)
-
-    @property
-    def _identity(self) -> tuple[Any, ...]:
-        """Keeps streams apart that share memory."""
-        return (self._key, self._packing, self._seq_length, len(self._first_blocks))

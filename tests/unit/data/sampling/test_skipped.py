@@ -44,7 +44,7 @@ def test_ranges_are_sets_of_samples(
 def skipping_loader(weights: dict[str, int], batch: int, skip: list[tuple[int, int]]) -> Loader:
     made = numbers_loader(weights, batch)
     state = made.state_dict()
-    made._order_of_new_run["skipped"] = [list(each) for each in skip]  # as build_loader describes it
+    made._new_run.order["skipped"] = [list(each) for each in skip]  # as build_loader describes it
     made.load_state_dict(state)
     return made
 
