@@ -51,10 +51,9 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
 
 
 def _open_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset:
-    index, counts = find_index(files, config), None
-    if index is not None and config.packing != "stream":
-        counts = find_bin_counts(files, index, config)
-    if index is None or (counts is None and config.packing != "stream"):
+    index, packed = find_index(files, config), config.packing != "stream"
+    counts = find_bin_counts(files, index, config) if index is not None and packed else None
+    if index is None or (packed and counts is None):
         missing = "index" if index is None else f"{config.packing} counts"
         places = " or ".join(str(place.parent) for place in index_places(files, config))
         raise DataError(

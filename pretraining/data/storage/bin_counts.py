@@ -17,16 +17,17 @@ import sys
 import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, new_file
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, write_once
 from pretraining.data.threads import usable_cores
 from pretraining.errors import DataError
 
@@ -62,17 +63,17 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
     name, seq_length, packing = files.name, config.seq_length, config.packing
     documents = f"{len(index.documents):,}"
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
-    counts = _count_in_processes(name, index, seq_length, packing, workers)
-    found = find_bin_counts(files, index, config)
-    if found is not None:  # another job made them meanwhile, and may have them mapped
-        return found
-    bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
-    np.cumsum(counts, axis=1, out=bounds[:, 1:])
-    content = bounds.tobytes()
-    line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
-    with new_file(_places(files, index, config), f"the counts of dataset '{name}'") as new:
-        new.file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
-    return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
+
+    def write(file: IO[bytes]) -> None:
+        counts = _count_in_processes(name, index, seq_length, packing, workers)
+        bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
+        np.cumsum(counts, axis=1, out=bounds[:, 1:])
+        content = bounds.tobytes()
+        line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
+        file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
+
+    find = partial(find_bin_counts, files, index, config)
+    return write_once(_places(files, index, config), f"the counts of dataset '{name}'", write, find)
 
 
 def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
@@ -92,7 +93,7 @@ def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end:
         split = index.split(name)
         size = split.block_documents
         for block in (np.flatnonzero(np.diff(split.block_bounds[begin : end + 1])) + begin).tolist():
-            lengths = split.lengths(block * size, min((block + 1) * size, split.document_count))
+            lengths = split.lengths(block * size, (block + 1) * size)
             row[block - begin] = len(pack_block(lengths, seq_length, packing))
     return counts
 

@@ -27,11 +27,9 @@ import struct
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -39,6 +37,8 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.token_format import load_format
 from pretraining.errors import DataError
+
+Made = TypeVar("Made")
 
 BLOCK_DOCUMENTS = 1024
 """Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
@@ -235,20 +235,17 @@ def open_any_index(place: Path) -> Index | None:
         return None
 
 
-@dataclass
-class NewFile:
-    """A file that is being written at a `place`; not `is_wanted`, once another job has made it meanwhile."""
+def write_once(
+    places: Sequence[Path], what: str, write: Callable[[IO[bytes]], None], find: Callable[[], Made | None]
+) -> Made:
+    """Writes a file at the first of several places that can be written to, complete or not at all, and opens it.
 
-    file: IO[bytes]
-    place: Path
-    is_wanted: bool = True
+    Args:
+        what: the file, for messages: "the index of dataset 'web'".
+        find: opens a valid one at any of the places; None where there is none.
 
-
-@contextmanager
-def new_file(places: Sequence[Path], what: str) -> Iterator[NewFile]:
-    """Writes a file at the first of several places that can be written to: complete, or not at all.
-
-    A DataError says that there is no such place, or that the disk is full; `what` names the file in it.
+    Raises:
+        DataError: there is no such place, or the disk is full.
     """
     refused = []
     for place in places:
@@ -262,14 +259,19 @@ def new_file(places: Sequence[Path], what: str) -> Iterator[NewFile]:
         raise DataError(f"no place to write {what}: {'; '.join(refused)}: give --index_path")
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            new = NewFile(file, place)
-            yield new
+            write(file)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
-        if new.is_wanted:
+        # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
+        made = find()
+        if made is None:
+            Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
             Path(temporary).replace(place)
+            made = find()
     except OSError as error:
         raise DataError(f"cannot write {what} at {place}: {error.strerror or error}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+    if made is None:
+        raise DataError(f"{what} was written at {place} and cannot be read there")
+    return made

@@ -15,6 +15,7 @@ import os
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -38,10 +39,10 @@ from pretraining.data.storage.index import (
     find_index,
     index_digest,
     index_places,
-    new_file,
     open_any_index,
     settings_digest,
     split_lengths,
+    write_once,
 )
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.data.threads import map_in_order, usable_cores
@@ -69,20 +70,21 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     index = find_index(files, config)
     if index is not None:
         return index
-    places = index_places(files, config)
-    change = _what_changed(files, config, places)
+    change = _what_changed(files, config)
     if change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
-    with new_file(places, f"the index of dataset '{files.name}'") as new:
-        held = _write_index(new.file, files, config, change, _read_files(files, config, workers))
-        # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
-        index = find_index(files, config)
-        new.is_wanted = index is None
+    held: dict[str, tuple[int, int]] = {}
+
+    def write(file: IO[bytes]) -> None:
+        held.update(_write_index(file, files, config, change, _read_files(files, config, workers)))
+
+    find = partial(find_index, files, config)
+    index = write_once(index_places(files, config), f"the index of dataset '{files.name}'", write, find)
     contradictions = describe_contradictions(files, held)
     if contradictions:
         log.info(contradictions)
-    return index or Index(new.place)
+    return index
 
 
 def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:
@@ -96,9 +98,9 @@ def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.nda
     return hash64(key, np.arange(rows)) < np.uint64(threshold)
 
 
-def _what_changed(files: DatasetFiles, config: DataConfig, places: list[Path]) -> str:
+def _what_changed(files: DatasetFiles, config: DataConfig) -> str:
     """Says which files differ from those of the newest older index at one of the places."""
-    for place in places:
+    for place in index_places(files, config):
         found = place.parent.glob(f"{index_digest(files, config)}-*.index")
         for older_place in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
             older = open_any_index(older_place)
