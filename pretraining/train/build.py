@@ -26,8 +26,9 @@ from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch
-from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.fsdp import MicroBatchSync
