@@ -113,8 +113,10 @@ class _ReadAhead:
     def __init__(self, reader: BatchReader, first_step: int, end_step: int | None, threads: int) -> None:
         steps = IterableWrapper(count(first_step) if end_step is None else range(first_step, end_step))
         read = partial(_read_or_fail, reader)
-        # Without snapshots: the pipeline's own state is never asked for.
-        self._batches = ParallelMapper(steps, read, threads, method="thread", snapshot_frequency=0)
+        # One thread keeps the order by itself, without a further one that sorts. Without snapshots: the pipeline's own
+        # state is never asked for.
+        in_order = threads > 1
+        self._batches = ParallelMapper(steps, read, threads, in_order, method="thread", snapshot_frequency=0)
         # A loader that is left open must not keep the interpreter from a clean end.
         self.close = weakref.finalize(self, _end_threads, self._batches)
 
