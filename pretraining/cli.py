@@ -1,4 +1,4 @@
-"""The command line: `pretrain train`, `prepare`, `inspect`, `list`, `export`, `import`, `verify` and `doctor`.
+"""The command line: `pretrain COMMAND --flag=value …`, one function a command.
 
 fire splits the words; the text of each value goes to the settings' own parser, because fire would turn `false` into a
 true string and let unknown flags through. Errors for users are printed once and end the process with status 1; other
@@ -32,7 +32,7 @@ from pretraining.config.help import help_text
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import LaunchError, LostPeerError, Preempted, PretrainError
-from pretraining.launch.layout import resolve_layout
+from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
 from pretraining.launch.terminal import log_to_terminal
@@ -145,21 +145,16 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
 LISTING_COMMANDS = ("inspect", "list", "verify", "prepare")
 """What they print may be piped to a program that stops reading, such as head."""
 
+# Of commands that change something.
 AFTER_INTERRUPTION = {
     "train": "the same command goes on from the newest checkpoint",
     "prepare": "the same command goes on from the token files that are complete",
-    "inspect": "nothing was changed",
-    "list": "nothing was changed",
     "export": "nothing was written; the same command starts again",
     "import": "nothing was written; the same command starts again",
-    "verify": "nothing was changed",
-    "doctor": "nothing was changed",
 }
 
-
 HEAD_START = 3.0
-"""Seconds that a process which fails without a word leaves to the one that speaks: at the first process that ends, a
-launcher kills the others."""
+"""Seconds that a process which says nothing leaves to the one that does: as one ends, a launcher kills the others."""
 
 
 def run_console_script() -> NoReturn:
@@ -180,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
-    log_to_terminal(_rank())
+    layout = _layout()
+    log_to_terminal(layout.rank if layout else 0)
     try:
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
     except BrokenPipeError:
@@ -197,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _interrupted(name: str) -> str:
-    return f"interrupted; {AFTER_INTERRUPTION[name]}"
+    return f"interrupted; {AFTER_INTERRUPTION.get(name, 'nothing was changed')}"
 
 
 def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:
@@ -236,18 +232,15 @@ def _fail(error: PretrainError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _rank() -> int:
-    """Of this process; a layout that nobody can read is an error later, of the commands that need one."""
-    try:
-        return resolve_layout(os.environ).rank
-    except LaunchError:
-        return 0
-
-
 def _speaks(for_all_nodes: bool) -> bool:
-    """Whether this process is the one that speaks, for the job or for its node."""
+    """Whether this process is the one that speaks, for the job or for its node; without a place it is."""
+    layout = _layout()
+    return layout is None or (layout.rank if for_all_nodes else layout.local_rank) == 0
+
+
+def _layout() -> ProcessLayout | None:
+    """Of this process; None where nobody can read it, which is an error later, of the commands that need one."""
     try:
-        layout = resolve_layout(os.environ)
+        return resolve_layout(os.environ)
     except LaunchError:
-        return True  # a process that does not know its place speaks for itself
-    return (layout.rank if for_all_nodes else layout.local_rank) == 0
+        return None

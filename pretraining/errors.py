@@ -13,10 +13,9 @@ class PretrainError(Exception):
     """Base of all errors that a user can cause and mend.
 
     Attributes:
-        rank: the one process that failed, where the others did not find the same error; None where several fail alike.
-        is_everywhere: whether all processes of the job fail with it, so that one message is enough; before they have
-            joined, each node speaks for itself.
-        exit_code: with which it ends a process.
+        rank: the one process that failed; None where several fail alike.
+        is_everywhere: whether all processes of the job fail with it, so that one message is enough.
+        exit_code: of a process that ends with it.
     """
 
     rank: int | None = None
@@ -79,10 +78,10 @@ class OutOfMemoryError(PretrainError):
 
 
 class LostPeerError(LaunchError):
-    """Another process of the job has ended, so this one cannot go on; why, the other one knows."""
+    """Another process of the job has ended, so this one cannot go on; the other one says why."""
 
 
 class Preempted(PretrainError):
-    """The run was told to end before it was done, and can be gone on with: no mistake, but work is left."""
+    """The run was told to end before it was done: no mistake, and the next start goes on."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later

@@ -37,10 +37,8 @@ permission and a missing file are not among them: the next try would meet them a
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file that appears complete or not at all, and survives a power failure.
 
-    A path has one writer at a time; what a killed one leaves, the next one replaces.
-
-    Raises:
-        OSError: it cannot be written; what was there before is untouched.
+    A path has one writer at a time; what a killed one leaves, the next one replaces. After an error, what was there
+    before is untouched.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -52,7 +50,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_flushed(path: Path, content: str | bytes) -> None:
-    """Writes a file in place and flush it to disk: for folders that are renamed as a whole once they are complete."""
+    """Writes a file in place and flushes it to disk: for folders that are renamed as a whole once they are complete."""
     with path.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -70,11 +68,7 @@ def file_checksum(path: Path) -> tuple[str, int]:
 
 
 def link_atomic(link: Path, target: str) -> None:
-    """Makes a symbolic link that replaces one of the same name at once.
-
-    Raises:
-        OSError: it cannot be made; what was there before is untouched.
-    """
+    """Makes a symbolic link that replaces one of the same name at once; an error leaves that one as it was."""
     temporary = link.with_name(f"{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -137,7 +131,7 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
 
 
 def run_not_writable(run: Path, error: OSError) -> CheckpointError:
-    """Returns the error for users where the file system refuses a run's folder."""
+    """Makes the error for users whose run's folder cannot be written."""
     return CheckpointError(
         f"--ckpt_save_path={run} cannot be written: {error}. Give a folder that this user may write."
     )
@@ -157,13 +151,12 @@ def output_errors(root: Path) -> Iterator[None]:
         ) from error
 
 
-def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], None] | None = None) -> T:
-    """Does something to files, again after a pause where it fails with an error that may pass.
+def with_retries(action: Callable[[], T], what: str) -> T:
+    """Does something to files, and again after a pause where it fails with an error that may pass.
 
     Args:
-        action: what to do; it starts from the beginning each time.
-        what: of it, for the warning that it is tried again: "writing /a/b".
-        pause: waits, given seconds.
+        action: starts from the beginning each time.
+        what: for the warning that it is tried again: "writing /a/b".
 
     Raises:
         OSError: of the last try, or one that does not pass.
@@ -176,5 +169,5 @@ def with_retries(action: Callable[[], T], what: str, pause: Callable[[float], No
                 raise
             tries = f"try {number + 1} of {len(PAUSES_SECONDS) + 1} in {seconds:g} s"
             log.warning("%s failed (%s): %s", what, error.strerror, tries)
-        (pause or time.sleep)(seconds)
+        time.sleep(seconds)
     return action()

@@ -5,8 +5,7 @@
     Interval + TrainState after each step  --is_due-->  report, evaluate, save?
 
 Whether an interval is due depends on where the run stands, never on when the last event was: intervals do not drift,
-and a resumed run keeps their rhythm. All arithmetic is exact: an amount counts as the decimal number that was written,
-not as the nearest binary fraction.
+and a resumed run keeps their rhythm. Arithmetic is exact: an amount counts as the decimal number that was written.
 """
 
 from __future__ import annotations
@@ -36,13 +35,11 @@ _WRITTEN_UNITS = {
 # More than any run could mean, and small enough that a slip such as 1e999999999 cannot fill the memory.
 LARGEST_AMOUNT = 10**18
 _NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
-_NUMBER_AND_UNIT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s]*)", re.ASCII)
-_TIME = rf"\s*{_NUMBER}\s*[a-zA-Z]+\s*"
-_TIMES_IN_A_ROW = re.compile(f"(?:{_TIME}){{2,3}}", re.ASCII)
+_AMOUNT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s]*)", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Returns the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None where it is none."""
+    """Returns the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None."""
     match = re.fullmatch(rf"\s*({_NUMBER})\s*", text, re.ASCII)
     return Fraction(match[1].replace("_", "")) if match else None
 
@@ -52,7 +49,7 @@ class Duration:
     """An amount of training or of time.
 
     Attributes:
-        amount: how many, from 0 to 10^18; a whole number of steps or tokens, any number of epochs or seconds.
+        amount: from 0 to 10^18; a whole number of steps or tokens, any number of epochs or seconds.
         unit: "steps", "tokens", "epochs" or "seconds".
 
     Raises:
@@ -63,7 +60,6 @@ class Duration:
     unit: str
 
     def __post_init__(self) -> None:
-        """Refuses what no run can have, and keeps steps and tokens as integers of any size."""
         if self.unit not in UNITS:
             raise ConfigError(f"{self.unit!r} is no unit of a duration: use one of {', '.join(UNITS)}")
         if not 0 <= self.amount <= LARGEST_AMOUNT:  # false for nan, too
@@ -75,18 +71,16 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str | int) -> Duration:
-        """Reads a duration as users write it.
-
-        Args:
-            text: `1000` (steps), `5_000_000tok`, `5Btok` (multipliers k K M B T), `2ep`, `90s`, `30min`, `2h` or
-                `23h30min`.
+        """Reads a duration as users write it: 1000 (steps), 5_000_000tok, 5Btok, 2ep, 90s, 30min, 2h or 23h30min.
 
         Raises:
             ConfigError: the text is none of these.
         """
-        parts = [_read_part(part) for part in _parts(str(text))]
+        amounts = _AMOUNT.findall(str(text))
+        parts = [_read_amount(number, "".join(unit.split())) for number, unit in amounts]
         units = {name for _, name in parts}
-        if None in units or (len(parts) > 1 and units != {"seconds"}):
+        is_one = len(parts) == 1 or (len(parts) in (2, 3) and units == {"seconds"})
+        if not is_one or None in units or _AMOUNT.sub("", str(text)):
             raise ConfigError(
                 f"{str(text)!r} is no duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
                 "2ep (epochs), 90s, 30min, 2h or 23h30min"
@@ -98,7 +92,7 @@ class Duration:
         return cls(int(exact) if exact.denominator == 1 else float(exact), name)
 
     def __str__(self) -> str:
-        """Returns the canonical text, which `parse` reads back to an equal duration."""
+        """Returns the text that `parse` reads back to an equal duration."""
         if self.unit == "steps":
             return str(self.amount)
         if self.unit == "epochs":
@@ -118,7 +112,7 @@ class Duration:
 
         Args:
             schedule: tokens a step, global_batch_size x seq_length; a `TokenSchedule` where they changed on the way.
-            training_tokens: tokens of one pass over the listed datasets; None for data without an end.
+            training_tokens: tokens of one pass over the datasets; None for data without an end.
 
         Raises:
             ConfigError: epochs without `training_tokens`, or seconds, which are no amount of training.
@@ -131,7 +125,6 @@ class Duration:
         return schedule.steps_to(self._in_tokens(training_tokens))
 
     def _in_tokens(self, training_tokens: int | None) -> Fraction:
-        """Returns the exact number of tokens of a duration in tokens or epochs."""
         if self.unit == "tokens":
             return Fraction(int(self.amount))
         if training_tokens is None:
@@ -143,18 +136,17 @@ class Duration:
 
 @dataclass(frozen=True)
 class TokenSchedule:
-    """How many tokens a run has seen at which step, where the tokens of a step may have changed on the way.
+    """How many tokens a run has seen at which step; the tokens of a step may have changed on the way.
 
-    Attributes:
-        segments: (first step, tokens seen before it, tokens a step), in order. The first begins at step 0 with no
-            tokens seen, each other one where the one before ends; the last has no end.
+    `segments` are (first step, tokens seen before it, tokens a step), in order, without gaps. The first one begins at
+    step 0 with no tokens seen; the last one has no end.
     """
 
     segments: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def steady(cls, tokens_per_step: int) -> TokenSchedule:
-        """The schedule of a run whose steps all have as many tokens."""
+        """Returns the schedule of a run whose steps all have as many tokens."""
         return cls(((0, 0, tokens_per_step),))
 
     @property
@@ -168,12 +160,12 @@ class TokenSchedule:
         return self.segments[-1][2]
 
     def tokens_at(self, step: int) -> int:
-        """Tokens seen once so many steps are done."""
+        """Returns the tokens seen after a number of steps."""
         first_step, tokens, tokens_per_step = max(segment for segment in self.segments if segment[0] <= step)
         return tokens + (step - first_step) * tokens_per_step
 
     def steps_to(self, tokens: Fraction) -> int:
-        """The fewest steps that reach a number of tokens."""
+        """Returns the fewest steps that reach a number of tokens."""
         # The last of the segments that begin with fewer reaches them.
         begun = [segment for segment in self.segments if segment[1] < tokens] or [self.segments[0]]
         first_step, before, tokens_per_step = begun[-1]
@@ -182,13 +174,7 @@ class TokenSchedule:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
-
-    Attributes:
-        steps: optimizer steps taken.
-        tokens: tokens seen.
-        seconds: time trained, on the clock that decides for all ranks.
-    """
+    """How far a run is; `seconds` are of training, on the clock that decides for all ranks."""
 
     steps: int
     tokens: int
@@ -203,8 +189,7 @@ class TrainState:
         total_steps: length of the run.
         stop_step: where this invocation ends, at most `total_steps`.
         tokens_per_step: tokens that a step adds.
-        progress: after the last step.
-        before: ahead of the last step.
+        progress, before: after and ahead of the last step.
         stop: request to end ahead of `stop_step` that all ranks agreed on; 0 = none (train/preemption.py).
     """
 
@@ -216,7 +201,6 @@ class TrainState:
     stop: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        """No step is done yet."""
         self.before = self.progress
 
     @property
@@ -252,43 +236,26 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something happens.
-
-    Attributes:
-        every: the interval; an amount of 0 means never.
-        training_tokens: tokens of one pass over the datasets, for intervals in epochs.
-    """
+    """How often something happens, 0 = never; `training_tokens` are those of one pass over the datasets, for epochs."""
 
     every: Duration
     training_tokens: int | None
 
     def is_due(self, state: TrainState) -> bool:
-        """Whether the last step crossed a multiple of the interval."""
-        return is_due(self.every, state.before, state.progress, self.training_tokens)
+        """Whether the last step reached or crossed a multiple of the interval.
 
-
-def is_due(every: Duration, before: Progress, after: Progress, training_tokens: int | None = None) -> bool:
-    """Returns whether a multiple of an interval lies in (before, after].
-
-    Args:
-        every: the interval; an amount of 0 means never.
-        before: where the run stood ahead of the last step.
-        after: where it stands now.
-        training_tokens: tokens of one pass over the datasets, needed for epochs.
-
-    Raises:
-        ConfigError: an interval in epochs without `training_tokens`.
-    """
-    if every.amount == 0:
-        return False
-    if every.unit == "steps":
-        return after.steps // every.amount > before.steps // every.amount
-    if every.unit == "seconds":
-        return after.seconds // every.amount > before.seconds // every.amount
-    interval = every._in_tokens(training_tokens)
-    if interval == 0:  # epochs of an empty dataset
-        return False
-    return after.tokens // interval > before.tokens // interval
+        Raises:
+            ConfigError: the interval is in epochs, and `training_tokens` is None.
+        """
+        if self.every.amount == 0:
+            return False
+        if self.every.unit in ("steps", "seconds"):
+            unit, length = self.every.unit, Fraction(self.every.amount)
+        else:
+            unit, length = "tokens", self.every._in_tokens(self.training_tokens)
+        if length == 0:  # epochs of an empty dataset
+            return False
+        return bool(getattr(state.progress, unit) // length > getattr(state.before, unit) // length)
 
 
 def resolve_warmup_steps(
@@ -296,12 +263,8 @@ def resolve_warmup_steps(
 ) -> int:
     """Returns the steps of the linear warm-up.
 
-    Args:
-        warmup: as configured; None means a twentieth of the run, at most 2000 steps. Where the batch changed, that of
-            the run as it began: the warm-up is over by then, or goes on as it was.
-        length: of the whole run.
-        schedule: tokens of the run's steps.
-        training_tokens: tokens of one pass over the datasets, needed for epochs.
+    Without a setting it is a twentieth of the run, at most 2000 steps. Where the batch changed, that of the run as it
+    began: the warm-up is over by then, or goes on as it was.
 
     Raises:
         ConfigError: the warm-up is longer than the run, or is in epochs without `training_tokens`.
@@ -318,30 +281,13 @@ def resolve_warmup_steps(
     return steps
 
 
-def _parts(text: str) -> list[str]:
-    """Returns the times that are written in a row ("23h30min"), or the text itself."""
-    return re.findall(_TIME, text, re.ASCII) if _TIMES_IN_A_ROW.fullmatch(text) else [text]
-
-
-def _read_part(text: str) -> tuple[Fraction, str | None]:
-    """Returns an exact amount and its canonical unit; None in place of the unit where the text is neither."""
-    match = _NUMBER_AND_UNIT.fullmatch(text)
-    unit = _read_unit("".join(match[2].split())) if match else None
-    if match is None or unit is None:
-        return Fraction(0), None
-    multiplier, name = unit
-    return Fraction(match[1].replace("_", "")) * multiplier, name
-
-
-def _read_unit(text: str) -> tuple[int, str] | None:
-    """Returns what one of a written unit is: "min" 60 seconds, "Mtok" a million tokens, "M" a million steps."""
-    if text.lower() in _WRITTEN_UNITS:
-        name, factor = _WRITTEN_UNITS[text.lower()]
-        return factor, name
-    if text[0] in MULTIPLIERS and text[1:].lower() in _WRITTEN_UNITS:
-        name, factor = _WRITTEN_UNITS[text[1:].lower()]
-        return MULTIPLIERS[text[0]] * factor, name
-    return None
+def _read_amount(number: str, unit: str) -> tuple[Fraction, str | None]:
+    """Returns the exact amount in its canonical unit, and that unit: 5 Mtok are 5,000,000 tokens; None = no unit."""
+    multiplier = 1
+    if unit.lower() not in _WRITTEN_UNITS and unit[0] in MULTIPLIERS:
+        multiplier, unit = MULTIPLIERS[unit[0]], unit[1:]
+    name, factor = _WRITTEN_UNITS.get(unit.lower(), (None, 0))
+    return Fraction(number.replace("_", "")) * multiplier * factor, name
 
 
 def _as_written(amount: float) -> Fraction:

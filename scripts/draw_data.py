@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.data.sampling.mixture import Mixture, Phase
 from pretraining.data.sampling.sample_order import SampleOrder
 from pretraining.data.sampling.token_stream import Spans, TokenStream, cut_shards, order_cache

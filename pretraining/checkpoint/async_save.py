@@ -141,12 +141,12 @@ class Staging:
         return replace(plan, files=files)
 
     def wait(self) -> None:
-        """Lets this thread wait until everything is copied."""
+        """Waits until everything is copied."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def hold_update(self) -> None:
-        """Lets the device wait until everything is copied, before it does what comes next; call it ahead of updates."""
+        """Makes the device wait until everything is copied; call it ahead of updates."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 

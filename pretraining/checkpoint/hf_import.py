@@ -40,7 +40,7 @@ class HuggingFaceFolder:
 
 
 def is_hugging_face_folder(path: Path) -> bool:
-    """Whether a folder is meant to be one: it has a config.json."""
+    """Whether a folder is meant to hold a Hugging Face model: it has a config.json."""
     return (path / CONFIG_FILE).is_file()
 
 
@@ -58,20 +58,12 @@ def open_folder(path: Path) -> HuggingFaceFolder:
 
 
 def manifest_of_folder(path: Path) -> Manifest:
-    """A folder as a checkpoint of step 0 that holds weights alone: no position in the data, no optimizer.
-
-    Raises:
-        CheckpointError: as `open_folder`.
-    """
+    """Describes a folder as a checkpoint of step 0 with weights alone; raises as `open_folder`."""
     return Manifest(model=asdict(open_folder(path).shape))
 
 
 def weight_files(path: Path) -> list[str]:
-    """Names of the files that hold a folder's weights.
-
-    Raises:
-        CheckpointError: there are none, or they would have to be unpickled or lie elsewhere.
-    """
+    """Names of the files that hold a folder's weights; a CheckpointError for pickles and files that lie elsewhere."""
     if (path / WEIGHTS_FILE).exists():
         names = [WEIGHTS_FILE]
     elif (path / INDEX_FILE).exists():
@@ -88,7 +80,6 @@ def weight_files(path: Path) -> list[str]:
 
 
 def _check_inside(path: Path, name: str) -> None:
-    """Refuses a file that is not of the folder, or not there."""
     if not name or Path(name).name != name or "\\" in name or "\0" in name:
         raise CheckpointError(f"{path / INDEX_FILE} names {name!r}, which is no file of this folder: it is refused")
     if not name.endswith(".safetensors"):
@@ -115,7 +106,6 @@ def _no_weights(path: Path) -> str:
 
 
 def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
-    """The tensors of a Llama of this shape, no more and no less."""
     expected, found = parameter_shapes(shape), weights.shapes()
     # Older conversions keep the rotary frequencies, which are computed here.
     surplus = sorted(name for name in found.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq"))
@@ -127,13 +117,14 @@ def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
         for name, size in expected.items()
         if name in found and found[name] != tuple(size)
     ]
-    strange = sorted(name for name in expected.keys() & found.keys() if weights.dtype(name) not in _FLOATS)
+    dtypes = {name: chunks[0].dtype for name, chunks in weights.chunks.items()}
+    strange = sorted(name for name in expected.keys() & found.keys() if dtypes[name] not in _FLOATS)
     problems = {
         "missing": [name for name in expected if name not in found],
         "not of a Llama": surplus,
         "of another shape": wrong,
-        "in two files": sorted(name for name in found if len(weights.files_of(name)) > 1),
-        "no floating-point numbers": [f"{name} ({weights.dtype(name)})" for name in strange],
+        "in two files": sorted(name for name, chunks in weights.chunks.items() if len(chunks) > 1),
+        "no floating-point numbers": [f"{name} ({dtypes[name]})" for name in strange],
     }
     said = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
     if said:

@@ -40,10 +40,9 @@ class Holder:
     """A process that writes into a run's folder.
 
     Attributes:
-        machine: tells apart what may share the host's name: another boot, another container.
-        process_start: what tells it from a later process with the same pid.
+        machine: tells apart boots and containers with the same host name.
+        process_start: tells it from a later process with the same pid.
         started: when it took the lease, for people.
-        token: of this one lease.
     """
 
     host: str
@@ -55,16 +54,15 @@ class Holder:
 
     @staticmethod
     def this_process() -> Holder:
-        """The process that asks, with a new token."""
+        """This process, with a new token."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return Holder(socket.gethostname(), _machine(), os.getpid(), _start_of(os.getpid()), now, secrets.token_hex(8))
 
     def is_gone(self) -> bool:
-        """Whether it surely lives no more, which only its own machine knows."""
+        """Whether it has surely ended, which only its own machine can tell."""
         return self.machine == _machine() and _start_of(self.pid) != self.process_start
 
     def __str__(self) -> str:
-        """For messages."""
         return f"process {self.pid} on {self.host}, since {self.started}"
 
 
@@ -94,11 +92,7 @@ class Lease:
         self._heartbeat.start()
 
     def check(self) -> None:
-        """Makes sure that the lease is still this process's.
-
-        Raises:
-            CheckpointError: another run has taken it over.
-        """
+        """Raises a CheckpointError if the lease is no longer this process's."""
         holder = _read(self._path)
         if holder != self._own:
             now = f"now {holder} writes there" if holder else f"{self._path} is gone"
@@ -118,7 +112,6 @@ class Lease:
                 self._run.rmdir()  # only where a start was refused before it wrote anything
 
     def _create(self) -> bool:
-        """Makes the file; False where there is one."""
         try:
             with self._path.open("x", encoding="utf-8") as file:  # of two starts at once, one makes it
                 json.dump(asdict(self._own), file)
@@ -169,7 +162,6 @@ class Lease:
             return None
 
     def _age(self, renewed: int | None) -> float:
-        """Seconds since then, on the same clock."""
         if renewed is None:
             return STALE_SECONDS
         probe = self._path.with_name(f"{LEASE}.{self._own.token}.now")

@@ -51,8 +51,7 @@ class CheckpointContents:
     """The parts of a run that go into its checkpoints.
 
     Attributes:
-        parameters: by name, as sharded; the optimizer is over them.
-        loader: of the training's batches; its position is kept.
+        parameters: by name, as sharded.
         observer: knows the newest loss.
         states: further parts with a memory, by the name under which it is kept.
     """
@@ -64,13 +63,8 @@ class CheckpointContents:
     observer: Observer
     states: Mapping[str, Stateful]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return next(iter(self.parameters.values())).device
-
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors to save; the very memory, not copies."""
+        """The tensors to save, not copied."""
         return tensor_state(self.parameters, self.optimizer)
 
     def describe(self, progress: Progress) -> Manifest:
@@ -105,13 +99,13 @@ class CheckpointManager:
     """Saves when it is time; a context around the loop. Making one and saving are collective calls.
 
     Args:
-        stopwatch: books the time that the training waits for a save.
+        stopwatch: counts the time that the training waits for a save.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         restored: the checkpoint that the run goes on from, if any.
-        lease: on the run's folder, looked at before each commit; None = nobody else writes there.
+        lease: checked before each commit; None = nobody else writes into the run's folder.
 
     Attributes:
-        newest: the checkpoint that was saved last, once it is committed.
+        newest: the checkpoint that was committed last, or that the run goes on from.
     """
 
     def __init__(
@@ -139,7 +133,7 @@ class CheckpointManager:
         self._saving: Path | None = None
         self.newest: Path | None = None
         self._background: BackgroundSave | None = None
-        device = contents.device
+        device = next(iter(contents.parameters.values())).device
         if config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full:
             self._background = BackgroundSave(device)
             hold_update = self._background.staging.hold_update  # an update must not change what is still being copied
@@ -250,11 +244,11 @@ class CheckpointManager:
     def _restore(self, restored: CheckpointRef) -> None:
         self._evaluation_loss = restored.manifest.evaluation_loss
         self._best_evaluation_loss = restored.manifest.best_evaluation_loss
+        self.newest = restored.path
         self._contents.restore(restored.manifest)
         if restored.is_own:  # a kill may have come after its commit and before this
             on_rank_zero(lambda: tidy_up(self._run, restored.path, self._config.keep_last))
 
 
 def _kind_at_end(state: TrainState) -> str:
-    """Of a checkpoint that is saved because the invocation ends."""
     return "final" if state.finished else "preempt" if state.preempted else "interval"

@@ -10,8 +10,8 @@
     <run>/checkpoints/best -> step_900_ckp       the lowest evaluation loss
     <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
 
-Both are independent of the number of processes: tensors are global, and the job has one position in the data. A name is
-for people: what a checkpoint is stands in its manifest. The step in a name only saves reading that to sort.
+Neither depends on the number of processes: tensors are global, and the job has one position in the data. Names of
+folders are for people: what a checkpoint is stands in its manifest.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file of a checkpoint has to be: its size, and the CRC-32 of its content in 8 hexadecimal digits."""
+    """What a file of a checkpoint has to be: its size, and the CRC-32 of its content as `crc32_text` writes it."""
 
     bytes: int
     crc32: str
@@ -74,11 +75,9 @@ class FileEntry:
 class Manifest:
     """The JSON document of a checkpoint; written last, it says that the checkpoint is complete.
 
-    Its defaults are those of weights that no training step has touched.
+    The defaults are those of weights that no training step has touched.
 
     Attributes:
-        format_version: of this document and of the tensors' names.
-        step, tokens_seen: updates done, and their tokens.
         seconds: time trained, over all invocations.
         kind: why it was saved: "interval"; "final", the run is done; "preempt", in case the run is stopped, superseded
             by the next one; "best", its evaluation loss was the lowest, superseded by the next best.
@@ -86,8 +85,7 @@ class Manifest:
         best_evaluation_loss: the lowest of the run so far, if any.
         data: position in the data, as the loader gives it; empty where a checkpoint holds weights alone.
         state: what parts of the run remember, by name.
-        global_batch_size: sequences a step.
-        world: number of processes and strategy that wrote it; another one can read it.
+        world: number of processes and strategy that wrote it; others can read it.
         config: the run's settings, as YAML.
     """
 
@@ -110,11 +108,7 @@ class Manifest:
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:
-        """Reads the manifest in a JSON document.
-
-        Raises:
-            CheckpointError: it is none, of a version that this code cannot read, or damaged.
-        """
+        """Reads the manifest in a JSON document; a CheckpointError if it is none, of another version or damaged."""
         if not isinstance(document, dict) or "format_version" not in document:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint: it has no format_version")
         version = document["format_version"]
@@ -152,21 +146,16 @@ _FORMS: dict[str, Any] = {
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    """A number that any changed value changes; JSON's numbers and texts read back equal, so it can be made again."""
     return crc32_text(zlib.crc32(json.dumps(values, sort_keys=True).encode()))
 
 
 def crc32_text(value: int) -> str:
-    """A CRC-32 as manifests write it."""
+    """A CRC-32 as manifests write it: eight hexadecimal digits."""
     return f"{value:08x}"
 
 
 def read_document(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint, without a look at its files.
-
-    Raises:
-        CheckpointError: it cannot be read or was damaged.
-    """
+    """Reads the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
     path = folder / MANIFEST
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -182,16 +171,19 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: the manifest is unreadable, or a file is missing, surplus or has another size.
     """
     manifest = read_document(folder)
-    for fault in misnamed_files(folder, manifest):
+    sizes = (size_fault(folder / name, entry) for name, entry in manifest.files.items())
+    fault = next(chain(misnamed_files(folder, manifest), filter(None, sizes)), None)
+    if fault is not None:
         raise CheckpointError(fault)
-    for name, entry in manifest.files.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        size = file.stat().st_size
-        if size != entry.bytes:
-            raise CheckpointError(f"{file} has {size} bytes in place of {entry.bytes}")
     return manifest
+
+
+def size_fault(path: Path, written: FileEntry) -> str | None:
+    """Says that a file is missing or has another size, if so."""
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    return None if size == written.bytes else f"{path} has {size:,} bytes in place of {written.bytes:,}"
 
 
 def misnamed_files(folder: Path, manifest: Manifest, suffixes: Sequence[str] = (SHARD_SUFFIX,)) -> Iterator[str]:
@@ -223,6 +215,11 @@ def incomplete_checkpoints(run: Path) -> list[Path]:
 def unfinished_saves(run: Path) -> list[Path]:
     """Folders of saves that are under way, or never ended."""
     return [path for path in _folders(run) if path.suffix == UNFINISHED_SUFFIX and not path.is_symlink()]
+
+
+def run_of(path: Path) -> Path:
+    """A run's folder, where it or its checkpoints/ was named."""
+    return path.parent if path.name == CHECKPOINTS else path
 
 
 def _folders(run: Path) -> list[Path]:
@@ -263,7 +260,7 @@ def step_of(path: Path) -> int:
 def tensor_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, the very ones that train: loading into them restores the run.
+    """The tensors of a checkpoint, not copied: loading into them restores the run.
 
     Args:
         optimizer: over the same parameters, its state already made; None for the parameters alone.
@@ -278,11 +275,7 @@ def tensor_state(
 
 
 def shape_of(manifest: Manifest) -> LlamaShape:
-    """The dimensions of a checkpoint's model.
-
-    Raises:
-        CheckpointError: the manifest names others than this version knows.
-    """
+    """The dimensions of a checkpoint's model; a CheckpointError if this version knows others."""
     try:
         scaling = manifest.model["rope_scaling"]
         return LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
@@ -291,11 +284,7 @@ def shape_of(manifest: Manifest) -> LlamaShape:
 
 
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
-    """Refuses a checkpoint of a model with other dimensions.
-
-    Raises:
-        CheckpointError: names each difference.
-    """
+    """Raises a CheckpointError that names each difference if a checkpoint is of a model with other dimensions."""
     ours = {name: value for name, value in asdict(shape).items() if name not in _NOT_COMPUTED_WITH}
     differences = [
         f"{name}: {manifest.model.get(name)} in the checkpoint, {value} in this run"

@@ -9,8 +9,8 @@ They stand in a checkpoint's folder in place of the shards, with the same manife
 Nothing here loads them otherwise than with `torch.load(…, weights_only=True)`.
 
 Rank 0 writes them and holds one tensor at a time, whatever the size of the model: torch.save asks a storage that is on
-no CPU for a copy there when its turn comes, and only then is the tensor fetched. For reading, torch.load under
-FakeTensorMode says where in the file each tensor lies (`read_header`), and `reader` reads it from there.
+no CPU for a copy there when its turn comes, and only then is the tensor fetched. `headers` finds the tensors in the
+files again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 
+from pretraining.checkpoint.headers import load_file
 from pretraining.checkpoint.manifest import (
     ITERATION_FILE,
     MODEL_FILE,
@@ -43,20 +44,13 @@ from pretraining.checkpoint.manifest import (
     crc32_text,
     shape_of,
 )
-from pretraining.checkpoint.reader import Header, StoredChunk
-from pretraining.checkpoint.writer import Chunk, Kinds, size_of
+from pretraining.checkpoint.writer import Kinds, size_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import parameter_groups
-
-
-def is_full(files: Iterable[str]) -> bool:
-    """Whether a checkpoint with these files has this form."""
-    return MODEL_FILE in files
-
 
 # Writing
 
@@ -71,11 +65,11 @@ class FullSave:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(size_of(*kind) for kind in self._kinds().values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
         """Writes the four files; a collective call. Returns what they have to be, on rank 0."""
-        kinds = self._kinds()
+        kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         values = (self.tensors[name].detach() for name in in_order(kinds))
         whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in values)
         try:
@@ -83,9 +77,6 @@ class FullSave:
         finally:
             for _ in whole:  # every rank takes part in gathering every tensor, also where writing failed
                 pass
-
-    def _kinds(self) -> Kinds:
-        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
 
 
 def write_full(folder: Path, kinds: Kinds, values: Iterable[torch.Tensor], manifest: Manifest) -> dict[str, FileEntry]:
@@ -151,7 +142,7 @@ def write_file(
 
 @dataclass(frozen=True, eq=False)
 class _Pending:
-    """A tensor in what torch.save writes whose values are fetched when its bytes are written."""
+    """A tensor whose values are fetched when torch.save writes its bytes."""
 
     blank: torch.Tensor
 
@@ -161,7 +152,7 @@ class _Pending:
 
 
 class _Output(io.RawIOBase):
-    """A file that torch.save writes to, from its beginning to its end; keeps what that is."""
+    """A file that torch.save writes to in order; keeps size, checksum and the disk's error."""
 
     def __init__(self, file: BinaryIO | io.FileIO) -> None:
         self._file = file
@@ -169,7 +160,7 @@ class _Output(io.RawIOBase):
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Writes all of `content`."""
+        """Writes all of it."""
         left = memoryview(content)
         self.crc32 = zlib.crc32(left, self.crc32)
         self.size += len(left)
@@ -183,7 +174,6 @@ class _Output(io.RawIOBase):
 
 
 def _split(kinds: Kinds) -> tuple[Kinds, Kinds]:
-    """The tensors of the model, and those of the optimizer."""
     of_model = {name: kind for name, kind in kinds.items() if not name.startswith(OPTIMIZER_PREFIX)}
     return of_model, {name: kind for name, kind in kinds.items() if name not in of_model}
 
@@ -248,64 +238,10 @@ def _passes(data: Mapping[str, Any], seq_length: int) -> int:
 
 
 def manifest_of_files(folder: Path) -> Manifest:
-    """The manifest that the four files carry where they stand alone; without sizes and checksums.
-
-    Raises:
-        CheckpointError: they carry none.
-    """
+    """The manifest that the four files carry, without sizes and checksums; a CheckpointError if they carry none."""
     content = load_file(folder / ITERATION_FILE)
     names = Manifest.__dataclass_fields__.keys() - {"files"}
     missing = sorted(names - content.keys())
     if missing:
         raise CheckpointError(f"{folder / ITERATION_FILE} lacks {', '.join(missing)}: it is of another program")
     return Manifest(**{name: content[name] for name in names}, files={})
-
-
-def read_header(path: Path) -> Header:
-    """Reads which tensors one of the four files holds, and where; raises as `load_file`."""
-    with FakeTensorMode():
-        content = load_file(path)
-    if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
-        return Header([])
-    tensors = content if path.name == MODEL_FILE else _flat_optimizer_state(content, path)
-    chunks = {name: _stored_chunk(path, name, value) for name, value in tensors.items()}
-    # A tied head is the embedding under a second name.
-    head, embedding = chunks.get("lm_head.weight"), chunks.get("model.embed_tokens.weight")
-    if head is not None and embedding is not None and head.begin == embedding.begin:
-        del chunks["lm_head.weight"]
-    return Header(list(chunks.values()))
-
-
-def load_file(path: Path) -> dict[str, Any]:
-    """Reads a file of torch.save without executing anything.
-
-    Raises:
-        CheckpointError: it cannot be read, is damaged, or holds anything but tensors and plain values.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # torch.load raises many kinds, and long texts about how to load it unsafely
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors and plain values: {reason}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no dictionary")
-    return content
-
-
-def _flat_optimizer_state(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    state = content.get("state")
-    if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
-        raise CheckpointError(f"{path} has no state of an optimizer by parameter names")
-    return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state.items() for key, value in kept.items()}
-
-
-def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:
-    if not isinstance(value, torch.Tensor):
-        raise CheckpointError(f"{path}: {name} is no tensor")
-    begin = value.untyped_storage()._checkpoint_offset if value.layout == torch.strided else None
-    if begin is None or not value.is_contiguous():
-        raise CheckpointError(f"{path}: {name} is no tensor whose elements lie in a row, as torch.save keeps them")
-    begin += int(value.storage_offset()) * value.itemsize
-    return StoredChunk(name, value.dtype, Chunk.whole(value.shape), path.name, begin)

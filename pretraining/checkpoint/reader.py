@@ -1,7 +1,7 @@
 """How tensors are read back from files, whatever the form of the files and the layout that wrote them.
 
-    a file   -> `Header`: which chunk of which tensor begins at which byte; a form of files is one `ReadHeader` function
-    a wish   -> the stored chunks that overlap with it -> `_read_chunk`: from the disk into the tensor's memory
+    files  -> `headers`: which chunk of which tensor begins at which byte
+    a wish -> the stored chunks that overlap with it -> `read_chunk`: from the disk into the tensor's memory
 
 `TensorFiles` reads any part of any tensor in one process, one tensor at a time. `load_tensors` fills the tensors of all
 ranks in one pass, and compares each byte with what was written:
@@ -11,118 +11,33 @@ ranks in one pass, and compares each byte with what was written:
     files that no rank needs wholly     -> read by one rank more, for their checksums alone
     what every rank has found           -> told to all, before any of them uses a tensor
 
-With the layout that wrote the checkpoint every file is needed wholly. Reading never executes anything.
+With the layout that wrote the checkpoint every file is needed wholly.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.manifest import FileEntry, crc32_text
-from pretraining.checkpoint.writer import CHUNK_BYTES, DTYPES, Chunk, local_chunk, local_tensor, memory_of
+from pretraining.checkpoint.headers import Header, StoredChunk, chunks_by_name, extent, read_header, reading
+from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, crc32_text, size_fault
+from pretraining.checkpoint.writer import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import file_checksum, with_retries
+from pretraining.files import file_checksum
 
 READING_THREADS = 4
-LARGEST_HEADER_BYTES = 10**8
 
 Files = Mapping[str, FileEntry | None]
 """Names of a folder's files, and where they are known, size and checksum."""
-
-
-# What lies where in a file
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk of a tensor in a file, and the byte at which it begins."""
-
-    name: str
-    dtype: torch.dtype
-    chunk: Chunk
-    file: str
-    begin: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a file holds.
-
-    Attributes:
-        chunks: in the order in which they lie there.
-        bytes: length of what stands before the first of them.
-        crc32: of these bytes, where the chunks are all the rest; None otherwise.
-    """
-
-    chunks: list[StoredChunk]
-    bytes: int = 0
-    crc32: int | None = None
-
-
-ReadHeader = Callable[[Path], Header]
-
-
-def read_header(path: Path) -> Header:
-    """Reads the header of a safetensors file.
-
-    Raises:
-        CheckpointError: it is no such file, or its tensors do not fill it exactly.
-    """
-    with path.open("rb") as file:
-        end = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if not 2 <= length <= min(end - 8, LARGEST_HEADER_BYTES):
-            raise CheckpointError(f"{path} is no safetensors file")
-        content = file.read(length)
-    try:
-        chunks = _stored_chunks(path.name, json.loads(content), 8 + length, end)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a header that makes no sense ({error})") from None
-    return Header(chunks, 8 + length, zlib.crc32(content, zlib.crc32(prefix)))
-
-
-def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end: int) -> list[StoredChunk]:
-    """The chunks of a header, in the order in which they lie in the file; any error where it makes no sense."""
-    sharding = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-    chunks = []
-    for name, entry in header.items():
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        offsets = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
-        numbers = (*shape, *offsets, begin, end)
-        if (
-            len(offsets) != len(shape)
-            or not all(isinstance(number, int) and number >= 0 for number in numbers)
-            or end - begin != prod(shape) * dtype.itemsize
-        ):
-            raise ValueError(f"tensor {name}")
-        chunks.append(StoredChunk(name, dtype, Chunk(offsets, shape), file, data_begin + begin))
-    chunks.sort(key=lambda stored: (stored.begin, stored.chunk.count))
-    at = data_begin
-    for stored in chunks:
-        if stored.begin != at:
-            raise ValueError(f"tensor {stored.name} begins at byte {stored.begin}, not {at}")
-        at += _bytes_of(stored)
-    if at != file_end:
-        raise ValueError(f"its tensors end at byte {at} of {file_end}")
-    return chunks
-
-
-def _bytes_of(stored: StoredChunk) -> int:
-    return stored.chunk.count * stored.dtype.itemsize
 
 
 # One process: any part of any tensor
@@ -133,31 +48,25 @@ class TensorFiles:
 
     Args:
         files: a file whose size and checksum are known is compared with them before the first chunk is taken from it.
-        read_header: reads what such a file holds.
+
+    Attributes:
+        chunks: of each tensor, all of one type and number of dims.
 
     Raises:
         CheckpointError: a file cannot be read, or chunks of one name are not of one tensor.
     """
 
-    def __init__(self, folder: Path, files: Files, read_header: ReadHeader = read_header) -> None:
+    def __init__(self, folder: Path, files: Files) -> None:
         self._folder = folder
         self._unchecked = {name: entry for name, entry in files.items() if entry is not None}
-        self._chunks = chunks_by_name(self._header_of(name, read_header) for name in files)
-        for name, chunks in self._chunks.items():
+        self.chunks = chunks_by_name(map(self._header_of, files))
+        for name, chunks in self.chunks.items():
             if len({(stored.dtype, len(stored.chunk.sizes)) for stored in chunks}) > 1:
                 raise CheckpointError(f"{folder}: pieces of {name} are of different types")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor: as far as its chunks reach."""
-        return {name: extent(stored.chunk for stored in chunks) for name, chunks in self._chunks.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor's elements."""
-        return self._chunks[name][0].dtype
-
-    def files_of(self, name: str) -> list[str]:
-        """The files that hold chunks of a tensor."""
-        return [stored.file for stored in self._chunks[name]]
+        return {name: extent(stored.chunk for stored in chunks) for name, chunks in self.chunks.items()}
 
     def read(self, name: str, chunk: Chunk | None = None) -> torch.Tensor:
         """Reads a part of a tensor, by default all of it, into new memory on the CPU.
@@ -166,12 +75,13 @@ class TensorFiles:
             CheckpointError: a file cannot be read or is not what was written, or an element is in none of them, or in
                 two.
         """
-        stored = self._chunks[name]
+        stored = self.chunks[name]
         chunk = Chunk.whole(extent(each.chunk for each in stored)) if chunk is None else chunk
         values = torch.empty(chunk.sizes, dtype=stored[0].dtype)
         reads = list(_reads_of(stored, chunk, values))
         for read in reads:
-            self._read(read)
+            self._check(read.stored.file)
+            _read_file(self._folder / read.stored.file, [read])
         found = sum(read.part.count for read in reads)
         if found != chunk.count:
             raise CheckpointError(
@@ -180,105 +90,81 @@ class TensorFiles:
             )
         return values
 
-    def _header_of(self, name: str, read_header: ReadHeader) -> Header:
+    def _header_of(self, name: str) -> Header:
         try:
-            return _header_of(self._folder / name, read_header)
+            return read_header(self._folder / name)
         except CheckpointError:
             self._check(name)  # what is wrong with the whole file says more
             raise
 
     def _check(self, name: str) -> None:
-        """Compares a file with what was written, once."""
+        """Compares a file with what was written, the first time."""
         entry = self._unchecked.pop(name, None)
         fault = file_fault(self._folder / name, entry) if entry is not None else None
         if fault is not None:
             raise CheckpointError(fault)
 
-    def _read(self, read: ReadItem) -> None:
-        path = self._folder / read.stored.file
-        self._check(path.name)
-        try:
-            _read_file(path, [read], None)
-        except OSError as error:
-            raise CheckpointError(_cannot_be_read(path, error)) from None
-
-
-def _header_of(path: Path, read_header: ReadHeader) -> Header:
-    """Reads a header; an error of the file system becomes one for users."""
-    try:
-        return with_retries(lambda: read_header(path), f"reading {path}")
-    except OSError as error:
-        raise CheckpointError(_cannot_be_read(path, error)) from None
-
-
-def chunks_by_name(headers: Iterable[Header]) -> dict[str, list[StoredChunk]]:
-    """What files hold together: the chunks of each tensor."""
-    chunks: dict[str, list[StoredChunk]] = {}
-    for header in headers:
-        for stored in header.chunks:
-            chunks.setdefault(stored.name, []).append(stored)
-    return chunks
-
-
-def extent(chunks: Iterable[Chunk]) -> tuple[int, ...]:
-    """The smallest shape that all chunks are inside of."""
-    return tuple(map(max, zip(*(chunk.ends for chunk in chunks), strict=True)))
-
 
 # All processes: every tensor in one pass
 
 
-def load_tensors(
-    folder: Path,
-    files: Files,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    read_header: ReadHeader = read_header,
-    converts: bool = False,
-) -> None:
+def load_tensors(folder: Path, files: Files, tensors: Mapping[str, torch.Tensor]) -> None:
     """Reads files into `tensors`, in place, whatever the layout that wrote them; a collective call.
+
+    Files that other programs write, too (.pt, and all without a manifest), may hold other types: these are converted.
 
     Args:
         files: all of them; those with size and checksum are compared, also where no tensor of them is asked for.
         tensors: the same names on every rank.
-        converts: whether a tensor may be stored in another type.
 
     Raises:
         DamagedError: names every file that is not what was written; the tensors hold anything.
         CheckpointError: a tensor is missing, or of another shape or type.
     """
     try:
-        headers = _read_headers(folder, sorted(files), read_header)
-        results = gather_from_every_rank(lambda: _fill(folder, files, headers, tensors, converts))
+        headers = _read_headers(folder, sorted(files))
+        results = gather_from_every_rank(lambda: _fill(folder, files, headers, tensors))
     except CheckpointError:
         check_files(folder, files)  # a damaged header may seem to be of other tensors
         raise
-    faults = [fault for _, faults in results for fault in faults]
-    compared = {name for names, _ in results for name in names}
-    faults += _faults(folder, {name: entry for name, entry in files.items() if name not in compared})
-    if faults:
-        raise DamagedError("; ".join(dict.fromkeys(faults)))  # several ranks may have read the same file
+    compared = {name for of_rank in results for name in of_rank}
+    # Several ranks may have read the same file, and one of them alone what was not written.
+    faults = dict.fromkeys(fault for of_rank in results for fault in of_rank.values() if fault is not None)
+    check_files(folder, {name: entry for name, entry in files.items() if name not in compared}, faults)
 
 
-def check_files(folder: Path, files: Files) -> None:
-    """Reads every file of a checkpoint, each rank a share, and compares with the manifest; a collective call.
+def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:
+    """Reads every file of known content, each rank a share, and compares with the manifest; a collective call.
+
+    Args:
+        faults: what is known to be wrong with other files, the same on every rank.
 
     Raises:
         DamagedError: names every file whose content is not what was written.
     """
-    if faults := _faults(folder, files):
+    known = {name: entry for name, entry in files.items() if entry is not None}
+    found = []
+    if known:
+        own = share_of_files(known, *_place())
+        found = gather_from_every_rank(lambda: file_faults(folder, own, READING_THREADS))
+    faults = [*faults, *(fault for of_rank in found for fault in of_rank)]
+    if faults:
         raise DamagedError("; ".join(faults))
+
+
+def file_faults(folder: Path, files: Mapping[str, FileEntry], threads: int) -> list[str]:
+    """Reads files wholly, and says in what they are not what was written."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        faults = pool.map(lambda name: file_fault(folder / name, files[name]), files)
+        return [fault for fault in faults if fault]
 
 
 def file_fault(path: Path, written: FileEntry) -> str | None:
     """Reads a file wholly, and says in what it is not what was written, if it is not."""
     try:
-        found = with_retries(lambda: file_entry(path), f"reading {path}")
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except OSError as error:
-        return _cannot_be_read(path, error)
-    return _content_fault(path, found, written)
+        return size_fault(path, written) or _checksum_fault(path, reading(path, file_entry).crc32, written)
+    except CheckpointError as error:
+        return str(error)
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -287,88 +173,63 @@ def file_entry(path: Path) -> FileEntry:
     return FileEntry(size, checksum)
 
 
-def share_of_files(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list[str]:
+def _checksum_fault(path: Path, crc32: str, written: FileEntry) -> str | None:
+    if crc32 == written.crc32:
+        return None
+    return f"{path} is damaged: its checksum is {crc32} in place of {written.crc32}"
+
+
+def share_of_files(files: Mapping[str, FileEntry], rank: int, world_size: int) -> dict[str, FileEntry]:
     """The files that a rank checks: about as many bytes for each, neighbours together."""
     total = max(1, sum(entry.bytes for entry in files.values()))
-    own, before = [], 0
+    own, before = {}, 0
     for name in sorted(files):
         size = files[name].bytes
         if min((2 * before + size) * world_size // (2 * total), world_size - 1) == rank:  # where its middle lies
-            own.append(name)
+            own[name] = files[name]
         before += size
     return own
 
 
-def _faults(folder: Path, files: Files) -> list[str]:
-    """What is wrong with files of known content, each read by one rank."""
-    known = {name: entry for name, entry in files.items() if entry is not None}
-    if not known:
-        return []
-    own = share_of_files(known, *_place())
-
-    def check() -> list[str]:
-        with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="verify") as pool:
-            found = pool.map(lambda name: file_fault(folder / name, known[name]), own)
-            return [fault for fault in found if fault]
-
-    return [fault for of_rank in gather_from_every_rank(check) for fault in of_rank]
-
-
-def _content_fault(path: Path, found: FileEntry, written: FileEntry) -> str | None:
-    if found.bytes != written.bytes:
-        return f"{path} has {found.bytes:,} bytes in place of {written.bytes:,}"
-    if found.crc32 != written.crc32:
-        return f"{path} is damaged: its checksum is {found.crc32} in place of {written.crc32}"
-    return None
-
-
-def _cannot_be_read(path: Path, error: OSError) -> str:
-    return f"{path} cannot be read: {error.strerror or error}"
-
-
-def _read_headers(folder: Path, names: list[str], read_header: ReadHeader) -> dict[str, Header]:
+def _read_headers(folder: Path, names: list[str]) -> dict[str, Header]:
     """What lies where in which file; each rank opens its share of the files and tells the others."""
     rank, world_size = _place()
-    shares = gather_from_every_rank(
-        lambda: {name: _header_of(folder / name, read_header) for name in names[rank::world_size]}
-    )
+    shares = gather_from_every_rank(lambda: {name: read_header(folder / name) for name in names[rank::world_size]})
     return {name: header for share in shares for name, header in share.items()}
 
 
+def _place() -> tuple[int, int]:
+    """Rank and number of processes; one alone has joined no others."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def _fill(
-    folder: Path, files: Files, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor], converts: bool
-) -> tuple[list[str], list[str]]:
-    """Reads this rank's part of every tensor; returns the files that were compared, and the faults of those read."""
-    reads = _plan(folder, headers, tensors, converts)
-    whole = {name for name in reads if _is_whole(reads[name], headers[name], files[name])}
-
-    def fault_of(name: str) -> str | None:
-        path, entry = folder / name, files[name]
-        begun = headers[name].crc32 if name in whole else None
-        try:
-            crc32 = with_retries(lambda: _read_file(path, reads[name], begun), f"reading {path}")
-        except OSError as error:
-            return _cannot_be_read(path, error)
-        if entry is None or crc32 is None:
-            return None
-        return _content_fault(path, FileEntry(entry.bytes, crc32_text(crc32)), entry)
-
-    with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="restore") as pool:
-        return sorted(whole), [fault for fault in pool.map(fault_of, reads) if fault]
-
-
-def _plan(
-    folder: Path, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor], converts: bool
-) -> dict[str, list[ReadItem]]:
-    """What this rank needs of each file, in the order in which it lies there."""
+    folder: Path, files: Files, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, str | None]:
+    """Reads this rank's part of every tensor; returns what is wrong, if anything, with each file that was compared."""
     stored = chunks_by_name(headers.values())
+    converts = MODEL_FILE in files or None in files.values()
     reads: dict[str, list[ReadItem]] = {}
     for name, tensor in tensors.items():
         chunks = stored.get(name, [])
         _check_fits(folder, name, chunks, tensor, converts)
         for read in _reads_of(chunks, local_chunk(tensor), local_tensor(tensor)):
             reads.setdefault(read.stored.file, []).append(read)
-    return {name: sorted(of_file, key=lambda read: read.stored.begin) for name, of_file in reads.items()}
+
+    def fault_of(name: str) -> tuple[bool, str | None]:
+        """Reads what is needed of a file; whether that was all of it, and what is wrong then."""
+        path, entry = folder / name, files[name]
+        in_order = sorted(reads[name], key=lambda read: read.stored.begin)
+        if entry is None or not _is_whole(in_order, headers[name], entry):
+            _read_file(path, in_order)
+            return False, None
+        crc32 = _read_file(path, in_order, headers[name].crc32)
+        assert crc32 is not None
+        return True, _checksum_fault(path, crc32_text(crc32), entry)
+
+    with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="restore") as pool:
+        results = zip(reads, pool.map(fault_of, reads), strict=True)
+        return {name: fault for name, (compared, fault) in results if compared}
 
 
 def _check_fits(folder: Path, name: str, chunks: Sequence[StoredChunk], tensor: torch.Tensor, converts: bool) -> None:
@@ -390,21 +251,16 @@ def _words(counts: Mapping[tuple[torch.dtype, int], int]) -> str:
     return ", ".join(f"{count} x {dtype} in {dims} dims" for (dtype, dims), count in counts.items()) or "nothing"
 
 
-def _is_whole(reads: Iterable[ReadItem], header: Header, entry: FileEntry | None) -> bool:
-    """Whether header and reads, one after the other, are all of a file whose checksum is known."""
-    if entry is None or header.crc32 is None:
+def _is_whole(reads: Iterable[ReadItem], header: Header, entry: FileEntry) -> bool:
+    """Whether header and reads, one after the other, are all of a file."""
+    if header.crc32 is None:
         return False
     end = header.bytes
     for read in reads:
         if read.part != read.stored.chunk or read.stored.begin != end:
             return False
-        end += _bytes_of(read.stored)
+        end += read.stored.bytes
     return end == entry.bytes
-
-
-def _place() -> tuple[int, int]:
-    """Rank and number of processes; one alone has joined no others."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 # From the disk into memory
@@ -430,25 +286,27 @@ def _reads_of(chunks: Iterable[StoredChunk], wanted: Chunk, values: torch.Tensor
             yield ReadItem(stored, part, target)
 
 
-def _read_file(path: Path, reads: Iterable[ReadItem], crc32: int | None) -> int | None:
+def _read_file(path: Path, reads: Iterable[ReadItem], begun: int | None = None) -> int | None:
     """Reads parts of a file, in order; goes on with the checksum of what stands before them, if there is one."""
-    with path.open("rb", buffering=0) as file:
-        for read in reads:
-            crc32 = read_chunk(file.fileno(), read, crc32)
-    return crc32
+
+    def read(path: Path) -> int | None:
+        crc32 = begun
+        with path.open("rb", buffering=0) as file:
+            for item in reads:
+                crc32 = read_chunk(file.fileno(), item, crc32)
+        return crc32
+
+    return reading(path, read)
 
 
 def read_chunk(descriptor: int, read: ReadItem, crc32: int | None = None) -> int | None:
-    """Reads a part of a stored chunk into its place; the type is converted.
+    """Reads a part of a stored chunk into its place and converts it; a CheckpointError if the file ends early.
 
     Args:
         crc32: of the file up to the part, which is then the whole chunk; None = do not compute one.
 
     Returns:
         The checksum of the file up to the end of the chunk.
-
-    Raises:
-        CheckpointError: the file ends early.
     """
     stored, part, target = read.stored, read.part, read.target
     offsets = [wanted - begin for wanted, begin in zip(part.offsets, stored.chunk.offsets, strict=True)]

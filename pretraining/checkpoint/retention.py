@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """What retention needs to know of a checkpoint; fields as in its manifest."""
+    """What retention needs to know of a checkpoint."""
 
     path: Path
     step: int
@@ -34,9 +34,9 @@ class Record:
 
 
 def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
-    """After a commit, and at a start in case a kill came then: point `best` to the best, remove what is superseded.
+    """Points `best` to the best checkpoint and removes what is superseded; where that fails, it warns.
 
-    What cannot be replaced or removed is a warning and does not end the run.
+    Call it after a commit, and at a start: a kill may have come in between.
 
     Args:
         newest: the checkpoint that was just committed, or that the run goes on from.
@@ -85,13 +85,13 @@ def list_records(run: Path) -> list[Record]:
 
 @lru_cache(maxsize=4096)
 def _record(path: Path, modified_ns: int) -> Record:
-    """Reads once: a run that keeps everything would otherwise read a thousand manifests at each save."""
+    # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
     manifest = read_document(path)
     return Record(path, manifest.step, manifest.kind, manifest.evaluation_loss)
 
 
 def point_to_best(run: Path, best: Record | None) -> None:
-    """Makes the relative link `best` of a run lead there, replacing it at once; without a best one there is none."""
+    """Makes the relative link `best` of a run lead to the best checkpoint, or removes it where there is none."""
     link = run / CHECKPOINTS / BEST
     if best is None:
         link.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Where a run starts: in which folder, from which checkpoint of it or of elsewhere, and how its tensors get into place.
 
     ckpt_save_path with {timestamp}   -> `settle_run_path`: the folder of the run
-    that folder, ckpt_load_path       -> `find_start_point`: the newest checkpoint that is good, or None
+    that folder, ckpt_load_path       -> `find_checkpoint`: the newest that is good, or None
     what was found                    -> `load`: its tensors, into place; if they are damaged, the next is looked for
 
 The save path wins over the load path: a job that is submitted again resumes itself, whatever it was first started from.
@@ -23,7 +23,6 @@ from typing import TypeVar
 
 import torch
 
-from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.hf_import import is_hugging_face_folder, manifest_of_folder, weight_files
 from pretraining.checkpoint.manifest import (
     CHECKPOINTS,
@@ -35,20 +34,23 @@ from pretraining.checkpoint.manifest import (
     committed_checkpoints,
     read_document,
     read_manifest,
+    run_of,
     shape_of,
 )
-from pretraining.checkpoint.reader import Files, ReadHeader, TensorFiles, load_tensors, read_header
-from pretraining.config.recipes import load_config
+from pretraining.checkpoint.pt_files import manifest_of_files
+from pretraining.checkpoint.reader import Files, TensorFiles, load_tensors
+from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import run_not_writable
+from pretraining.files import run_not_writable, write_atomic
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
 CONFIG_FILE = "config.yaml"
+SAVE_PATH, LOAD_PATH = "--ckpt_save_path", "--ckpt_load_path"
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
@@ -108,7 +110,7 @@ def folders_of(pattern: str) -> list[Path]:
 
 
 def _has_settings(folder: Path, config: TrainConfig) -> bool:
-    """Whether the run in a folder was started with these settings, apart from its own path and when to stop."""
+    """Whether the run in a folder was started with these settings, apart from its path and when to stop."""
     try:
         there = load_config(folder / CONFIG_FILE)
     except ConfigError:
@@ -125,13 +127,29 @@ def _comparable(config: TrainConfig) -> TrainConfig:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether the newest checkpoint is a final one."""
     for path in reversed(committed_checkpoints(folder)):
         try:
             return read_document(path).kind == "final"
         except CheckpointError:
             continue  # damaged: the start passes it over and says so
     return False
+
+
+def make_run_folder(run: Path) -> None:
+    """Makes the run's folder, unless it is there; a CheckpointError if it cannot be written."""
+    try:
+        (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise run_not_writable(run, error) from None
+
+
+def write_config(config: TrainConfig) -> None:
+    """Writes the settings of a start that was not refused, so that the file can start the run again."""
+    run = Path(config.checkpoint.ckpt_save_path)
+    try:
+        write_atomic(run / CONFIG_FILE, dump_config(config))
+    except OSError as error:
+        raise run_not_writable(run, error) from None
 
 
 # From which checkpoint
@@ -142,37 +160,22 @@ class CheckpointRef:
     """A checkpoint that a run can start from.
 
     Attributes:
-        manifest: that of a Hugging Face folder says what a checkpoint of it would.
-        is_own: whether it is the run's own, and not one of another run that a new one starts from.
+        manifest: of a Hugging Face folder, what that of a checkpoint of it would be.
+        is_own: whether it is of this run, and not of another one that this one starts from.
         passed_over: newer ones that are damaged, and how, a line each.
+        weights_only: whether a run takes nothing but the weights from it, and begins at step 0.
     """
 
     path: Path
     manifest: Manifest
     is_own: bool = True
     passed_over: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class StartPoint:
-    """What a run starts from, and whether nothing but the weights is taken from it."""
-
-    checkpoint: CheckpointRef
-    weights_only: bool
+    weights_only: bool = False
 
     @property
     def step(self) -> int:
-        """Updates done where the run starts."""
-        return 0 if self.weights_only else self.checkpoint.manifest.step
-
-
-def find_start_point(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> StartPoint | None:
-    """Finds what a run with these settings starts from, as `find_checkpoint`; None for initial weights."""
-    found = find_checkpoint(config, damaged)
-    if found is None:
-        return None
-    has_state = bool(found.manifest.data)
-    return StartPoint(found, weights_only=not has_state or (config.weights_only and not found.is_own))
+        """Updates done where a run begins that starts from here."""
+        return 0 if self.weights_only else self.manifest.step
 
 
 def find_checkpoint(
@@ -188,73 +191,58 @@ def find_checkpoint(
     Raises:
         CheckpointError: a load path was named and holds no checkpoint, or there are some and all are damaged.
     """
-    candidates = on_rank_zero(lambda: _list_candidates(config))
+    flag, paths = on_rank_zero(lambda: _candidates(config))
+    is_own = flag == SAVE_PATH
     faults: list[str] = []
-    for path in candidates.paths:
+    for path in paths:
         try:
             if path in damaged:
                 raise CheckpointError(damaged[path])
             manifest = on_rank_zero(partial(_manifest_at, path))
-            return CheckpointRef(path, manifest, candidates.is_own, tuple(faults))
         except CheckpointError as error:
             faults.append(str(error))
+        else:
+            weights_only = not manifest.data or (config.weights_only and not is_own)
+            return CheckpointRef(path, manifest, is_own, tuple(faults), weights_only)
     if not faults:
         return None
-    if candidates.is_exact:
-        raise CheckpointError(f"{faults[0]}. Name another checkpoint with {candidates.source.partition('=')[0]}.")
+    source = Path(config.ckpt_save_path if is_own else config.ckpt_load_path or "")
+    if paths == [source]:  # the user named this one, so that no other will do
+        raise CheckpointError(f"{faults[0]}. Name another checkpoint with {flag}.")
     lines = "\n".join(f"  {line}" for line in faults)
     raise CheckpointError(
-        f"{candidates.source} holds {len(faults)} checkpoints, and none is good:\n{lines}\n"
+        f"{flag}={source} holds {len(faults)} checkpoints, and none is good:\n{lines}\n"
         "Repair one, or give another --ckpt_save_path to start a new run."
     )
 
 
-@dataclass(frozen=True)
-class _Candidates:
-    """Checkpoints to look at, newest first, and the flag that led to them.
-
-    Attributes:
-        is_own: whether they are the run's own.
-        is_exact: whether the user named this one, so that no other will do.
-    """
-
-    paths: list[Path]
-    source: str
-    is_own: bool = False
-    is_exact: bool = False
-
-
-def _list_candidates(config: CheckpointConfig) -> _Candidates:
+def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
+    """The flag that leads to checkpoints, and these, newest first."""
     own = committed_checkpoints(Path(config.ckpt_save_path))
     if own:
-        return _Candidates(own[::-1], f"--ckpt_save_path={config.ckpt_save_path}", is_own=True)
+        return SAVE_PATH, own[::-1]
     if config.ckpt_load_path is None:
-        return _Candidates([], "")
-    source, flag = Path(config.ckpt_load_path), f"--ckpt_load_path={config.ckpt_load_path}"
+        return LOAD_PATH, []
+    source = Path(config.ckpt_load_path)
     if (source / MANIFEST).is_file() or (source / ITERATION_FILE).is_file() or is_hugging_face_folder(source):
-        return _Candidates([source], flag, is_exact=True)
-    run = source.parent if source.name == CHECKPOINTS else source
-    found = committed_checkpoints(run)
+        return LOAD_PATH, [source]
+    found = committed_checkpoints(run_of(source))
     if not found:
         raise CheckpointError(
-            f"{flag} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a run with some in "
-            f"{CHECKPOINTS}/."
+            f"{LOAD_PATH}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "
+            f"run with some in {CHECKPOINTS}/."
         )
-    return _Candidates(found[::-1], flag)
+    return LOAD_PATH, found[::-1]
 
 
 def _manifest_at(path: Path) -> Manifest:
     if (path / MANIFEST).is_file():
         return read_manifest(path)
-    return pt_files.manifest_of_files(path) if (path / ITERATION_FILE).is_file() else manifest_of_folder(path)
+    return manifest_of_files(path) if (path / ITERATION_FILE).is_file() else manifest_of_folder(path)
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
-    """Finds the checkpoint at a path, or the newest of the run there, without other processes.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Finds the checkpoint at a path, or the newest of the run there, in one process; a CheckpointError without one."""
     source = Path(path)
     if is_hugging_face_folder(source) and not (source / MANIFEST).is_file():
         raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
@@ -264,10 +252,10 @@ def named_checkpoint(path: str) -> CheckpointRef:
 
 
 def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
-    """Gives a run's settings its model: without a model_variant, dimensions are those of what the run starts from.
+    """Gives settings without a model_variant the dimensions of what the run starts from.
 
-    A collective call, or one of a process alone. Dimensions that were given stay; where they differ, the start refuses
-    them.
+    A collective call, or one of a process alone. Dimensions that were given stay; the start refuses them if they
+    differ.
 
     Raises:
         CheckpointError: there is nothing to start from at a load path, or it does not say what it is.
@@ -292,21 +280,18 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
     """Reads tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
-    files, header_of = _files_of(checkpoint)
-    converts = not checkpoint.manifest.files or pt_files.is_full(files)  # other programs write these forms, too
-    load_tensors(checkpoint.path, files, tensors, read_header=header_of, converts=converts)
+    load_tensors(checkpoint.path, _files_of(checkpoint), tensors)
 
 
 def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
     """The tensors of a checkpoint, compared with the manifest's checksums before use; raises as `TensorFiles`."""
-    return TensorFiles(checkpoint.path, *_files_of(checkpoint))
+    return TensorFiles(checkpoint.path, _files_of(checkpoint))
 
 
-def _files_of(checkpoint: CheckpointRef) -> tuple[Files, ReadHeader]:
-    """The files of a checkpoint with tensors, and what reads their headers."""
-    path, files = checkpoint.path, checkpoint.manifest.files
-    if files:
-        return files, pt_files.read_header if pt_files.is_full(files) else read_header
+def _files_of(checkpoint: CheckpointRef) -> Files:
+    path = checkpoint.path
+    if checkpoint.manifest.files:
+        return checkpoint.manifest.files
     if (path / ITERATION_FILE).is_file():
-        return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE)), pt_files.read_header
-    return dict.fromkeys(on_rank_zero(lambda: weight_files(path))), read_header
+        return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))
+    return dict.fromkeys(on_rank_zero(lambda: weight_files(path)))

@@ -128,12 +128,12 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def _temporary_name(folder: Path) -> Path:
-    """A name of its own: a process that was stopped in a save and wakes up later must not write into another's."""
+    """A new name each time: a process that wakes up in the middle of an old save must not write into a new one."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
 
 
 def _start_fresh(folder: Path, plan: Plan) -> Path:
-    """Makes an empty folder for a save, and room: what interrupted saves have left is of no use to anyone."""
+    """Makes an empty folder for a save, and removes what interrupted saves have left."""
     temporary = _temporary_name(folder)
     with _writing(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
@@ -167,7 +167,6 @@ def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease
 
 @contextmanager
 def _writing(path: Path, total_bytes: int) -> Iterator[None]:
-    """Turns an error of the file system into one for users."""
     try:
         yield
     except OSError as error:
@@ -230,7 +229,7 @@ class SavePlan:
 
     Attributes:
         files: items by the number of the file that they go into.
-        number_of_files: that any process writes, at most.
+        number_of_files: the most that a process writes.
         total_bytes: of all processes.
     """
 
@@ -255,13 +254,13 @@ class SavePlan:
 
 
 def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
-    """What this process writes of a checkpoint of `tensors`; the very memory, not copies."""
+    """What this process writes of a checkpoint of `tensors`; nothing is copied."""
     numbers = file_of_tensor(tensors, dist.get_world_size())
     files: dict[int, list[WriteItem]] = {}
     for name in _written_here(tensors):
         item = WriteItem(name, local_chunk(tensors[name]), local_tensor(tensors[name]))
         files.setdefault(numbers[name], []).append(item)
-    return SavePlan(files, max(numbers.values(), default=0), sum(map(_bytes_of, tensors.values())))
+    return SavePlan(files, max(numbers.values(), default=0), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -271,6 +270,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_chunk(tensor: torch.Tensor) -> Chunk:
     """Where the part that this process holds lies in the whole tensor."""
+    # `DTensor.__create_chunk_list__` says this, too, but takes ten times as long, and a training step waits for it.
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     if isinstance(tensor, DTensor):
         coordinates = tensor.device_mesh.get_coordinate()
@@ -291,18 +291,15 @@ def local_chunk(tensor: torch.Tensor) -> Chunk:
 
 
 def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors whose local part this process writes.
-
-    Replicas share the work: each part is written by one of the processes that hold it, about as many bytes by each.
-    """
+    """Names of the tensors whose local part this process writes; processes with the same parts share the work."""
     written: dict[int, list[int]] = {}  # by number of replicas: bytes that each of them writes
     mine = []
-    for name in sorted(tensors, key=lambda name: (-_bytes_of(tensors[name]), name)):
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
         index, replicas = _replica_of(tensor)
         loads = written.setdefault(replicas, [0] * replicas)
         writer = loads.index(min(loads))
-        loads[writer] += _bytes_of(tensor)
+        loads[writer] += tensor.nbytes
         if writer == index and local_tensor(tensor).numel() > 0:
             mine.append(name)
     return sorted(mine)
@@ -322,11 +319,6 @@ def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
     return index, replicas
 
 
-def _bytes_of(tensor: torch.Tensor) -> int:
-    """Size of the whole tensor, wherever its parts are."""
-    return tensor.numel() * tensor.element_size()
-
-
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Number of the file, from 1, that each tensor goes into; each process has files of its own with these numbers.
 
@@ -338,12 +330,12 @@ def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict
         match = block.search(name)
         return (int(match.group(1)) if match else -1), name
 
-    of_process = sum(map(_bytes_of, tensors.values())) // world_size
+    of_process = sum(tensor.nbytes for tensor in tensors.values()) // world_size
     file_bytes = min(max(-(-of_process // FILES_OF_PROCESS), SMALL_FILE_BYTES), FILE_BYTES)
     files, before = {}, 0
     for name in sorted(tensors, key=place):
         files[name] = 1 + before // (file_bytes * world_size)
-        before += _bytes_of(tensors[name])
+        before += tensors[name].nbytes
     return files
 
 
@@ -370,9 +362,6 @@ def write_tensors(
 
     Returns:
         Size and checksum of what was written, computed from memory, not read back.
-
-    Raises:
-        OSError: it cannot be written.
     """
     size = checksum = 0
     with path.open("wb", buffering=0) as file:
@@ -385,7 +374,7 @@ def write_tensors(
 
 
 def _contents(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of a file, in order; small ones are joined, since each write is a turn that threads wait for."""
+    """The bytes of a file, in order; small ones are joined, since threads wait for each other at each write."""
     small = [memoryview(header)]
     for (dtype, shape), value in zip(kinds.values(), values, strict=True):
         assert value.dtype == dtype and tuple(value.shape) == tuple(shape)

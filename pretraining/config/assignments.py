@@ -1,9 +1,8 @@
 """Settings from several sources into one dataclass: later sources win, and every problem is kept.
 
 Each source (a recipe, the command line) is a list of assignments of raw text. The reader finds the setting that each
-name means, under its own name or a foreign one, and parses the text. It collects what it cannot read instead of
-stopping there, so that a user sees all mistakes at once. Rules over several settings come after it and leave out those
-that could not be read.
+name means, under its own name or a foreign one, parses the text, and collects what it cannot read, so that a user sees
+all mistakes at once. Rules over several settings come after it and leave out those that could not be read.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pretraining.config.fields import Setting, build, sections_of, settings_of
-from pretraining.config.values import Raw, nearest, parse_value
+from pretraining.config.values import Raw, did_you_mean, parse_value
 from pretraining.progress import MULTIPLIERS
 
 T = TypeVar("T")
@@ -30,11 +29,7 @@ IGNORED_NAMES = ("local_rank",)
 class Alias:
     """A foreign name for a setting.
 
-    Attributes:
-        target: the canonical name.
-        help: what the alias means.
-        translate: makes the setting's text from the alias's; raises ValueError with the reason where there is no such
-            setting.
+    `translate` makes the setting's text from the alias's; it raises ValueError with the reason where there is none.
     """
 
     target: str
@@ -50,7 +45,7 @@ class Assignment:
         name: as written; dashes count as underscores, and a section may stand in front (`optimizer.learning_rate`).
         raw: the text, or from a recipe a list of texts or None.
         where: how the user finds it again: `--learning_rate=abc` or `a.yaml: learning_rate: abc`.
-        flag: how the name alone looks in this source: `--learning_rate` or `a.yaml: learning_rate`.
+        flag: the name in the form of this source: `--learning_rate` or `a.yaml: learning_rate`.
         valueless: whether the name stood alone; `raw` is then "True" or "False", which only settings of that type take.
     """
 
@@ -62,22 +57,15 @@ class Assignment:
 
     @property
     def section_and_name(self) -> tuple[str, str]:
-        """The parts of the name, dashes as underscores; no section is ""."""
+        """The parts of the name, with underscores; without a section that is ""."""
         section, _, name = self.name.replace("-", "_").rpartition(".")
         return section, name
 
 
 class Reader(Generic[T]):
-    """Collects the settings of one root.
+    """Collects the settings of one root: `values` by name, `problems` in sentences, and what is `unreadable` for them.
 
-    Args:
-        root: the dataclass.
-        also_known: names that are no settings and that a misspelt one may have meant.
-
-    Attributes:
-        values: what was read, by setting name.
-        problems: what could not be read, a sentence each.
-        unreadable: the settings that those sentences are about.
+    `also_known` are names that are no settings and that a misspelt one may have meant.
     """
 
     def __init__(self, root: type[T], also_known: Sequence[str] = ()) -> None:
@@ -94,7 +82,7 @@ class Reader(Generic[T]):
         self.unreadable: set[str] = set()
 
     def read(self, source: Sequence[Assignment]) -> None:
-        """Takes in one source; what it sets replaces what earlier sources set."""
+        """Reads one source; its values replace those of earlier sources."""
         seen: dict[str, tuple[Assignment, Any]] = {}
         for assignment in source:
             setting = self._find(assignment)
@@ -137,7 +125,6 @@ class Reader(Generic[T]):
         return None
 
     def _hint(self, section: str, name: str, setting: Setting | None) -> str:
-        """Says what an unknown name might have meant."""
         sections = sections_of(self.root)
         if setting is not None:
             return f"{name} is a setting of {setting.section}" if setting.section else f"write {name} without a section"
@@ -147,11 +134,10 @@ class Reader(Generic[T]):
             candidates = [known.name for known in self.settings.values() if known.section == section]
         else:
             candidates = [*self.settings, *self.aliases, *self.also_known]
-        close = nearest(name, candidates)
-        return f"did you mean {close}?" if close else "--help lists every setting"
+        return did_you_mean(name, candidates, "did you mean {}?") or "--help lists every setting"
 
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
-        """Parses an assignment's text, translated first where it was given under a foreign name."""
+        """Parses an assignment's text; one under a foreign name is translated first."""
         alias, raw = self.aliases.get(assignment.section_and_name[1]), assignment.raw
         return parse_value(setting, alias.translate(raw) if alias is not None and isinstance(raw, str) else raw)
 

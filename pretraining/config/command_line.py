@@ -42,7 +42,7 @@ def parse_config(
 
     Args:
         root: the dataclass.
-        overrides: positional `name=value`; of the same name the last one counts. The first may be the value alone of a
+        overrides: positional `name=value`; of the same name the last one counts. The first may be a value alone, of a
             setting that is declared as `first_word`.
         flags: text by flag name, as fire hands it over; "True", "False" or None stand for a flag without a value. From
             Python, any value that can be written as text.
@@ -68,7 +68,7 @@ def parse_config(
 
 
 def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
-    """Returns what the command line itself sets a setting of training to; None where it does not, or not readably."""
+    """Returns what the command line alone sets a setting of training to; None without a readable value."""
     assignments, _ = _read_arguments(overrides, flags)
     reader = Reader(TrainConfig)
     reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
@@ -76,7 +76,7 @@ def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[st
 
 
 def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides, each with its name: the first may be a path alone, where a setting takes one."""
+    """Returns the overrides, the first of them with its name where it is a path alone."""
     first, *others = overrides or [""]
     names = [setting.name for setting in settings_of(root).values() if setting.first_word]
     is_path = bool(names and first) and ("=" not in first or Path(first).exists())
@@ -84,7 +84,7 @@ def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
 
 
 def _read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[Assignment], list[str]]:
-    """Returns the assignments of a command line, and the problems with arguments that assign nothing."""
+    """Returns the assignments of a command line, and a problem for each argument that assigns nothing."""
     problems = []
     positional = {}
     for override in overrides:
@@ -102,8 +102,8 @@ def _read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple
 def _read_flag(name: str, value: Any) -> Assignment:
     """Returns the assignment of one flag.
 
-    Of a flag without a value fire makes "True", and of one that starts with "no" as well "False" under the name without
-    it; what `--no-mixed_precision` leaves behind is `_mixed_precision`.
+    fire turns a flag without a value into "True", and one that starts with "no" into "False" under the rest of its
+    name, which of `--no-mixed_precision` is `_mixed_precision`.
     """
     if isinstance(value, (list, tuple)):
         raw: Raw = [format_value(item) for item in value]
@@ -115,7 +115,7 @@ def _read_flag(name: str, value: Any) -> Assignment:
 
 
 def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[list[Assignment]], list[str]]:
-    """Returns the settings of each recipe that is named, left to right, and the problems of the unreadable."""
+    """Returns the settings of each named recipe, left to right, and what is wrong with others."""
     if len(assignments) > 1:
         given = " and ".join(assignment.where for assignment in assignments)
         return [], [f"recipes are named twice, {given}: write one comma list, read left to right"]

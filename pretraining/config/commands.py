@@ -130,11 +130,7 @@ class ExportConfig:
 
     @property
     def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes.
-
-        Raises:
-            ConfigError: it is no size.
-        """
+        """`max_shard_size` in bytes; raises a ConfigError where it is no size."""
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", self.max_shard_size, re.ASCII)
         unit = _SIZE_UNITS.get(match[2].upper()) if match else None
         size = int(float(match[1]) * unit) if match and unit else 0
@@ -181,11 +177,7 @@ class InspectSettings:
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """First and last of `steps`.
-
-        Raises:
-            ValueError: it is no range of steps.
-        """
+        """First and last of `steps`; raises a ValueError where it is no range of steps."""
         first, last = parse_range(self.steps or "", smallest=1)
         if last > LARGEST_STEP:
             raise ValueError(self.steps)

@@ -8,9 +8,8 @@ A setting is a field of a frozen dataclass. The annotation says what may be give
     keep_last: PositiveInt | None = setting(None, "newest checkpoints to keep; none = all")
     output_path: str = required("folder to make")
 
-A root is a dataclass of section dataclasses (`TrainConfig`) or a flat one (a command with few settings). Everything
-that handles settings by name (flags, recipes, help, dumps) works on the table that `settings_of` returns: a new field
-is known everywhere at once.
+A root is a dataclass of section dataclasses (`TrainConfig`) or a flat one (a command with few settings). Flags,
+recipes, help and dumps work on the table that `settings_of` returns: a new field is known everywhere at once.
 """
 
 from __future__ import annotations
@@ -79,23 +78,18 @@ def required(help: str, *, first_word: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a root.
+    """One setting of a root; what `setting` declares is described there.
 
     Attributes:
-        name: unique over all sections.
         section: the field of the root that holds it; "" in a flat root.
         base: str, int, float, bool or Duration.
         optional: whether None is a value.
         many: whether the value is a tuple of `base`.
-        default: the value without a flag or a recipe; MISSING where one must be given.
-        help: what it does, in a sentence.
+        default: MISSING where a value must be given.
         choices: the only texts allowed, in canonical spelling (lower case, underscores); empty = any.
-        aliases: foreign spellings of choices.
         units: of a duration, the units that are meaningful.
         limits: of a number, by `Ge`, `Le` or `Lt`.
         pluggable: whether a user's own, as `package.module:Name`, is a choice, too.
-        silent_change: whether a resumed run may change it without a word.
-        first_word: whether it may be a word alone, before the flags.
     """
 
     name: str
@@ -173,12 +167,12 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Returns a field's default, made where it has a factory; MISSING where it has none."""
+    """Returns a field's default; MISSING where it has none."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _settings_in(holder: type, section: str, instance: Any, silent_change: bool) -> list[Setting]:
-    """Lists the settings of a root or a section, with the defaults of the root's own instance of it, if it has one."""
+    """Lists the settings of a root or a section; defaults are those of the instance, if the root holds one."""
     settings = []
     hints = get_type_hints(holder, include_extras=True)
     for field in dataclasses.fields(holder):

@@ -1,15 +1,17 @@
-"""What users read about settings, made from the dataclasses: the text of `--help` and docs/configurations.md.
+"""What users read about settings, made from the dataclasses: `--help`, and the tables of docs/configurations.md.
 
 A new or changed setting is in `--help` at once, and in the page after
 
-    python -m pretraining.config.help > docs/configurations.md
+    python -m pretraining.config.help docs/configurations.md
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 from pretraining.config.assignments import ALIASES, RECIPE_NAMES
 from pretraining.config.fields import Setting, sections_of, settings_of
@@ -22,6 +24,7 @@ from pretraining.progress import Duration
 # Beyond this width, lines of prose are hard to read.
 _WIDEST = 110
 _NARROWEST = 60
+_MARK = "<!-- From here on made by `python -m pretraining.config.help docs/configurations.md`. -->\n"
 
 
 def help_text(root: type, command: str, purpose: str, width: int | None = None) -> str:
@@ -29,9 +32,9 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
 
     Args:
         root: the dataclass of the command's settings.
-        command: how the command is called, as `pretrain train`.
+        command: as it is typed: `pretrain train`.
         purpose: what it does, in a few words.
-        width: columns to fit into; by default those of the terminal.
+        width: columns to fit into; None = those of the terminal.
     """
     columns = shutil.get_terminal_size().columns if width is None else width
     columns = max(_NARROWEST, min(columns, _WIDEST))
@@ -54,9 +57,10 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
     return "\n".join(lines)
 
 
-def configurations_page() -> str:
-    """Returns docs/configurations.md."""
-    return "\n".join([*_introduction(), *_settings_tables(), *_variants_table(), *_aliases_table()])
+def with_new_tables(page: str) -> str:
+    """Returns docs/configurations.md with what follows its mark made again; the text above it is written by hand."""
+    text, mark, _ = page.partition(_MARK)
+    return "\n".join([text + mark, *_settings_tables(), *_variants_table(), *_aliases_table(), ""])
 
 
 def _sections(root: type) -> Iterator[tuple[str, str, list[Setting]]]:
@@ -75,7 +79,6 @@ def _entry(flag: str, text: str, indent: int, columns: int) -> list[str]:
 
 
 def _placeholder(setting: Setting) -> str:
-    """Returns what stands for a setting's value."""
     words = {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}
     return "A,B" if setting.many else words[setting.base]
 
@@ -95,74 +98,8 @@ def _default(setting: Setting) -> str:
     return "must be given" if setting.required else format_value(setting.default) or "empty"
 
 
-_INTRODUCTION = """\
-# Configurations
-
-<!-- Made by `python -m pretraining.config.help > docs/configurations.md`; edit pretraining/config/ instead. -->
-
-## How settings are given
-
-On the command line, all of these mean the same:
-
-```
-pretrain train --learning_rate=3e-4
-pretrain train --learning-rate 3e-4
-pretrain train --optimizer.learning_rate=3e-4
-pretrain train learning_rate=3e-4
-```
-
-An unknown name, a value of the wrong type and settings that contradict each other are errors; all of them are listed
-at once, before anything is started.
-
-| type | how it is written |
-|---|---|
-| whole number | `5000`, `5_000`, `5e3` |
-| number | `0.1`, `3e-4` |
-| true or false | `true`/`false`, `yes`/`no`, `on`/`off`, `1`/`0`; `--name` alone is true, `--noname` false |
-| comma list | `a,b` or `[a, b]`; nothing, `[]` or `none` is the empty list |
-| none | `none`, `null` or nothing: decide for me |
-| one of several words | in any case, with dashes or underscores |
-| duration | see below |
-
-### Durations
-
-A length or an interval is one of
-
-| written | means |
-|---|---|
-| `1000` | optimizer steps |
-| `5_000_000tok`, `5Btok` | tokens; `k`, `M`, `B`, `T` multiply by 10^3, 10^6, 10^9, 10^12 |
-| `2ep` | passes: this many times the training tokens of the datasets, whatever their weights |
-| `90s`, `30min`, `2h`, `23h30min` | time, for intervals and `time_limit` |
-
-A length is rounded up to whole steps once, at the start. An interval fires at the first step that reaches a multiple of
-it, counted from the beginning of the run, so it does not drift; `0` is never.
-
-### Recipes
-
-A recipe is a file of settings, in YAML or JSON, flat or by section:
-
-```yaml
-# mine.yaml
-seq_length: 2048
-optimizer:
-  learning_rate: 3e-4
-```
-
-`--recipe=demo,mine.yaml` reads recipes from left to right. Later ones win over earlier ones, the command line wins over
-all of them, and what nobody sets keeps its default. A path ends in `.yaml`, `.yml` or `.json`; other names are those of
-shipped recipes: {recipes}. The settings of a run, defaults included, are written into its folder as `config.yaml`,
-which is a recipe, too."""
-
-
-def _introduction() -> Iterator[str]:
-    """Explains how settings are written."""
-    yield _INTRODUCTION.replace("{recipes}", ", ".join(f"`{name}`" for name in shipped_recipes()))
-
-
 def _settings_tables() -> Iterator[str]:
-    """Tabulates every setting, by section."""
-    yield "\n## Settings"
+    yield "## Settings"
     for section, subject, members in _sections(TrainConfig):
         yield f"\n### {section}\n\n{subject}\n"
         yield "| setting | default | values | meaning |\n|---|---|---|---|"
@@ -172,7 +109,6 @@ def _settings_tables() -> Iterator[str]:
 
 
 def _variants_table() -> Iterator[str]:
-    """Tabulates the named dimensions."""
     yield (
         "\n## Model variants\n\n"
         "`--model_variant` takes a name in any case; any dimension can be changed under its own name.\n\n"
@@ -189,7 +125,6 @@ def _variants_table() -> Iterator[str]:
 
 
 def _dimensions(shape: LlamaShape) -> Iterator[str]:
-    """Yields the cells of a variant."""
     yield str(shape.hidden_size)
     yield f"{shape.num_attention_heads}/{shape.num_key_value_heads}"
     yield str(shape.num_hidden_layers)
@@ -213,4 +148,5 @@ def _aliases_table() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(configurations_page())
+    path = Path(sys.argv[1])
+    path.write_text(with_new_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -29,16 +29,14 @@ class OptimizerEntry:
     Attributes:
         path: of the function that makes it, as `package.module:name`.
         options: the settings of the section `optimizer` that it reads besides learning_rate and weight_decay.
-        state_bytes: what it keeps for each parameter.
     """
 
     path: str
     options: tuple[str, ...]
-    state_bytes: int
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerEntry("pretraining.optim.optimizer:adamw", ("adam_beta1", "adam_beta2", "adam_epsilon"), 8)
+    "adamw": OptimizerEntry("pretraining.optim.optimizer:adamw", ("adam_beta1", "adam_beta2", "adam_epsilon"))
 }
 SCHEDULES = {"cosine": "pretraining.optim.schedules:cosine"}
 TOKEN_FORMATS = {
@@ -50,11 +48,7 @@ TRACKERS = {"tensorboard": "pretraining.observability.trackers:TensorBoard"}
 
 
 def load_plugin(flag: str, path: str) -> Any:
-    """Imports what `package.module:Name` names; modules in the working directory are found, too.
-
-    Args:
-        flag: the setting that names it, for messages.
-        path: `package.module:Name`.
+    """Imports what `package.module:Name` names, also from the working directory; `flag` is the setting that names it.
 
     Raises:
         ConfigError: there is no such module, or nothing of that name in it.

@@ -1,8 +1,8 @@
 """Recipes: files of settings, and the resolved configuration written as one.
 
-A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`). A path names
-it, or the bare name of one in this package's recipes folder. Scalars keep the text that stands in the file, because the
-parser of flags decides what they mean: YAML alone would take 1e-3 for a string, `on` for a boolean and 010 for eight.
+A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), named by its
+path or, in this package's recipes folder, by its bare name. Scalars keep the text of the file, and the parser of flags
+decides what they mean: YAML alone would take 1e-3 for a string, `on` for a boolean and 010 for eight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml
 from pretraining.config.assignments import Assignment, Reader
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, format_value, nearest
+from pretraining.config.values import Raw, did_you_mean, format_value
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
@@ -32,7 +32,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def read_recipe(name: str) -> list[Assignment]:
-    """Returns the settings of one recipe as raw text; `name` is a path, by its ending, or that of a shipped recipe.
+    """Returns the settings of a recipe, a path or the name of a shipped one, as raw text.
 
     Raises:
         ConfigError: there is no such recipe, it is not valid YAML or JSON, or it is no mapping of settings.
@@ -63,7 +63,7 @@ def parse_recipe(content: str, name: str, is_json: bool = False) -> list[Assignm
 
 
 def load_config(path: str | Path) -> TrainConfig:
-    """Reads a resolved configuration back, as `dump_config` wrote it; the rules were checked before it was written.
+    """Reads a resolved configuration back, as `dump_config` wrote it, without checking rules again.
 
     Raises:
         ConfigError: carries every problem of the file.
@@ -96,7 +96,7 @@ def dump_config(config: Any) -> str:
 
 
 def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
-    """Returns the settings that can be read, over defaults, and what is wrong with the others."""
+    """Returns the settings that can be read, over defaults, and what is wrong with others."""
     reader = Reader(TrainConfig)
     reader.read(source)
     config = reader.build()
@@ -105,15 +105,13 @@ def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
 
 
 def _find(name: str) -> Path:
-    """Returns the file of a recipe."""
     if name.endswith(RECIPE_SUFFIXES):
         if not Path(name).is_file():
             raise ConfigError(f"--recipe={name}: there is no such file")
         return Path(name)
     shipped = shipped_recipes()
     if name not in shipped:
-        close = nearest(name, shipped)
-        hint = f"did you mean {close}? " if close else ""
+        hint = did_you_mean(name, shipped, "did you mean {}? ")
         raise ConfigError(
             f"--recipe={name} is not known: {hint}Shipped are {', '.join(shipped)}; a recipe of your own is given by "
             f"its path, ending in {', '.join(RECIPE_SUFFIXES)}"
@@ -122,7 +120,7 @@ def _find(name: str) -> Path:
 
 
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:
-    """Flattens a mapping to assignments; names carry the keys above them."""
+    """Flattens a mapping; names carry the keys above them."""
     assignments = []
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -133,7 +131,6 @@ def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Ass
 
 
 def _assignment(recipe: str, name: str, value: Any) -> Assignment:
-    """Makes an assignment of one entry; a list stays a list of texts."""
     raw: Raw
     if isinstance(value, list):
         if any(isinstance(item, (dict, list)) for item in value):

@@ -1,20 +1,22 @@
 """Every rule that looks at more than one setting, or at more of one than its type and limits, in one place.
 
-A rule is a function from the configuration of a command to the problems that it sees; the annotation says which
-configuration. It names the settings it reads: it is left out where one of them could not be read and would only make a
-second, misleading problem. Rules use what is known before a run starts; what needs the number of GPUs or the data is
-checked where that is known (`batch.py`, `Duration.to_steps`).
+A rule is a function whose parameters are named after the settings that it reads, or after a whole section. It yields a
+sentence for each problem, naming the flag to change, or lets through the ConfigError of what it tries. A rule is left
+out where one of its settings could not be read, since it would only make a second, misleading problem. Rules use what
+is known before a run starts; what needs the number of GPUs or the data is checked where that is known
+(`batch_plan.py`, `Duration.to_steps`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from inspect import signature
+from typing import Any, TypeVar
 
-from pretraining.config.commands import InspectConfig, PrepareConfig, VerifyConfig
-from pretraining.config.fields import settings_of, values_of
+from pretraining.config.commands import InspectConfig, InspectSettings, PrepareConfig, VerifyConfig
+from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, OWN, TOKEN_FORMATS, parse_options
 from pretraining.config.training import (
     ALL_BLOCKS,
@@ -24,7 +26,7 @@ from pretraining.config.training import (
     checkpointed_blocks,
     share_of_blocks,
 )
-from pretraining.config.values import format_value, limit_problem, nearest
+from pretraining.config.values import did_you_mean, format_value, limit_problem, parse_range
 from pretraining.config.variants import VARIANTS, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
@@ -32,7 +34,7 @@ from pretraining.progress import Duration
 FLOAT8_MULTIPLE = 16
 """Sides of matrices that multiply in float8 are multiples of this."""
 
-Problems = Iterator[str]
+Problems = Iterable[str]
 Check = TypeVar("Check", bound=Callable[..., Problems])
 
 
@@ -42,11 +44,13 @@ class Rule:
 
     Attributes:
         root: the configurations that it is for.
-        reads: names of the settings that it looks at.
-        check: yields a sentence for each problem, naming the flag to change.
+        parameters: settings and sections that it is called with.
+        reads: the settings among them, and those of the sections.
+        check: yields a sentence for each problem.
     """
 
     root: type
+    parameters: tuple[str, ...]
     reads: frozenset[str]
     check: Callable[..., Problems]
 
@@ -78,95 +82,90 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
         config: the configuration.
         unreadable: settings that hold their default only because what was given could not be read.
     """
-    rules = [rule for rule in RULES if isinstance(config, rule.root) and rule.reads.isdisjoint(unreadable)]
-    return [problem for rule in rules for problem in rule.check(config)]
+    sections = {name: getattr(config, name) for name in sections_of(type(config))}
+    values = sections | values_of(config)
+    problems: list[str] = []
+    for rule in RULES:
+        if isinstance(config, rule.root) and rule.reads.isdisjoint(unreadable):
+            try:
+                problems.extend(rule.check(**{name: values[name] for name in rule.parameters}))
+            except ConfigError as error:
+                problems.extend(error.problems)
+    return problems
 
 
-def _rule(*reads: str) -> Callable[[Check], Check]:
-    """Adds a rule, which reads the named settings of the configuration it is annotated with, to the list."""
+def _rule(*more: str, root: type = TrainConfig) -> Callable[[Check], Check]:
+    """Adds a rule to the list; `more` names settings that it takes as keywords besides its named parameters."""
 
     def add(check: Check) -> Check:
-        RULES.append(Rule(get_type_hints(check)["config"], frozenset(reads), check))
+        named = signature(check).parameters.values()
+        parameters = (*(each.name for each in named if each.kind != each.VAR_KEYWORD), *more)
+        settings = settings_of(root)
+        sections = set(parameters) - set(settings)
+        reads = {each.name for each in settings.values() if each.name in parameters or each.section in sections}
+        RULES.append(Rule(root, parameters, frozenset(reads), check))
         return check
 
     return add
 
 
-_MODEL = tuple(settings_of(ModelConfig))
 _MAY_BE_EPOCHS = tuple(name for name, setting in settings_of(TrainConfig).items() if "epochs" in setting.units)
 
 
 # Model
 
 
-@_rule(*_MODEL)
-def _the_model_can_be_built(config: TrainConfig) -> Problems:
-    try:
-        resolve_shape(config.model)
-    except ConfigError as error:
-        yield from error.problems
+@_rule()
+def _the_model_can_be_built(model: ModelConfig) -> Problems:
+    resolve_shape(model)
+    return ()
 
 
 # Data
 
 
-@_rule("data_path", "use_dummy_dataset")
-def _there_is_one_source_of_data(config: TrainConfig) -> Problems:
-    data = config.data
-    if data.data_path is None and not data.use_dummy_dataset:
+@_rule()
+def _there_is_one_source_of_data(data_path: str | None, use_dummy_dataset: bool) -> Problems:
+    if data_path is None and not use_dummy_dataset:
         yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
-    if data.data_path is not None and data.use_dummy_dataset:
+    if data_path is not None and use_dummy_dataset:
         yield (
-            f"two sources of data: --data_path={data.data_path} and --use_dummy_dataset=true, which makes its tokens "
+            f"two sources of data: --data_path={data_path} and --use_dummy_dataset=true, which makes its tokens "
             "up; give --data_path=none or --use_dummy_dataset=false"
         )
 
 
-@_rule("file_type", "token_dtype", "data_path")
-def _the_format_of_token_files_is_known(config: TrainConfig) -> Problems:
-    data, known = config.data, ("auto", *TOKEN_FORMATS)
-    if "parquet" in data.file_type.lower():
+@_rule()
+def _the_format_of_token_files_is_known(file_type: str, token_dtype: str | None, data_path: str | None) -> Problems:
+    known = ("auto", *TOKEN_FORMATS)
+    if "parquet" in file_type.lower():
         yield (
-            f"--file_type={data.file_type}: training does not read Parquet. Make token files of it first: "
-            f"pretrain prepare --input_path={data.data_path} --output_path=<folder>"
+            f"--file_type={file_type}: training does not read Parquet. Make token files of it first: "
+            f"pretrain prepare --input_path={data_path} --output_path=<folder>"
         )
-    elif data.file_type not in known and not OWN.fullmatch(data.file_type):
-        near = nearest(data.file_type, known)
-        hint = f"; did you mean {near}?" if near else ""
-        yield (
-            f"--file_type={data.file_type} must be {', '.join(known)} or a class of your own as "
-            f"package.module:Class{hint}"
-        )
-    if data.token_dtype is not None and data.file_type in ("arrow", "npy"):
-        own = f"*.{data.file_type} files say the type of their tokens"
-        yield f"--token_dtype={data.token_dtype} is for *.bin files; {own}"
+    elif file_type not in known and not OWN.fullmatch(file_type):
+        hint = did_you_mean(file_type, known, "; did you mean {}?")
+        yield f"--file_type={file_type} must be {', '.join(known)} or a class of your own as package.module:Class{hint}"
+    if token_dtype is not None and file_type in ("arrow", "npy"):
+        yield f"--token_dtype={token_dtype} is for *.bin files; *.{file_type} files say the type of their tokens"
 
 
-@_rule("use_dummy_dataset", *_MAY_BE_EPOCHS)
-def _epochs_need_a_dataset(config: TrainConfig) -> Problems:
-    if not config.data.use_dummy_dataset:
-        return
-    values = values_of(config)
-    for name in _MAY_BE_EPOCHS:
-        if isinstance(values[name], Duration) and values[name].unit == "epochs":
-            yield (
-                f"--{name}={values[name]} counts passes over a dataset, and made-up data has no end: give steps or "
-                "tokens"
-            )
+@_rule(*_MAY_BE_EPOCHS)
+def _epochs_need_a_dataset(use_dummy_dataset: bool, **durations: Duration | None) -> Problems:
+    for name, duration in durations.items():
+        if use_dummy_dataset and isinstance(duration, Duration) and duration.unit == "epochs":
+            yield f"--{name}={duration} counts passes over a dataset, and made-up data has no end: give steps or tokens"
 
 
-@_rule("use_dummy_dataset", "datasets")
-def _made_up_data_has_no_datasets(config: TrainConfig) -> Problems:
-    if config.data.use_dummy_dataset and config.data.datasets:
-        yield (
-            f"--datasets={format_value(config.data.datasets)} names folders, and --use_dummy_dataset=true reads none; "
-            "leave one out"
-        )
+@_rule()
+def _made_up_data_has_no_datasets(use_dummy_dataset: bool, datasets: tuple[str, ...]) -> Problems:
+    if use_dummy_dataset and datasets:
+        given = f"--datasets={format_value(datasets)}"
+        yield f"{given} names folders, and --use_dummy_dataset=true reads none; leave one out"
 
 
-@_rule("datasets", "weights")
-def _each_dataset_has_a_weight(config: TrainConfig) -> Problems:
-    datasets, weights = config.data.datasets, config.data.weights
+@_rule()
+def _each_dataset_has_a_weight(datasets: tuple[str, ...], weights: tuple[float, ...]) -> Problems:
     given = f"--weights={format_value(weights)}"
     if weights and not datasets:
         yield f"{given} are proportions of nothing: give --datasets, in the same order"
@@ -182,47 +181,53 @@ def _each_dataset_has_a_weight(config: TrainConfig) -> Problems:
         yield f"{given} leave every dataset out: give one of them more than 0"
 
 
-@_rule("datasets")
-def _each_dataset_is_named_once(config: TrainConfig) -> Problems:
-    datasets = config.data.datasets
+@_rule()
+def _each_dataset_is_named_once(datasets: tuple[str, ...]) -> Problems:
     for name, times in Counter(datasets).items():
         if times > 1:
             yield f"--datasets={format_value(datasets)} names {name} {times} times; give it once, with a larger weight"
 
 
-@_rule("skip_samples")
-def _skipped_samples_are_ranges(config: TrainConfig) -> Problems:
-    try:
-        _ = config.data.skipped_ranges
-    except ValueError:
+@_rule()
+def _skipped_samples_are_ranges(skip_samples: tuple[str, ...]) -> Problems:
+    if not _are_ranges(skip_samples, smallest=0):
         yield (
-            f"skip_samples={','.join(config.data.skip_samples)}: write the first and the last sample of each range, "
+            f"skip_samples={','.join(skip_samples)}: write the first and the last sample of each range, "
             "as in --skip_samples=307200-309759,400000-400255"
         )
 
 
-@_rule("bos_token", "sep_token", "vocab_size", "model_variant")
-def _virtual_tokens_are_in_the_vocabulary(config: TrainConfig) -> Problems:
-    model = config.model
-    if model.model_variant is None and model.vocab_size is None:
-        return  # may be a checkpoint's: looked at again once that is known
-    if model.model_variant is not None and model.model_variant.lower() not in VARIANTS:
-        return  # the rule about the model says so
-    vocab_size = resolve_shape(ModelConfig(model_variant=model.model_variant, vocab_size=model.vocab_size)).vocab_size
-    for name, token in (("bos_token", config.data.bos_token), ("sep_token", config.data.sep_token)):
-        if token is not None and token >= vocab_size:
+def _are_ranges(texts: Iterable[str], smallest: int) -> bool:
+    try:
+        return all(parse_range(text, smallest) for text in texts)
+    except ValueError:
+        return False
+
+
+@_rule()
+def _virtual_tokens_are_in_the_vocabulary(
+    bos_token: int | None, sep_token: int | None, vocab_size: int | None, model_variant: str | None
+) -> Problems:
+    size = _known_dimension("vocab_size", vocab_size, model_variant)
+    for name, token in (("bos_token", bos_token), ("sep_token", sep_token)):
+        if size is not None and token is not None and token >= size:
             yield (
-                f"--{name}={token} is outside a vocabulary of {vocab_size} (0 to {vocab_size - 1}): "
-                f"change --{name} or --vocab_size"
+                f"--{name}={token} is outside a vocabulary of {size} (0 to {size - 1}): change --{name} or --vocab_size"
             )
+
+
+def _known_dimension(name: str, given: int | None, model_variant: str | None) -> int | None:
+    """Returns a dimension of the model; None where a checkpoint may say it, which is checked again once it is read."""
+    variant = VARIANTS.get((model_variant or "").lower())
+    return getattr(variant, name, None) if given is None else given
 
 
 # Length and batch
 
 
-@_rule("global_batch_size", "grad_accum_steps")
-def _each_micro_batch_has_a_sequence(config: TrainConfig) -> Problems:
-    size, steps = config.batch.global_batch_size, config.batch.grad_accum_steps
+@_rule()
+def _each_micro_batch_has_a_sequence(global_batch_size: int | None, grad_accum_steps: int | None) -> Problems:
+    size, steps = global_batch_size, grad_accum_steps
     if size is not None and steps is not None and steps > size:
         yield (
             f"--grad_accum_steps={steps} micro-batches cannot share --global_batch_size={size} sequences, even on one "
@@ -230,126 +235,107 @@ def _each_micro_batch_has_a_sequence(config: TrainConfig) -> Problems:
         )
 
 
-@_rule("num_steps")
-def _the_run_has_a_length(config: TrainConfig) -> Problems:
-    if config.run.num_steps.amount == 0:
+@_rule()
+def _the_run_has_a_length(num_steps: Duration) -> Problems:
+    if num_steps.amount == 0:
         yield "--num_steps=0 trains nothing: give steps (1000), tokens (5Btok) or epochs (2ep)"
 
 
-@_rule("warmup_steps", "num_steps", "global_batch_size", "seq_length")
-def _warmup_fits_the_run(config: TrainConfig) -> Problems:
-    warmup, length = config.schedule.warmup_steps, config.run.num_steps
-    if warmup is None or length.amount == 0:
+@_rule()
+def _warmup_fits_the_run(
+    warmup_steps: Duration | None, num_steps: Duration, global_batch_size: int | None, seq_length: int
+) -> Problems:
+    if warmup_steps is None or num_steps.amount == 0:
         return
-    warmup_text, length_text = f"--warmup_steps={warmup}", f"--num_steps={length}"
-    if warmup.unit != length.unit and config.batch.global_batch_size is not None:
-        tokens_per_step = config.batch.global_batch_size * config.data.seq_length
-        arithmetic = f" of {config.batch.global_batch_size} x {config.data.seq_length} tokens"
-        if warmup.unit == "tokens" and length.unit == "steps":
-            warmup = Duration(warmup.to_steps(tokens_per_step, None), "steps")
-            warmup_text += f" ({warmup} steps{arithmetic})"
-        elif warmup.unit == "steps" and length.unit == "tokens":
-            length = Duration(length.to_steps(tokens_per_step, None), "steps")
-            length_text += f" ({length} steps{arithmetic})"
+    lengths, texts = [warmup_steps, num_steps], [f"--warmup_steps={warmup_steps}", f"--num_steps={num_steps}"]
+    if {length.unit for length in lengths} == {"steps", "tokens"} and global_batch_size is not None:
+        position = [length.unit for length in lengths].index("tokens")
+        steps = lengths[position].to_steps(global_batch_size * seq_length, None)
+        lengths[position] = Duration(steps, "steps")
+        texts[position] += f" ({steps} steps of {global_batch_size} x {seq_length} tokens)"
+    warmup, length = lengths
     if warmup.unit == length.unit and warmup.amount > length.amount:
-        yield f"{warmup_text} is longer than {length_text}: shorten the warm-up or lengthen the run"
+        yield f"{texts[0]} is longer than {texts[1]}: shorten the warm-up or lengthen the run"
 
 
 # Optimizer
 
 
-@_rule("optimizer", "optimizer_options")
-def _options_belong_to_an_optimizer_of_the_users_own(config: TrainConfig) -> Problems:
-    optimizer = config.optimizer
-    try:
-        parse_options("optimizer_options", optimizer.optimizer_options)
-    except ConfigError as error:
-        yield str(error)
-    if optimizer.optimizer_options and optimizer.optimizer in OPTIMIZERS:
+@_rule()
+def _options_belong_to_an_optimizer_of_the_users_own(optimizer: str, optimizer_options: tuple[str, ...]) -> Problems:
+    if optimizer_options and optimizer in OPTIMIZERS:
         yield (
-            f"--optimizer_options are for an optimizer of your own, and {optimizer.optimizer} reads the settings "
-            f"{', '.join(OPTIMIZERS[optimizer.optimizer].options)}: leave them out"
+            f"--optimizer_options are for an optimizer of your own, and {optimizer} reads the settings "
+            f"{', '.join(OPTIMIZERS[optimizer].options)}: leave them out"
         )
+    parse_options("optimizer_options", optimizer_options)
 
 
 # Parallelism and precision
 
 
-@_rule("hsdp_group_size", "sharding_strategy")
-def _groups_belong_to_hsdp(config: TrainConfig) -> Problems:
-    size, strategy = config.parallel.hsdp_group_size, config.parallel.sharding_strategy
-    if size is not None and not strategy.startswith("hsdp"):
+@_rule()
+def _groups_belong_to_hsdp(hsdp_group_size: int | None, sharding_strategy: str) -> Problems:
+    if hsdp_group_size is not None and not sharding_strategy.startswith("hsdp"):
         yield (
-            f"--hsdp_group_size={size} needs --sharding_strategy=hsdp or hsdp_zero2, which shard inside groups; "
-            f"{strategy} has no groups. Change one or leave --hsdp_group_size out"
+            f"--hsdp_group_size={hsdp_group_size} needs --sharding_strategy=hsdp or hsdp_zero2, which shard inside "
+            f"groups; {sharding_strategy} has no groups. Change one or leave --hsdp_group_size out"
         )
 
 
-@_rule("replica_check_interval", "sharding_strategy")
-def _compared_replicas_exist(config: TrainConfig) -> Problems:
-    interval, strategy = config.guard.replica_check_interval, config.parallel.sharding_strategy
-    if interval.amount and strategy in ("fsdp", "zero2"):
+@_rule()
+def _compared_replicas_exist(replica_check_interval: Duration, sharding_strategy: str) -> Problems:
+    if replica_check_interval.amount and sharding_strategy in ("fsdp", "zero2"):
         yield (
-            f"--replica_check_interval={interval} compares copies of the weights, and {strategy} keeps one, in pieces: "
-            "give --replica_check_interval=0, or --sharding_strategy=ddp or hsdp"
+            f"--replica_check_interval={replica_check_interval} compares copies of the weights, and "
+            f"{sharding_strategy} keeps one, in pieces: give --replica_check_interval=0, or --sharding_strategy=ddp or "
+            "hsdp"
         )
 
 
-@_rule("fsdp_activation_checkpointing", "selective_checkpointing", "num_hidden_layers", "model_variant")
-def _checkpointed_blocks_exist(config: TrainConfig) -> Problems:
-    selective, is_on = config.parallel.selective_checkpointing, config.parallel.fsdp_activation_checkpointing
-    layers = _known_layers(config.model)
-    try:
-        if selective != PER_OPERATION:
-            share_of_blocks(selective)
-        if is_on and layers is not None:
-            checkpointed_blocks(selective, layers)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    if not is_on and selective != ALL_BLOCKS:
+@_rule()
+def _checkpointed_blocks_exist(
+    fsdp_activation_checkpointing: bool,
+    selective_checkpointing: str,
+    num_hidden_layers: int | None,
+    model_variant: str | None,
+) -> Problems:
+    layers = _known_dimension("num_hidden_layers", num_hidden_layers, model_variant)
+    if selective_checkpointing != PER_OPERATION:
+        share_of_blocks(selective_checkpointing)
+    if fsdp_activation_checkpointing and layers is not None:
+        checkpointed_blocks(selective_checkpointing, layers)
+    if not fsdp_activation_checkpointing and selective_checkpointing != ALL_BLOCKS:
         yield (
-            f"--selective_checkpointing={selective} says which blocks --fsdp_activation_checkpointing is for, and that "
-            "is off: add --fsdp_activation_checkpointing=true, or leave --selective_checkpointing out"
+            f"--selective_checkpointing={selective_checkpointing} says which blocks --fsdp_activation_checkpointing is "
+            "for, and that is off: add --fsdp_activation_checkpointing=true, or leave --selective_checkpointing out"
         )
 
 
-def _known_layers(model: ModelConfig) -> int | None:
-    """Returns the blocks of the model; None where a checkpoint may say, which is looked at again once that is known."""
-    if model.num_hidden_layers is not None:
-        return model.num_hidden_layers
-    variant = VARIANTS.get((model.model_variant or "").lower())
-    return None if variant is None else variant.num_hidden_layers
-
-
-@_rule("mp_dtype", "mixed_precision")
-def _a_dtype_of_mixed_precision_is_used(config: TrainConfig) -> Problems:
-    parallel = config.parallel
-    if parallel.mixed_precision is False and parallel.mp_dtype != "bfloat16":
+@_rule()
+def _a_dtype_of_mixed_precision_is_used(mp_dtype: str, mixed_precision: bool | None) -> Problems:
+    if mixed_precision is False and mp_dtype != "bfloat16":
         yield (
-            f"--mp_dtype={parallel.mp_dtype} is what --mixed_precision computes in, and that is off: give "
+            f"--mp_dtype={mp_dtype} is what --mixed_precision computes in, and that is off: give "
             "--mixed_precision=true, or leave --mp_dtype out"
         )
 
 
-@_rule("float8", "mp_dtype", "mixed_precision")
-def _float8_goes_with_bfloat16(config: TrainConfig) -> Problems:
-    parallel = config.parallel
-    if parallel.float8 is not None and (parallel.mixed_precision is False or parallel.mp_dtype != "bfloat16"):
-        other = "--mixed_precision=false" if parallel.mixed_precision is False else f"--mp_dtype={parallel.mp_dtype}"
+@_rule()
+def _float8_goes_with_bfloat16(float8: str | None, mp_dtype: str, mixed_precision: bool | None) -> Problems:
+    if float8 is not None and (mixed_precision is False or mp_dtype != "bfloat16"):
+        other = "--mixed_precision=false" if mixed_precision is False else f"--mp_dtype={mp_dtype}"
         yield (
-            f"--float8={parallel.float8} goes with computing all else in bfloat16, and {other} is given: leave one of "
-            "them out"
+            f"--float8={float8} goes with computing all else in bfloat16, and {other} is given: leave one of them out"
         )
 
 
-@_rule("float8", "seq_length", *_MODEL)
-def _matrices_fit_float8(config: TrainConfig) -> Problems:
-    model, scaling = config.model, config.parallel.float8
-    sides = {f"--seq_length={config.data.seq_length}": config.data.seq_length}
-    given = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
-    if scaling is None:
+@_rule()
+def _matrices_fit_float8(float8: str | None, seq_length: int, model: ModelConfig) -> Problems:
+    if float8 is None:
         return
+    sides = {f"--seq_length={seq_length}": seq_length}
+    given = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
     if model.model_variant is not None or None not in given:  # otherwise a checkpoint may say the rest
         try:
             shape = resolve_shape(model)
@@ -364,7 +350,7 @@ def _matrices_fit_float8(config: TrainConfig) -> Problems:
     for origin, side in sides.items():
         if side % FLOAT8_MULTIPLE:
             yield (
-                f"--float8={scaling} multiplies matrices whose sides are multiples of {FLOAT8_MULTIPLE}; {origin}: "
+                f"--float8={float8} multiplies matrices whose sides are multiples of {FLOAT8_MULTIPLE}; {origin}: "
                 f"{side} / {FLOAT8_MULTIPLE} = {side / FLOAT8_MULTIPLE:g}. Change it, or leave --float8 out"
             )
 
@@ -372,26 +358,26 @@ def _matrices_fit_float8(config: TrainConfig) -> Problems:
 # Checkpoints
 
 
-@_rule("ckpt_save_path", "col_name")
-def _names_are_not_empty(config: TrainConfig) -> Problems:
-    if not config.checkpoint.ckpt_save_path:
+@_rule()
+def _names_are_not_empty(ckpt_save_path: str, col_name: str) -> Problems:
+    if not ckpt_save_path:
         yield "--ckpt_save_path is empty: name the run's folder"
-    if not config.data.col_name:
+    if not col_name:
         yield "--col_name is empty: name the column that holds the token ids"
 
 
-@_rule("weights_only", "ckpt_load_path")
-def _weights_alone_come_from_somewhere(config: TrainConfig) -> Problems:
-    if config.checkpoint.weights_only and config.checkpoint.ckpt_load_path is None:
+@_rule()
+def _weights_alone_come_from_somewhere(weights_only: bool, ckpt_load_path: str | None) -> Problems:
+    if weights_only and ckpt_load_path is None:
         yield (
             "--weights_only=true begins with the weights of another run, and --ckpt_load_path names none: give it, or "
             "leave --weights_only out"
         )
 
 
-@_rule("ckpt_format", "async_save")
-def _unsharded_checkpoints_are_waited_for(config: TrainConfig) -> Problems:
-    if config.checkpoint.ckpt_format == "full" and config.checkpoint.async_save:
+@_rule()
+def _unsharded_checkpoints_are_waited_for(ckpt_format: str, async_save: bool | None) -> Problems:
+    if ckpt_format == "full" and async_save:
         yield (
             "--ckpt_format=full is written while training waits, and --async_save=true asks for the opposite: leave "
             "one of them out"
@@ -401,48 +387,41 @@ def _unsharded_checkpoints_are_waited_for(config: TrainConfig) -> Problems:
 # Guards and profiler
 
 
-@_rule("max_rollbacks", "max_skipped_steps")
-def _rollbacks_have_an_occasion(config: TrainConfig) -> Problems:
-    if config.guard.max_rollbacks and not config.guard.max_skipped_steps:
+@_rule()
+def _rollbacks_have_an_occasion(max_rollbacks: int, max_skipped_steps: int) -> Problems:
+    if max_rollbacks and not max_skipped_steps:
         yield (
-            f"--max_rollbacks={config.guard.max_rollbacks} happen after --max_skipped_steps updates left out in a row, "
-            "and 0 is never: give --max_skipped_steps=20, or --max_rollbacks=0"
+            f"--max_rollbacks={max_rollbacks} happen after --max_skipped_steps updates left out in a row, and 0 is "
+            "never: give --max_skipped_steps=20, or --max_rollbacks=0"
         )
 
 
-@_rule("profile_steps")
-def _profiled_steps_are_ranges(config: TrainConfig) -> Problems:
-    try:
-        _ = config.profiler.step_ranges
-    except ValueError:
+@_rule()
+def _profiled_steps_are_ranges(profile_steps: tuple[str, ...]) -> Problems:
+    if not _are_ranges(profile_steps, smallest=1):
         yield (
-            f"profile_steps={','.join(config.profiler.profile_steps)}: write the first and the last step of each "
-            "range, numbered from 1, as in --profile_steps=10-12,1000-1002"
+            f"profile_steps={','.join(profile_steps)}: write the first and the last step of each range, numbered from "
+            "1, as in --profile_steps=10-12,1000-1002"
         )
 
 
-@_rule("use_profiler", "profile_steps", "profile_interval")
-def _profiled_steps_need_the_profiler(config: TrainConfig) -> Problems:
-    profiler = config.profiler
-    if profiler.use_profiler:
-        return
-    if profiler.profile_steps:
-        steps = format_value(profiler.profile_steps)
+@_rule()
+def _profiled_steps_need_the_profiler(
+    use_profiler: bool, profile_steps: tuple[str, ...], profile_interval: Duration
+) -> Problems:
+    if profile_steps and not use_profiler:
+        steps = format_value(profile_steps)
         yield f"--profile_steps={steps} needs --use_profiler=true: give it, or leave the steps out"
-    if profiler.profile_interval.amount:
-        yield f"--profile_interval={profiler.profile_interval} needs --use_profiler=true: give it, or leave it out"
+    if profile_interval.amount and not use_profiler:
+        yield f"--profile_interval={profile_interval} needs --use_profiler=true: give it, or leave it out"
 
 
 # Other commands
 
 
-@_rule("input_path", "source", "hf_dataset")
-def _text_has_one_source(config: PrepareConfig) -> Problems:
-    given = {
-        "--input_path": ",".join(config.input_path),
-        "--source": config.source,
-        "--hf_dataset": config.hf_dataset,
-    }
+@_rule(root=PrepareConfig)
+def _text_has_one_source(input_path: tuple[str, ...], source: str | None, hf_dataset: str | None) -> Problems:
+    given = {"--input_path": ",".join(input_path), "--source": source, "--hf_dataset": hf_dataset}
     named = [f"{flag}={value}" for flag, value in given.items() if value]
     if not named:
         yield (
@@ -453,35 +432,35 @@ def _text_has_one_source(config: PrepareConfig) -> Problems:
         yield f"{' and '.join(named)} all say which text to read: give one of them"
 
 
-@_rule("hf_config", "hf_dataset")
-def _a_configuration_is_of_a_dataset(config: PrepareConfig) -> Problems:
-    if config.hf_config is not None and config.hf_dataset is None:
-        yield f"--hf_config={config.hf_config} is of which dataset? Give --hf_dataset too, or leave it out"
+@_rule(root=PrepareConfig)
+def _a_configuration_is_of_a_dataset(hf_config: str | None, hf_dataset: str | None) -> Problems:
+    if hf_config is not None and hf_dataset is None:
+        yield f"--hf_config={hf_config} is of which dataset? Give --hf_dataset too, or leave it out"
 
 
-@_rule("input_path", "extensions")
-def _folders_have_files_to_read(config: PrepareConfig) -> Problems:
-    if config.input_path and not config.extensions:
+@_rule(root=PrepareConfig)
+def _folders_have_files_to_read(input_path: tuple[str, ...], extensions: tuple[str, ...]) -> Problems:
+    if input_path and not extensions:
         yield (
             "--extensions is empty, so that no file of a folder would be read: name some, such as "
             "--extensions=txt,jsonl"
         )
 
 
-@_rule("tokenizer_path", "vocab_size")
-def _a_vocabulary_is_of_a_tokenizer_trained_here(config: PrepareConfig) -> Problems:
-    if config.tokenizer_path is not None and config.vocab_size is not None:
+@_rule(root=PrepareConfig)
+def _a_vocabulary_is_of_a_tokenizer_trained_here(tokenizer_path: str | None, vocab_size: int | None) -> Problems:
+    if tokenizer_path is not None and vocab_size is not None:
         yield (
-            f"--vocab_size={config.vocab_size} is for a tokenizer trained here, or for token ids without one, but "
+            f"--vocab_size={vocab_size} is for a tokenizer trained here, or for token ids without one, but "
             "--tokenizer_path gives one: drop one of them"
         )
 
 
-@_rule("dataset", "source", "hf_dataset", "input_path", "extensions")
-def _a_dataset_is_named_like_a_folder(config: PrepareConfig) -> Problems:
-    name = config.dataset_name
-    if not name and config.dataset is None:
-        if config.input_path:
+@_rule("dataset", "source", "hf_dataset", "input_path", "extensions", root=PrepareConfig)
+def _a_dataset_is_named_like_a_folder(**naming: Any) -> Problems:
+    name = PrepareConfig(**naming).dataset_name
+    if not name and naming["dataset"] is None:
+        if naming["input_path"]:
             yield "several inputs or a glob suggest no name for the dataset: give --dataset=<name>"
     elif not name or name.startswith(".") or "/" in name or "," in name:
         yield (
@@ -490,41 +469,39 @@ def _a_dataset_is_named_like_a_folder(config: PrepareConfig) -> Problems:
         )
 
 
-@_rule("step", "steps", "sample_id", "rank", "tokens")
-def _there_is_something_to_show(config: InspectConfig) -> Problems:
-    asked = config.inspect
-    if asked.steps is None:
-        if asked.step is None and asked.sample_id is None:
+@_rule(root=InspectConfig)
+def _there_is_something_to_show(inspect: InspectSettings) -> Problems:
+    if inspect.steps is None:
+        if inspect.step is None and inspect.sample_id is None:
             yield "nothing to show: give --step=N, --sample_id=N, or --steps=A-B for a summary"
         return
-    single = {"step": asked.step, "sample_id": asked.sample_id, "rank": asked.rank, "tokens": asked.tokens or None}
-    given = [f"--{name}" for name, value in single.items() if value is not None]
+    single = {"step": inspect.step, "sample_id": inspect.sample_id, "rank": inspect.rank, "tokens": inspect.tokens}
+    given = [f"--{name}" for name, value in single.items() if value is not None and value is not False]
     if given:
-        yield f"--steps={asked.steps} is a summary of whole steps: leave out {', '.join(given)}"
+        yield f"--steps={inspect.steps} is a summary of whole steps: leave out {', '.join(given)}"
     try:
-        _ = asked.step_range
+        _ = inspect.step_range
     except ValueError:
-        yield f"--steps={asked.steps}: write the first and the last step, as in --steps=1-1000"
+        yield f"--steps={inspect.steps}: write the first and the last step, as in --steps=1-1000"
 
 
-@_rule("rank", "world_size")
-def _a_rank_is_one_of_the_world(config: InspectConfig) -> Problems:
-    asked = config.inspect
-    if asked.rank is None:
-        return
-    if asked.world_size is None:
-        yield f"--rank={asked.rank} is one of how many? Give --world_size=<number of GPUs> too"
-    elif asked.rank >= asked.world_size:
-        yield f"--rank={asked.rank} is not there: --world_size={asked.world_size} has ranks 0 to {asked.world_size - 1}"
+@_rule(root=InspectConfig)
+def _a_rank_is_one_of_the_world(rank: int | None, world_size: int | None) -> Problems:
+    if rank is not None and world_size is None:
+        yield f"--rank={rank} is one of how many? Give --world_size=<number of GPUs> too"
+    elif rank is not None and world_size is not None and rank >= world_size:
+        yield f"--rank={rank} is not there: --world_size={world_size} has ranks 0 to {world_size - 1}"
 
 
-@_rule("ckpt_path", "data_path", "datasets", "vocab_size")
-def _there_is_one_thing_to_verify(config: VerifyConfig) -> Problems:
-    if config.ckpt_path is None and config.data_path is None:
+@_rule(root=VerifyConfig)
+def _there_is_one_thing_to_verify(
+    ckpt_path: str | None, data_path: str | None, datasets: tuple[str, ...], vocab_size: int | None
+) -> Problems:
+    if ckpt_path is None and data_path is None:
         yield "nothing to check: give a checkpoint or run, as in `pretrain verify runs/a`, or --data_path"
-    if config.ckpt_path is not None and config.data_path is not None:
-        yield f"--ckpt_path={config.ckpt_path} and --data_path={config.data_path} are two things to check: give one"
-    elif config.ckpt_path is not None:
-        for name in ("datasets", "vocab_size"):
-            if getattr(config, name):
+    if ckpt_path is not None and data_path is not None:
+        yield f"--ckpt_path={ckpt_path} and --data_path={data_path} are two things to check: give one"
+    elif ckpt_path is not None:
+        for name, value in (("datasets", datasets), ("vocab_size", vocab_size)):
+            if value:
                 yield f"--{name} is about token files, and --ckpt_path about checkpoints: leave it out"

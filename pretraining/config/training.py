@@ -149,11 +149,7 @@ class DataConfig:
 
     @property
     def skipped_ranges(self) -> list[tuple[int, int]]:
-        """`skip_samples` as (first, end).
-
-        Raises:
-            ValueError: they are no ranges of samples.
-        """
+        """`skip_samples` as (first, end); raises a ValueError where they are no ranges of samples."""
         ranges = (parse_range(text, smallest=0) for text in self.skip_samples)
         return [(first, last + 1) for first, last in ranges]
 
@@ -451,11 +447,7 @@ class ProfilerConfig:
 
     @property
     def step_ranges(self) -> list[tuple[int, int]]:
-        """`profile_steps` as (first, last).
-
-        Raises:
-            ValueError: they are no ranges of steps.
-        """
+        """`profile_steps` as (first, last); raises a ValueError where they are no ranges of steps."""
         return [parse_range(text, smallest=1) for text in self.profile_steps]
 
 
@@ -479,14 +471,10 @@ class TrainConfig:
 
 
 def checkpointed_blocks(selective: str, num_hidden_layers: int) -> list[int]:
-    """Returns the blocks whose activations are not kept, numbered from 0.
+    """Returns the blocks whose activations are not kept, numbered from 0, by the setting `selective_checkpointing`.
 
     Every k-th block is k-1, 2k-1, ... A fraction p takes block i where p x (i + 1), rounded half up, is one more than
     p x i: of the first n blocks, for any n, it takes p x n, rounded.
-
-    Args:
-        selective: the setting `selective_checkpointing`.
-        num_hidden_layers: blocks of the model.
 
     Raises:
         ConfigError: it is none of the forms, or takes no block at all.

@@ -95,10 +95,7 @@ def parse_range(text: str, smallest: int) -> tuple[int, int]:
 
 
 def limit_problem(setting: Setting, value: Any) -> str | None:
-    """Says what is wrong with a typed value by the type and the limits of its setting; None where nothing is.
-
-    A parsed value has the right type by construction; one that was put into a dataclass in Python may not.
-    """
+    """Says what is wrong with a value, parsed or given in Python, by type and limits; None where nothing is."""
     if value is None and setting.optional:
         return None
     if setting.many:
@@ -134,12 +131,15 @@ def describe_type(setting: Setting) -> str:
     return f"{text}, or none" if setting.optional else text
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that a misspelt or abbreviated one most likely meant; None where nothing is near."""
+def did_you_mean(name: str, known: Iterable[str], question: str) -> str:
+    """Puts the known name that a misspelt or abbreviated one means into a question, as "did you mean {}?"; "" for none.
+
+    lr, wd and bs are the initials of what they stand for.
+    """
     candidates = list(known)
-    # lr, wd and bs are the initials of what they stand for.
     initials = [each for each in candidates if "".join(word[:1] for word in each.split("_")) == name.lower()]
-    return next(iter(difflib.get_close_matches(name.lower(), candidates, n=1) + initials), None)
+    close = difflib.get_close_matches(name.lower(), candidates, n=1) + initials
+    return question.format(close[0]) if close else ""
 
 
 def _is_none(raw: Any) -> bool:
@@ -173,20 +173,18 @@ def _parse_number(base: type, text: str) -> float:
 
 
 def _parse_choice(setting: Setting, text: str) -> str:
-    """Brings one of the choices, in any case and with dashes or underscores, to its canonical spelling."""
+    """Returns a choice, written in any case and with dashes or underscores, in its canonical spelling."""
     if setting.pluggable and OWN.fullmatch(text.strip()):
         return text.strip()
     word = text.strip().lower().replace("-", "_")
     word = setting.aliases.get(word, word)
     if word not in setting.choices:
-        close = nearest(word, setting.choices)
-        hint = f" (did you mean {close}?)" if close else ""
+        hint = did_you_mean(word, setting.choices, " (did you mean {}?)")
         raise ValueError(f"not known{hint}, use one of {_choices(setting)}")
     return word
 
 
 def _item_problem(setting: Setting, value: Any) -> str | None:
-    """Checks one value against type and limits."""
     accepted: Any = (int, float) if setting.base is float else setting.base
     if not isinstance(value, accepted) or isinstance(value, bool) != (setting.base is bool):
         hint = ", as Duration.parse makes it," if setting.base is Duration else ""

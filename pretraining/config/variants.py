@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.values import nearest
+from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
 
 
@@ -18,12 +18,8 @@ from pretraining.errors import ConfigError
 class RopeScaling:
     """The llama3 rule that stretches rotary frequencies to a longer context, as in the code released with Llama 3.1.
 
-    Attributes:
-        factor: how much longer the wavelengths become that do not fit the original context.
-        low_freq_factor: wavelengths above original context / low_freq_factor are stretched in full.
-        high_freq_factor: wavelengths below original context / high_freq_factor are left alone; between the two, a
-            linear blend.
-        original_max_position_embeddings: the context before stretching, in tokens.
+    Wavelengths above original context / low_freq_factor become `factor` times as long, those below original context /
+    high_freq_factor stay, and a linear blend lies between. The original context is in tokens.
     """
 
     factor: float
@@ -41,14 +37,11 @@ class LlamaShape:
         intermediate_size: F, width of the feed-forward layer.
         num_hidden_layers: L, number of blocks.
         num_attention_heads: H, query heads.
-        num_key_value_heads: K, key/value heads; divides H.
+        num_key_value_heads: K, divides H.
         head_dim: E = D / H; even, because rotary embeddings turn pairs.
         vocab_size: V, rows of the embedding.
-        max_position_embeddings: the context the variant was made for, in tokens. Longer sequences may be trained.
+        max_position_embeddings: the context that the variant was made for; longer sequences may be trained.
         rope_theta: base of the rotary frequencies.
-        rms_norm_eps: epsilon of RMSNorm.
-        tie_word_embeddings: whether the head shares the embedding's matrix.
-        rope_scaling: the llama3 rule, or None.
     """
 
     hidden_size: int
@@ -60,15 +53,15 @@ class LlamaShape:
     vocab_size: int
     max_position_embeddings: int
     rope_theta: float
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    rope_scaling: RopeScaling | None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope_scaling: RopeScaling | None = None
 
 
 def _shape(
     hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, context: int, theta: float, vocab: int
 ) -> LlamaShape:
-    """Builds one row of the table in the order in which it is printed."""
+    """Builds a row of the table."""
     return LlamaShape(
         hidden_size=hidden,
         intermediate_size=feed_forward,
@@ -79,9 +72,6 @@ def _shape(
         vocab_size=vocab,
         max_position_embeddings=context,
         rope_theta=theta,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        rope_scaling=None,
     )
 
 
@@ -91,7 +81,7 @@ def _llama32(hidden: int, heads: int, layers: int) -> LlamaShape:
         _shape(hidden, heads, 8, layers, 8192, 131072, 5e5, 128256),
         tie_word_embeddings=True,
         rope_scaling=RopeScaling(
-            factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+            32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
         ),
     )
 
@@ -139,8 +129,7 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
     name = DEFAULT_VARIANT if model.model_variant is None else model.model_variant
     variant = VARIANTS.get(name.lower())
     if variant is None:
-        close = nearest(name, VARIANTS)
-        hint = f"did you mean {close}? " if close else ""
+        hint = did_you_mean(name, VARIANTS, "did you mean {}? ")
         raise ConfigError(f"--model_variant={name} is not known: {hint}Known are {', '.join(VARIANTS)}")
 
     others = ("model_variant", "rope_scaling")
@@ -199,7 +188,6 @@ def _scaling(values: tuple[float, ...]) -> RopeScaling | None:
 
 
 def _scaling_problems(values: tuple[float, ...]) -> Iterator[str]:
-    """Says what is wrong with the numbers of a llama3 rule."""
     if not values:
         return
     given = f"--rope_scaling={','.join(f'{value:g}' for value in values)}"
@@ -219,7 +207,6 @@ def _scaling_problems(values: tuple[float, ...]) -> Iterator[str]:
 
 
 def _head_problems(shape: LlamaShape) -> Iterator[str]:
-    """Says what is wrong with the split into heads, with the arithmetic."""
     hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
     if hidden % heads:
         yield (

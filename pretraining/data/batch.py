@@ -1,9 +1,8 @@
 """What the loader hands to a training step.
 
-A `StepBatch` is one rank's share of a global batch, already cut into micro-batches of equal shape. Tokens travel to the
-device in the narrow type that they were read in; inputs, labels and positions are made from them there, which is
-cheaper than any copy that the host would make. How far rows are filled and where documents begin stays on the host,
-which decides by it what the device is to do, and so never has to ask it.
+A `StepBatch` is one rank's share of a global batch, cut into micro-batches of equal shape. Tokens travel to the device
+in the narrow type that they were read in; inputs, labels and positions are derived from them there. How far rows are
+filled and where documents begin stays on the host, so that it never waits for the device.
 
 Shapes: B rows, S sequence, T = S + 1, N pieces of documents.
 """
@@ -24,11 +23,10 @@ class ModelInputs:
     """What the model takes, in the order of its arguments.
 
     Attributes:
-        tokens_BS: [B, S] int64.
         labels_BS: [B, S] int64, the token after each one, or `IGNORED_LABEL`.
         positions_BS: [B, S] int64, each token's place in its piece of a document; None = in its row.
-        document_lengths: tokens of the pieces of documents that lie end to end in the flattened [B * S] tokens; none
-            crosses from one row to the next. None = each row is taken for one document. On the host.
+        document_lengths: on the host, tokens of each piece of a document in the flattened [B * S] tokens; none crosses
+            from one row to the next. None = each row is one document.
     """
 
     tokens_BS: torch.Tensor
@@ -51,11 +49,9 @@ class MicroBatch:
 
     Attributes:
         tokens_BT: [B, S + 1] uint16 or int32; the last token of a row is only ever a label.
-        lengths_B: [B] int32, tokens of each row that are real; what follows is padding, without labels. None = all. On
-            the host.
-        document_starts: [N] int32, ascending: places in the flattened [B * (S + 1)] tokens at which a piece of a
-            document begins. Every row's first place is one of them, and so is the place where a row's padding begins.
-            None = documents are not told apart. On the host.
+        lengths_B: on the host, [B] int32, tokens of each row before its padding; None = all.
+        document_starts: on the host, [N] int32, ascending places in the flattened [B * (S + 1)] tokens at which a row,
+            a piece of a document or a row's padding begins; None = documents are not told apart.
     """
 
     tokens_BT: torch.Tensor
@@ -69,8 +65,8 @@ class MicroBatch:
     def model_inputs(self) -> ModelInputs:
         """Derives what the model takes, on the device that the tokens are on and without waiting for it.
 
-        Labels are ignored in padding. Where documents are told apart, the first token of a piece is no label, since
-        what comes before it is of another document, and positions count from 0 in every piece, padding included.
+        Labels are ignored in padding. Where documents are told apart, the first token of a piece is no label, and
+        positions count from 0 in every piece, padding included.
         """
         tokens_BS = self.tokens_BT[:, :-1].to(torch.int64)
         labels_BS = self.tokens_BT[:, 1:].to(torch.int64)
@@ -110,10 +106,7 @@ def _send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 class StepBatch:
     """One rank's share of the global batch of a step.
 
-    Attributes:
-        step: from 0.
-        first_sample: global index of the batch's first sample; skipped ones are passed over from there.
-        micro_batches: in the order in which they are computed.
+    Steps count from 0; `first_sample` is the global index of the step's first sample.
     """
 
     step: int

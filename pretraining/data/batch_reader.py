@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.samples import Samples
@@ -46,8 +46,7 @@ class BatchReader:
     """Makes the batch of any step, for one rank; safe to call from several threads.
 
     Args:
-        sources: the datasets, sorted by name.
-        mixture: may have phases with other datasets.
+        sources: the datasets, sorted by name; the mixture may have phases with others.
         vocab_size: tokens are shipped as uint16 where it is at most 65536, else as int32.
     """
 
@@ -105,11 +104,7 @@ class BatchReader:
         return Slots(samples[order], datasets[order], shards[order], numbers[order])
 
     def read(self, step: int) -> StepBatch:
-        """Reads the rank's share of a step.
-
-        Raises:
-            DataError: a sample cannot be read; names it.
-        """
+        """Reads the rank's share of a step; a DataError names a sample that cannot be read."""
         slots = self.slots(step)
         assert len(slots.samples) == self._plan.global_batch_size, "the plan is another phase's"
         size = self._plan.micro_batch_size
@@ -129,29 +124,24 @@ class BatchReader:
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
         """Reads the samples of a dataset into the rows with these numbers."""
+        taken = self._begin + numbers
         try:
-            self._read_rows(slots, source, numbers, rows)
-        except DataError:
-            for number in numbers.tolist():  # one by one, to name the samples that cannot be read
-                self._fill_singly(step, slots, source, number, rows)
-
-    def _fill_singly(self, step: int, slots: Slots, source: Samples, number: int, rows: _Rows) -> None:
-        slot = self._begin + number
-        try:
-            self._read_rows(slots, source, np.array([number]), rows)
+            spans = source.spans(slots.shards[taken], slots.numbers[taken])
+            source.read(spans, rows.tokens, numbers)
         except DataError as error:
+            if len(numbers) > 1:
+                for number in numbers:  # one by one, to name the samples that cannot be read
+                    self._fill(step, slots, source, np.array([number]), rows)
+                return
+            slot = int(taken[0])
             shard, sample = slots.shards[slot], slots.numbers[slot]
             where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {sample}"
             problem = f"{error}\n  needed for sample {slots.samples[slot]} ({where})"
             if self._quarantine is None:
                 raise DataError(problem) from error
-            rows.tokens[number] = 0
+            rows.tokens[numbers] = 0
             self._quarantine.add(problem)
-
-    def _read_rows(self, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
-        taken = self._begin + numbers
-        spans = source.spans(slots.shards[taken], slots.numbers[taken])
-        source.read(spans, rows.tokens, numbers)
+            return
         rows.filled(numbers, spans)
         if self._quarantine is not None:
             self._quarantine.end_row()
@@ -198,8 +188,8 @@ MOST_IN_A_ROW = 256
 class Quarantine:
     """Counts and logs samples that cannot be read; safe to use from several threads.
 
-    Their slots keep their places and lose their labels, so that no other sample moves. A run lives with single faults
-    so; where nothing can be read any more, as when a file system is gone, it ends: it would learn nothing for days.
+    Their slots lose their labels and no other sample moves. Where nothing can be read any more, as when a file system
+    is gone, the run ends.
     """
 
     def __init__(self) -> None:
@@ -207,11 +197,7 @@ class Quarantine:
         self._count = self._in_a_row = 0
 
     def add(self, problem: str) -> None:
-        """Notes a sample.
-
-        Raises:
-            DataError: there were too many in a row.
-        """
+        """Notes a sample; a DataError where there were too many in a row."""
         with self._lock:
             self._count += 1
             self._in_a_row += 1

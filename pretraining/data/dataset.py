@@ -1,7 +1,7 @@
 """From settings to a loader; what a training program calls, in this order.
 
-    listing = list_datasets(config)        once a job, then broadcast        (files.py)
-    build_indices(listing, config)         once a file system, then a barrier; it returns at once where nothing is to do
+    listing = list_datasets(config)             once a job, then broadcast
+    build_indices(listing, config)              once a file system, then a barrier
     opened = open_datasets(listing, config)     every process
     loader = build_loader(opened, config, plan, rank, seed, vocab_size)
 
@@ -10,107 +10,61 @@ With `use_dummy_dataset` the first three are left out and `opened` is None.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from collections.abc import Sequence
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order
-from pretraining.data.samples import DummySamples, Samples, StoredSamples
+from pretraining.data.samples import DummySamples, OpenedDataset, OpenedDatasets, Samples, SplitName, StoredSamples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
-from pretraining.data.sampling.packing import BinCache, bin_cache
-from pretraining.data.sampling.token_stream import OrderCache, order_cache
-from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
-from pretraining.data.storage.dataset_files import DatasetFiles, Listing
-from pretraining.data.storage.document_reader import DocumentReader, OpenFiles, open_files
-from pretraining.data.storage.index import Index, IndexSettings, find_index, index_places
+from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
+from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.index import find_index, index_places
 from pretraining.data.storage.index_build import build_index
-from pretraining.data.storage.token_format import load_format
 from pretraining.errors import ConfigError, DataError
 
-SplitName = Literal["train", "held_out"]
 
-
-@dataclass(frozen=True)
-class OpenedDataset:
-    """A dataset with its index, and the counts of its packed samples; None where documents are streamed."""
-
-    files: DatasetFiles
-    index: Index
-    counts: BinCounts | None = None
-
-    def tokens(self, split: SplitName) -> int:
-        """Counts the tokens of a split, virtual ones included."""
-        return self.index.split(split).tokens
-
-    def pass_tokens(self, split: SplitName) -> int:
-        """Returns what a pass over a split takes of a run: its tokens or, where packed, S for each sample."""
-        return self.tokens(split) if self.counts is None else self.counts.bins(split) * self.counts.seq_length
-
-
-@dataclass(frozen=True)
-class OpenedDatasets:
-    """All datasets of a job, sorted by name, and the memory that the loaders of a process share."""
-
-    datasets: tuple[OpenedDataset, ...]
-    open_files: OpenFiles = field(default_factory=open_files)
-    orders: OrderCache = field(default_factory=order_cache)
-    bins: BinCache = field(default_factory=bin_cache)
-
-    @property
-    def training_tokens(self) -> int:
-        """Tokens of one pass over everything that is trained on, the padding of packed samples included."""
-        return sum(dataset.pass_tokens("train") for dataset in self.datasets)
-
-    @property
-    def held_out_tokens(self) -> int:
-        """Tokens of everything that is held out, the padding of packed samples included."""
-        return sum(dataset.pass_tokens("held_out") for dataset in self.datasets)
-
-
-def build_indices(listing: Listing, config: DataConfig, workers: int | None = None) -> None:
+def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None) -> None:
     """Makes the index of every dataset that has no valid one, and counts its samples where documents are packed.
 
-    Several processes may call it at once. `workers` bounds the threads that look at files, and the processes that pack.
+    Several processes may call it at once. It returns at once where nothing is to do. `workers` bounds the threads that
+    look at files, and the processes that pack.
 
     Raises:
         DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.
     """
-    for files in listing.datasets:
-        token_format = load_format(files.file_type, config)
-        index = build_index(files, token_format, _index_settings(files, config), config.index_path, workers)
+    for files in listing:
+        index = build_index(files, config, workers)
         if config.packing != "stream":
-            places = _index_places(files, config)
-            build_bin_counts(files.name, index, places, config.seq_length, config.packing, workers)
+            build_bin_counts(files, index, config, workers)
 
 
-def open_datasets(listing: Listing, config: DataConfig) -> OpenedDatasets:
+def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> OpenedDatasets:
     """Maps the indices of all datasets into memory.
 
     Raises:
         DataError: an index is missing, or a dataset holds no documents.
     """
-    opened = []
-    for files in listing.datasets:
-        index = find_index(files, _index_settings(files, config), config.index_path)
-        places, counts = _index_places(files, config), None
-        if index is not None and config.packing != "stream":
-            counts = find_bin_counts(index, places, config.seq_length, config.packing)
-        if index is None or (counts is None and config.packing != "stream"):
-            missing = "index" if index is None else f"{config.packing} counts"
-            raise DataError(
-                f"no {missing} of dataset '{files.name}' in {' or '.join(str(place.parent) for place in places)}: made "
-                "on another machine; give --index_path=<a folder that all machines see>"
-            )
-        if len(index.documents) == 0:
-            raise DataError(
-                f"dataset '{files.name}' is empty: its {len(files.paths):,} files in {files.folder} hold no documents"
-            )
-        opened.append(OpenedDataset(files, index, counts))
-    return OpenedDatasets(tuple(opened))
+    return OpenedDatasets(tuple(_open_dataset(files, config) for files in listing))
+
+
+def _open_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset:
+    index, packed = find_index(files, config), config.packing != "stream"
+    counts = find_bin_counts(files, index, config) if index is not None and packed else None
+    if index is None or (packed and counts is None):
+        missing = "index" if index is None else f"{config.packing} counts"
+        places = " or ".join(str(place.parent) for place in index_places(files, config))
+        raise DataError(
+            f"no {missing} of dataset '{files.name}' in {places}: made on another machine; give --index_path=<a folder "
+            "that all machines see>"
+        )
+    if len(index.documents) == 0:
+        raise DataError(
+            f"dataset '{files.name}' is empty: its {len(files.paths):,} files in {files.folder} hold no documents"
+        )
+    return OpenedDataset(files, index, counts)
 
 
 def build_loader(
@@ -141,7 +95,7 @@ def build_loader(
         changes: dict[str, str] = {}
     else:
         used, weights = _weighted_datasets(opened, config, split)
-        sources = [_samples(dataset, opened, config, seed, vocab_size, split) for dataset in used]
+        sources = [StoredSamples(dataset, opened, config, seed, split, vocab_size) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
     order = describe_order({source.name: source.fingerprint() for source in sources}, phase, config, seed, split)
@@ -156,33 +110,6 @@ def _check_virtual_tokens(config: DataConfig, vocab_size: int) -> None:
             raise ConfigError(
                 f"{name}={token} is not in the vocabulary of {vocab_size} tokens: give a smaller --{name}"
             )
-
-
-def _index_settings(files: DatasetFiles, config: DataConfig) -> IndexSettings:
-    return IndexSettings(
-        dataset=files.name,
-        column=config.col_name,
-        sep_token=config.sep_token,
-        held_out_fraction=float(config.held_out_fraction),
-        bos_token=config.bos_token,
-        strip_tokens=tuple(sorted(set(config.strip_tokens))),
-        min_length=config.min_length,
-        format=load_format(files.file_type, config).identity,
-    )
-
-
-def _index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
-    return index_places(files, _index_settings(files, config), config.index_path)
-
-
-def _samples(
-    dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, vocab_size: int, split: SplitName
-) -> Samples:
-    token_format = load_format(dataset.files.file_type, config)
-    virtual = (config.bos_token, config.sep_token)
-    reader = DocumentReader(dataset.files, token_format, dataset.index, virtual, vocab_size, opened.open_files)
-    shared = (opened.orders, opened.bins)
-    return StoredSamples(dataset.files, dataset.index, dataset.counts, split, reader, config, seed, *shared)
 
 
 def _weighted_datasets(

@@ -2,9 +2,8 @@
 
     numbers of steps --BatchReader.read, on num_workers threads, in order--> batches --next(loader)--> training
 
-A `BatchReader` makes the batch of any step and knows no past. The pipeline of `torchdata.nodes` only fetches ahead. The
-loader counts the batches that were taken, and that count is its whole state: any number of threads, and any point at
-which a run stops, gives the same batches in the same order.
+A `BatchReader` makes the batch of any step, and the pipeline of `torchdata.nodes` only fetches ahead. The loader's
+whole state is the number of batches that were taken, so batches are the same for any number of threads and stops.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torchdata.nodes import IterableWrapper, ParallelMapper
 
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
-from pretraining.data.resume import resume, state_at
+from pretraining.data.resume import Resumption, resume, state_at
 
 
 class Loader:
@@ -29,12 +28,8 @@ class Loader:
     Args:
         order: what the order of the data depends on (`describe_order`), in a run that begins now.
         num_workers: threads that read ahead; 0 = read when asked.
-        limit_steps: end after so many steps from the first; None = never end.
+        limit_steps: steps from the first one to the end; None = never end.
         changes: which files changed when a dataset was last indexed, by dataset; for error messages.
-
-    Attributes:
-        reader: as given; after a resume, with the phases of the whole run.
-        changes_at_resume: how the data changed at the last resume, a line each for the user.
     """
 
     def __init__(
@@ -46,14 +41,13 @@ class Loader:
         limit_steps: int | None = None,
         changes: Mapping[str, str] | None = None,
     ) -> None:
-        self.reader = self._reader_of_new_run = reader
-        self._order = self._order_of_new_run = dict(order)
-        self.changes_at_resume: tuple[str, ...] = ()
+        self.reader = reader
+        self._new_run = Resumption(0, reader.mixture, dict(order), ())
         self._changes = dict(changes or {})
         self._workers = num_workers
         self._limit = limit_steps
-        self._next_step = 0
         self._ahead: _ReadAhead | None = None
+        self._go_on(self._new_run)
 
     @property
     def next_step(self) -> int:
@@ -64,11 +58,7 @@ class Loader:
         return self
 
     def __next__(self) -> StepBatch:
-        """Returns the batch of the next step.
-
-        Raises:
-            DataError: a sample cannot be read. What a thread raises is raised here at its step; asking again retries.
-        """
+        """Returns the batch of the next step; a DataError where it cannot be read, and asking again retries."""
         if self._limit is not None and self._next_step >= self._limit:
             raise StopIteration
         if self._workers == 0:
@@ -89,23 +79,18 @@ class Loader:
         return state_at(self._order, self.reader.mixture, self._next_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a state was taken, on any number of ranks and threads.
-
-        A new phase begins where weights, datasets or global batch size differ from the state's last ones.
-
-        Raises:
-            DataError: the state is of another order of the data.
-        """
-        resumed = resume(state, self._order_of_new_run, self._changes)
-        self.close()
-        self.reader = self._reader_of_new_run.with_mixture(resumed.mixture)
-        self._order, self._next_step, self.changes_at_resume = resumed.order, resumed.step, resumed.changes
+        """Goes on where a state was taken, on any number of ranks and threads; see `resume`."""
+        self._go_on(resume(state, self._new_run.order, self._changes))
 
     def rewind(self) -> None:
         """Begins again with the first step, as if no state had been loaded."""
+        self._go_on(self._new_run)
+
+    def _go_on(self, run: Resumption) -> None:
         self.close()
-        self.reader, self._order = self._reader_of_new_run, self._order_of_new_run
-        self._next_step, self.changes_at_resume = 0, ()
+        self.reader = self.reader.with_mixture(run.mixture)
+        self._order, self._next_step = run.order, run.step
+        self.changes_at_resume = run.changes  # a line each for the user
 
     def close(self) -> None:
         """Ends the threads, and forgets what they have read ahead."""
@@ -128,8 +113,10 @@ class _ReadAhead:
     def __init__(self, reader: BatchReader, first_step: int, end_step: int | None, threads: int) -> None:
         steps = IterableWrapper(count(first_step) if end_step is None else range(first_step, end_step))
         read = partial(_read_or_fail, reader)
-        # Without snapshots: the pipeline's own state is never asked for.
-        self._batches = ParallelMapper(steps, read, threads, method="thread", snapshot_frequency=0)
+        # One thread keeps the order by itself, without a further one that sorts. Without snapshots: the pipeline's own
+        # state is never asked for.
+        in_order = threads > 1
+        self._batches = ParallelMapper(steps, read, threads, in_order, method="thread", snapshot_frequency=0)
         # A loader that is left open must not keep the interpreter from a clean end.
         self.close = weakref.finalize(self, _end_threads, self._batches)
 

@@ -1,20 +1,17 @@
 """The state of the data: a few integers for the whole job, and what they are true of.
 
-Which tokens step N trains on follows from the step and the settings, so the state is the number of the next sample and
-a record of the settings: enough to go on, and to refuse to go on where the order would silently become another. It is
-the same on every rank and for any number of ranks.
+Which tokens step N trains on follows from the step and the settings. So the state is the number of the next sample and
+a record of the settings, by which `resume` refuses to go on in another order. It is the same on every rank.
 
 Weights, datasets and global batch size may change at a resume. The state keeps them as phases; where a run asks for
-others than the last one's, `resume` adds a phase that begins there. A dataset that is left out stays in the state, so
-that it goes on where it was if it comes back. Ranges of samples that are to be skipped are kept as well, once they are
-asked for.
+others than the last one's, `resume` adds a phase. A dataset that is left out stays in the state, and goes on where it
+was if it comes back. Ranges of samples that are skipped are kept, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from pretraining.config.training import DataConfig
@@ -36,10 +33,8 @@ def describe_order(
 ) -> dict[str, Any]:
     """Returns everything that the order of the data depends on, JSON-able.
 
-    Args:
-        sources: fingerprint of each dataset by name.
-        phase: the mixture of a run that begins now.
-        split: "train" or "held_out"; samples are only ever skipped in training.
+    `sources` are fingerprints by dataset, `phase` is the mixture of a run that begins now. Samples are skipped in the
+    split "train" only.
     """
     return {
         "version": STATE_VERSION,
@@ -68,13 +63,7 @@ def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str,
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a run goes on from a state.
-
-    Attributes:
-        mixture: over all phases, those of the state and the one that may begin here.
-        order: what the order of the data depends on, with these phases.
-        changes: what differs from before, a line each for the user.
-    """
+    """How a run goes on from a state; `changes` says what differs from before, a line each for the user."""
 
     step: int
     mixture: Mixture
@@ -90,7 +79,7 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         changes: which files changed when a dataset was last indexed, by dataset; empty text where that is not known.
 
     Raises:
-        DataError: the state is none, or of another order; names all that differs and what to do.
+        DataError: the state is damaged, or of another order; names all that differs and what to do.
     """
     if state.get("version") != STATE_VERSION:
         raise DataError(
@@ -98,10 +87,8 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         )
     try:
         problems = _differences(state, order, changes)
-        phases, next_sample = [Phase(**phase) for phase in state["phases"]], state["next_sample"]
-        before = Skipped((begin, end) for begin, end in state["skipped"])
-        _check_numbers(phases, before, next_sample)
-        step = _step_of_sample(phases, next_sample, before)
+        before, next_sample = _restored_mixture(state), state["next_sample"]
+        step = _step_from(before, next_sample)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(f"the data state is damaged: {type(error).__name__}: {error}") from error
     if problems:
@@ -111,18 +98,17 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
             "Restore what differs, or start a new run in another --ckpt_save_path (weights, the list of datasets and "
             "the global batch size may change)"
         )
-    skipped = Skipped([*before.ranges, *_newly_skipped(order["skipped"], before, next_sample)])
-    phases, begins = _with_wanted(phases, Phase(**order["phases"][0]), step, skipped)
-    mixture = Mixture(phases, skipped)
+    skipped = Skipped([*before.skipped.ranges, *_newly_skipped(order["skipped"], before.skipped, next_sample)])
+    mixture = _with_wanted(before.phases, Phase(**order["phases"][0]), step, skipped)
     known = {**state["datasets"], **order["datasets"]}
     order = {
         **order,
         "datasets": {name: known[name] for name in mixture.names},
-        "phases": [asdict(phase) for phase in phases],
+        "phases": [asdict(phase) for phase in mixture.phases],
         "skipped": [list(each) for each in skipped.ranges],
     }
-    news = [_describe_last(phases)] if begins else []
-    news += [f"skipped: samples {begin}-{end - 1}" for begin, end in skipped.without(before)]
+    news = [_describe_last(mixture.phases)] if mixture.phases[-1].first_step == step > 0 else []
+    news += [f"skipped: samples {begin}-{end - 1}" for begin, end in skipped.without(before.skipped)]
     return Resumption(step, mixture, order, tuple(news))
 
 
@@ -135,6 +121,18 @@ def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample
             "go on from an earlier checkpoint (--ckpt_load_path, with another --ckpt_save_path), or leave it out"
         )
     return new
+
+
+def _restored_mixture(state: Mapping[str, Any]) -> Mixture:
+    """Makes the mixture of a state; a ValueError or TypeError where no run writes such a one."""
+    phases = [Phase(**phase) for phase in state["phases"]]
+    skipped = Skipped((begin, end) for begin, end in state["skipped"])
+    _check_numbers(phases, skipped, state["next_sample"])
+    for number, phase in enumerate(phases[1:], 1):
+        follows = phase.first_step >= phases[number - 1].first_step
+        if not follows or phase != Mixture(phases[:number], skipped).phase_from(phase.first_step, phase):
+            raise ValueError(f"the phase from step {phase.first_step} does not follow from the one before")
+    return Mixture(phases, skipped)
 
 
 def _check_numbers(phases: Sequence[Phase], skipped: Skipped, next_sample: int) -> None:
@@ -151,26 +149,24 @@ def _check_numbers(phases: Sequence[Phase], skipped: Skipped, next_sample: int) 
         raise ValueError("weights are too large")
 
 
-def _step_of_sample(phases: Sequence[Phase], sample: int, skipped: Skipped) -> int:
-    """Finds the step of the last phase that begins with a sample; a ValueError where phases do not fit together."""
-    for before, after in pairwise(phases):
-        if after != before.followed_by(after.first_step, after.global_batch_size, after.weights, skipped):
-            raise ValueError(f"the phase from step {after.first_step} does not follow from the one before")
-    last = phases[-1]
-    steps, rest = divmod(skipped.count(last.first_sample, sample), last.global_batch_size)
-    if rest or last.sample_of_step(last.first_step + steps, skipped) != sample:
-        raise ValueError(f"sample {sample} is not the first of a step")
-    return last.first_step + steps
+def _step_from(mixture: Mixture, sample: int) -> int:
+    """Finds the step of the last phase that begins with a sample; a ValueError where none does."""
+    if sample >= mixture.phases[-1].first_sample:
+        step = mixture.step_of_sample(sample)
+        if mixture.first_sample(step) == sample:
+            return step
+    raise ValueError(f"sample {sample} is not the first of a step")
 
 
-def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int, skipped: Skipped) -> tuple[list[Phase], bool]:
-    """Returns the phases of a run that goes on at a step as wanted, and whether the last of them begins there."""
+def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int, skipped: Skipped) -> Mixture:
+    """Returns the mixture of a run that goes on at a step as wanted, with a new phase if that differs."""
     phases = [phase for phase in phases if phase.first_step < step]  # one that gave no sample yet is as if it never was
     if not phases:
-        return [wanted], False
+        return Mixture([wanted], skipped)
+    mixture = Mixture(phases, skipped)
     if phases[-1].same_data(wanted):
-        return phases, False
-    return [*phases, phases[-1].followed_by(step, wanted.global_batch_size, wanted.weights, skipped)], True
+        return mixture
+    return Mixture([*phases, mixture.phase_from(step, wanted)], skipped)
 
 
 def _describe_last(phases: Sequence[Phase]) -> str:

@@ -37,14 +37,9 @@ def usable_cores() -> int:
 
 
 class RecentlyUsed(Generic[Value]):
-    """Keeps values up to a total cost; past it, those that were not used for longest go first.
+    """Keeps values up to a total cost; past it, those that were not used for longest go first, never the newest.
 
-    Values must be pure functions of their keys: two threads that miss at once both make the value, and either may be
-    kept.
-
-    Args:
-        limit: total cost that is kept. The newest value always stays, whatever it costs.
-        cost: of a value, in the unit of the limit.
+    Values must be pure functions of their keys: two threads that miss at once both make the value.
     """
 
     def __init__(self, limit: int, cost: Callable[[Value], int]) -> None:

@@ -39,7 +39,7 @@ class Tokenizer:
 
     Attributes:
         definition, config: content of its tokenizer.json and tokenizer_config.json.
-        end_of_text: id of the token that ends a document; None where there is none.
+        end_of_text: id of the token that ends a document.
         vocab_size: largest id plus one: the rows that an embedding needs.
     """
 
@@ -128,10 +128,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 @contextmanager
 def library_threads(enabled: bool) -> Iterator[None]:
-    """Lets the library use all cores inside one call, or keeps it to the calling thread.
-
-    The library decides by the environment variable TOKENIZERS_PARALLELISM, which is set back at the end.
-    """
+    """Lets the library use all cores inside one call, or only the calling thread, by its environment variable."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if enabled else "false"
     try:

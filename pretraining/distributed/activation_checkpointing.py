@@ -1,16 +1,15 @@
 """Activation checkpointing: less memory for activations, more arithmetic.
 
 Without it, forward keeps what backward needs of every operation. A checkpointed block keeps its input alone, and
-backward computes the block again, once its turn comes, from there. What is kept for one token and block, in elements of
-the compute dtype (D hidden, Q = heads x head dim, K = key/value heads x head dim, F feed-forward):
+backward computes the block again from there. Kept for one token and block, in elements of the compute dtype (D hidden,
+Q = heads x head dim, K = key/value heads x head dim, F feed-forward):
 
     none            4 D + 2 Q + 2 K + 4 F   the inputs of norms, matrix products, attention and SwiGLU
     per operation   3 D + 2 Q + 2 K + 2 F   the input of the block, results of matrix products and attention
     full            D                       the input of the block
 
-and what one block keeps without it lives, besides, while that block is computed again. Per operation, hardly any
-arithmetic is added: what is computed again (norms, rotations, SwiGLU) is bound by memory, and a compiled block does not
-keep most of it anyway, so there it gains little.
+The block that is being computed again takes what "none" does. Per operation adds hardly any arithmetic: norms,
+rotations and SwiGLU are bound by memory. A compiled block keeps little of them anyway, so there it gains little.
 """
 
 from __future__ import annotations
@@ -28,13 +27,9 @@ from pretraining.distributed.torch_private import recompute_in_backward
 
 
 def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> None:
-    """Exchanges those of the blocks whose activations are not to be kept, in place, for ones that compute them again.
+    """Exchanges blocks, in place, for ones that compute their activations again; which ones is a setting.
 
-    Before compilation, which then compiles the recomputation, too, and before sharding.
-
-    Args:
-        blocks: of the model, in order; they draw no random numbers.
-        parallel: which ones.
+    Comes before compilation, which then compiles the recomputation too. Blocks must draw no random numbers.
     """
     if not parallel.fsdp_activation_checkpointing:
         return
@@ -45,7 +40,7 @@ def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> N
 
 
 def _kept_operations() -> list[Any]:
-    """What a block does with most of its arithmetic: matrix products (float8 ones, too), attention by any kernel."""
+    """Returns the operations with most of the arithmetic: matrix products (also in float8), attention by any kernel."""
     from torch.nn.attention import varlen  # noqa: F401  it makes the last of these; here, since it takes a second
 
     return [
@@ -59,15 +54,11 @@ def _kept_operations() -> list[Any]:
 
 
 def recomputed_share(parallel: ParallelConfig, shape: LlamaShape, seq_length: float) -> float:
-    """Floating-point operations that backward repeats, as a share of those of the blocks' forward; 0 = none.
+    """Returns the operations that backward repeats, as a share of those of the blocks' forward; 0 = none.
 
-    All of a checkpointed block but its last matrix product, whose result nothing in backward asks for. Counted as in
-    `model/flops.py`: matrix products, and attention halved for causality.
-
-    Args:
-        parallel: what is checkpointed.
-        shape: dimensions of the model.
-        seq_length: tokens that attention reaches over: of a sequence, or of a document on average.
+    A checkpointed block repeats all but its last matrix product, whose result backward does not need. Operations are
+    counted as in `model/flops.py`. `seq_length` is the tokens that attention reaches over: of a sequence, or of a
+    document on average.
     """
     if not parallel.fsdp_activation_checkpointing or parallel.selective_checkpointing == PER_OPERATION:
         return 0.0

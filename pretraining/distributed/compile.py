@@ -1,13 +1,12 @@
 """Compilation of a model's blocks with torch.compile.
 
-Block by block, because all blocks are alike: one is compiled, and the others use what came of it, so a model of 80
-blocks compiles as fast as one of 2. Each as a whole graph: whatever would break it into pieces, and cost speed in
-silence, is an error. After activation checkpointing, so that the compiler sees what is to be computed again, and before
-sharding, whose gathering of parameters stays outside of the graphs. Embedding, head and loss are not compiled: nearly
-all of their work is one matrix product.
+Blocks are alike: one is compiled and the others use the result, so 80 blocks compile as fast as 2. Each is one whole
+graph; what would break it into pieces, and cost speed in silence, is an error. Compilation comes after activation
+checkpointing, so that the compiler sees what is computed again, and before sharding, whose gathering stays outside of
+the graphs. Embedding, head and loss are not compiled: nearly all of their work is one matrix product.
 
-Nothing that changes from step to step is a number to the compiler: tokens and positions enter a block as tensors of
-fixed shape, so no step but the first compiles. (The first evaluation compiles the forward without gradients.)
+Tokens and positions enter a block as tensors of fixed shape, so only the first step compiles (and the first evaluation,
+a forward without gradients).
 """
 
 from __future__ import annotations
@@ -33,20 +32,16 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Uses compiled blocks as they were written: what has another shape each time is not worth compiling."""
+    """Runs compiled blocks uncompiled, for inputs that have another shape each time."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextmanager
 def naming_the_flag(rank: int | None) -> Iterator[None]:
-    """Tells a user of an error of the compiler, which may come in any step.
+    """Raises a ConfigError in place of the compiler's error, which may come in any step.
 
-    Args:
-        rank: of this process; None where it is the only one.
-
-    Raises:
-        ConfigError: in place of the compiler's own.
+    `rank` is that of this process, None where it is the only one.
     """
     try:
         yield

@@ -1,15 +1,14 @@
 """Matrix products in float8, through torchao: twice the arithmetic of bfloat16, for fewer digits.
 
-A linear layer of a block multiplies three times: its output in forward, the gradients of its input and of its weight in
-backward. Each time both sides are scaled by what is largest in them, rounded to float8, and multiplied with sums and
-result in higher precision:
+A linear layer multiplies three times: its output in forward, the gradients of its input and of its weight in backward.
+Each time both sides are scaled by the largest value in them, rounded to float8, and multiplied; sums and results have
+higher precision:
 
     tensorwise   one scale for a tensor; e4m3 (3 bits behind the point), gradients e5m2 (2 bits, more range)
     rowwise      one scale for each row or column that is summed over, a power of two; e4m3 throughout
 
-Nothing else is in float8. Weights, their gradients and the optimizer's state stay as they are, under the same names, so
-checkpoints do not know of it. Embedding and head stay out of it: their errors go straight into the logits. Attention,
-norms, and what is sent between processes are in the compute dtype.
+Only the blocks' linear layers use float8. Weights, gradients and optimizer state stay as they are, under the same
+names, so checkpoints do not depend on it. Errors of embedding and head would go straight into the logits.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ _CAPABILITY = (8, 9)
 
 def check_float8(scaling: Float8Scaling, device: torch.device) -> None:
     """Refuses float8 where it cannot be had; looks at this process's device and packages only.
-
-    Args:
-        scaling: the setting `float8`.
-        device: of this process.
 
     Raises:
         ConfigError: the device has no units for float8, or torchao is missing or does not fit this torch.
@@ -60,14 +55,10 @@ def check_float8(scaling: Float8Scaling, device: torch.device) -> None:
 
 
 def multiply_in_float8(blocks: nn.ModuleList, scaling: Float8Scaling | None, *, emulate: bool = False) -> None:
-    """Exchanges the linear layers of the blocks for ones that multiply in float8, in place; parameters stay the same.
+    """Exchanges the blocks' linear layers, in place, for ones that multiply in float8; parameters stay the same.
 
-    Before activation checkpointing, compilation and sharding, which then see the layers that compute.
-
-    Args:
-        blocks: of the model, on any device, also meta; sides of their matrices are multiples of 16.
-        scaling: tensorwise or rowwise; None leaves the blocks alone.
-        emulate: round to float8, but multiply in float32, on any device. Slow: for tests.
+    Blocks may be on any device, also meta; the sides of their matrices are multiples of 16. A scaling of None leaves
+    them alone. `emulate` rounds to float8 but multiplies in float32, on any device: slow, for tests.
     """
     if scaling is None:
         return

@@ -1,18 +1,19 @@
-"""Shards a model over the mesh with FSDP2: one implementation for all strategies.
+"""Shards a model over the mesh with FSDP2, and clips its gradients: one implementation for all strategies.
 
 Gradients are summed, not averaged, over ranks: the loss of each micro-batch is already divided by the number of valid
-tokens of the *global* batch, so that ranks and micro-batches with fewer valid tokens weigh less, as they would on one
-process.
+tokens of the *global* batch. So ranks and micro-batches with fewer valid tokens weigh less, as on one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from pretraining.config.training import ShardingStrategy
 
@@ -24,14 +25,9 @@ def shard_model(
     strategy: ShardingStrategy,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Shards `model` in place: one communication group a block, and one for what is left (embedding, final norm, head).
+    """Shards `model`, on any device, in place: its parameters become DTensors over a mesh (replicate, shard).
 
-    Args:
-        model: on any device, also meta; its parameters become DTensors.
-        blocks: the sub-modules that are gathered and freed one after the other.
-        mesh: with axes (replicate, shard).
-        strategy: ddp, zero2, fsdp, hsdp or hsdp_zero2.
-        policy: in which precision parameters compute.
+    Each block is a communication group, gathered and freed in its turn; embedding, final norm and head are another one.
     """
     # A replicate axis of one would add an all-reduce with nobody.
     axes = mesh if mesh.size(0) > 1 else mesh["shard"]
@@ -48,7 +44,7 @@ def shard_model(
 
 
 def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """FSDP's policy: parameters are cast to `dtype` where they compute, gradients are reduced in float32."""
+    """Returns FSDP's policy: parameters compute in `dtype`, gradients are reduced in float32."""
     # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
     return MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -56,13 +52,7 @@ def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 class MicroBatchSync:
-    """What happens to gathered parameters and to gradients between the micro-batches of a step.
-
-    Args:
-        model: sharded.
-        mesh: that it is sharded over.
-        strategy: ddp, zero2, fsdp, hsdp or hsdp_zero2.
-    """
+    """Decides what a sharded model does with gathered parameters and gradients between micro-batches of a step."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, strategy: ShardingStrategy) -> None:
         assert isinstance(model, FSDPModule)
@@ -72,11 +62,11 @@ class MicroBatchSync:
         self._holds_whole_gradients = mesh["shard"].size() == 1
 
     def next_backward(self, is_last: bool) -> None:
-        """Prepares the next forward and backward; `is_last`: of the step.
+        """Prepares the next forward and backward, perhaps the last of the step.
 
-        Only the last one lets replicas exchange gradients, and lets go of parameters that were kept gathered after the
-        forward: until the update they stay the same. A rank that holds whole gradients adds them up as they are (in
-        float32); where they are sharded, each micro-batch's are reduced at once, which is what saves the memory.
+        Only in the last one do replicas exchange gradients, and parameters that were kept gathered are freed: until the
+        update they stay the same. A rank that holds whole gradients adds them up in float32; sharded ones are reduced
+        in each micro-batch, which saves the memory.
         """
         if self._holds_whole_gradients:
             self._model.set_requires_gradient_sync(is_last)
@@ -101,3 +91,39 @@ def reshard_model(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Returns this rank's shards of the gradients that exist."""
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, which is all of it unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gradient_norm(gradients: list[torch.Tensor], shard_group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns the Euclidean norm of the whole gradient, a scalar on the device, the same on every rank.
+
+    It takes one all-reduce of one number over the shard axis; replicas hold the same gradient. A NaN or an infinity
+    anywhere shows in the norm.
+    """
+    squared = torch.nn.utils.get_total_norm(gradients).square()
+    if shard_group.size() > 1:
+        dist.all_reduce(squared, group=shard_group)
+    return squared.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(
+    gradients: list[torch.Tensor], norm: torch.Tensor, threshold: float, loss_scale: torch.Tensor | float = 1.0
+) -> None:
+    """Scales gradients of the loss times `loss_scale` to those of the loss, with a norm of at most `threshold`.
+
+    `norm` is that of the loss's own gradient; a threshold of 0 allows any.
+    """
+    factor = torch.clamp(threshold / (norm + 1e-6), max=1.0) if threshold > 0 else torch.ones_like(norm)
+    if threshold > 0 or isinstance(loss_scale, torch.Tensor):
+        torch._foreach_mul_(gradients, factor / loss_scale)

@@ -1,18 +1,17 @@
 """What the hosts agree on while the devices work, and where they wait.
 
-`HostSync` is a delayed all-reduce of small host values: offered after one step, read after the next. Decisions that
-every rank must take alike (a save after so many minutes, an early end that one rank was told) cannot come from a local
-clock or a local signal. The exchange runs on CPU tensors beside the step, so neither host nor device waits for it.
+Decisions that every rank must take alike (a save after so many minutes, an early end that one rank was told) cannot
+come from a local clock or signal. `HostSync` is a delayed all-reduce of small host values: offered after one step, read
+after the next. It runs on CPU tensors beside the step, so neither host nor device waits for it.
 
-`is_waiting` tells a thread that looks at the main thread whether it works or waits. It waits where the innermost Python
-function is one of `torch.distributed` that calls into a collective, or `wait_for` and `wait_for_device` here: this
-project's own code waits through these two.
+`is_waiting` tells whether the main thread waits: its innermost Python function is one of `torch.distributed` that calls
+into a collective, or `wait_for` or `wait_for_device`, through which this project's own code waits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,12 +20,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class HostValues:
-    """What all ranks know alike.
-
-    Attributes:
-        seconds: the clock of the rank that started last.
-        stop: the largest of the ranks' requests to end; 0 where nobody has one.
-    """
+    """What all ranks know alike: the clock of the rank that started last, the largest request to stop (0 = none)."""
 
     seconds: float
     stop: int
@@ -41,24 +35,21 @@ class HostSync:
     def __enter__(self) -> HostSync:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # After an error the other ranks may never answer.
         if error is None and self._pending is not None and self._pending[0] is not None:
             self._pending[0].wait()
         self._pending = None
 
     def exchange(self, seconds: float, stop: int) -> HostValues:
-        """Offers this rank's clock and request, and returns what all ranks together offered the time before.
+        """Offers this rank's clock and request to stop; returns what all ranks offered at the call before.
 
-        Call it on every rank equally often: after each step, and inside what takes longer than one. The first call
-        returns zeros. With one process nothing is communicated, and the delay is kept, so that one process decides at
-        the same steps as many.
+        Every rank calls it equally often: after each step, and inside what takes longer than one. The first call
+        returns zeros. One process communicates nothing but has the same delay, so it decides at the same steps as many.
 
         Args:
             seconds: since the start, on this rank's clock.
-            stop: this rank's request to end, above 0, or 0.
+            stop: this rank's request, above 0, or 0.
         """
         # The least clock is the greatest of the negative ones: one reduction for both.
         offered = torch.tensor([-seconds, stop], dtype=torch.float64)
@@ -74,12 +65,12 @@ class HostSync:
 
 
 def wait_for(work: Any) -> None:
-    """Waits for a collective that is under way."""
+    """Waits for a collective."""
     work.wait()
 
 
 def wait_for_device(event: torch.cuda.Event) -> None:
-    """Waits until the device has come to an event."""
+    """Waits until the device has reached an event."""
     event.synchronize()
 
 
@@ -88,5 +79,5 @@ _OWN = {function.__code__ for function in (wait_for, wait_for_device)}
 
 
 def is_waiting(frame: FrameType) -> bool:
-    """Whether a thread whose innermost frame this is waits for other processes or for the device."""
+    """Whether a thread with this innermost frame waits for other processes or for the device."""
     return frame.f_code in _OWN or frame.f_code.co_filename == _COLLECTIVES

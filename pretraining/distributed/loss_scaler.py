@@ -1,11 +1,9 @@
 """Dynamic loss scaling for float16 (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
 
-float16 has no numbers below 6e-8, and gradients do. So the loss is multiplied by a scale before the backward pass, and
-gradients are divided by it afterwards, in float32. The scale is found on the way: too large, and a gradient overflows,
-the update is left out, and the scale is halved; after 2000 steps without that it is doubled. These numbers are those of
-`torch.amp.GradScaler`. bfloat16 has the range of float32 and needs none of it.
-
-Everything happens on the device, from a norm that is the same on all ranks: the host neither waits nor decides.
+Gradients below 6e-8 vanish in float16, so the loss is multiplied by a scale before backward, and gradients are divided
+by it afterwards, in float32. If a scaled gradient overflows, the update is left out and the scale is halved; after 2000
+steps without that it is doubled. The numbers are those of `torch.amp.GradScaler`. Everything happens on the device,
+from a norm that is the same on all ranks. bfloat16 has the range of float32 and needs no scale.
 """
 
 from __future__ import annotations
@@ -20,18 +18,11 @@ GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_INTERVAL = 2000
 SMALLEST_SCALE = 1.0
 LARGEST_SCALE = 2.0**40
-"""Further, the squares of scaled gradients would leave float32; a gradient that needs as much is zero."""
+"""Beyond it, the squares of scaled gradients would leave float32."""
 
 
 class LossScaler:
-    """Finds the scale of the loss.
-
-    Args:
-        device: of the losses.
-
-    Attributes:
-        scale: what the next step's losses are to be multiplied by; a float32 scalar on the device.
-    """
+    """Finds `scale`, by which the next step's losses are to be multiplied: a float32 scalar on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.full((), FIRST_SCALE, dtype=torch.float32, device=device)
@@ -40,10 +31,8 @@ class LossScaler:
     def update(self, overflowed: torch.Tensor) -> torch.Tensor:
         """Learns from a step; returns whether the scale went down, a bool scalar on the device.
 
-        It does not below 1: a gradient that is not finite then is so by itself.
-
-        Args:
-            overflowed: whether a scaled gradient was not finite; the same on all ranks.
+        The scale stays above 1: a gradient that is not finite there is so by itself. `overflowed` says whether a scaled
+        gradient was not finite, the same on all ranks.
         """
         backs_off = overflowed & (self.scale > SMALLEST_SCALE)
         steps = torch.where(overflowed, 0, self._steps + 1)
@@ -54,10 +43,10 @@ class LossScaler:
         return backs_off
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, JSON-able; waits for the device."""
+        """Returns what a checkpoint keeps; waits for the device."""
         return {"scale": self.scale.item(), "steps": int(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a checkpoint was made."""
+        """Restores what a checkpoint has kept."""
         self.scale = torch.full_like(self.scale, state["scale"])
         self._steps = torch.full_like(self._steps, state["steps"])

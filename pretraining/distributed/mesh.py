@@ -23,11 +23,7 @@ AXES = ("replicate", "shard")
 
 
 def mesh_shape(parallel: ParallelConfig, local_world_sizes: Sequence[int]) -> tuple[int, int]:
-    """Sizes of the axes (replicate, shard).
-
-    Args:
-        parallel: strategy and group size.
-        local_world_sizes: processes on the node of each rank.
+    """Returns the sizes of the axes (replicate, shard); `local_world_sizes` has the processes on each rank's node.
 
     Raises:
         ConfigError: the group size does not divide the number of processes, or would be that of a node and nodes
@@ -62,14 +58,9 @@ def build_mesh(
     device_type: str,
     timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> DeviceMesh:
-    """The mesh with axes (replicate, shard) for a strategy; a collective call.
+    """Makes the mesh with axes (replicate, shard) for a strategy; a collective call.
 
-    Args:
-        parallel: strategy and group size.
-        world_size: number of all processes.
-        local_world_size: processes on this node.
-        device_type: of the tensors.
-        timeout: after which a process that waits in a collective gives up.
+    Processes that wait in a collective give up after `timeout`.
 
     Raises:
         ConfigError: as `mesh_shape`.

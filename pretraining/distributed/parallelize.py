@@ -2,7 +2,7 @@
 
     float8 -> activation checkpointing -> compilation -> sharding -> memory
 
-Each step needs the ones before it: what is recomputed includes the float8 products, the compiler sees both, and what is
+Each step needs the ones before it: checkpointing recomputes the float8 products, the compiler sees both, and what is
 sharded is the compiled block, so that gathering parameters stays outside of the graphs. Values come last, from
 `model/init.py` or a checkpoint: a parameter has memory only once it is sharded.
 """
@@ -36,7 +36,7 @@ def parallelize(
 
     Args:
         model: on the meta device with `low_cpu_fsdp`, else on `device`.
-        blocks: its decoder blocks, inside `model`: the units of checkpointing, compilation and sharding.
+        blocks: its decoder blocks: the units of checkpointing, compilation and sharding.
         parallel: strategy, precision and levers.
         mesh: with axes (replicate, shard).
         device: of this rank.
@@ -54,11 +54,11 @@ def parallelize(
 
 
 def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that a model computes in: bfloat16, float16 or float32.
+    """Returns the dtype that a model computes in: bfloat16, float16 or float32.
 
-    Without a setting, the device decides by what it has units for: a CPU without them emulates bfloat16 and is some
-    twenty times slower than in float32. Master weights, optimizer state and gradient reduction are always float32, and
-    so are the statistics of norms, rotary angles and rotations, the loss and what it makes of the logits.
+    Without a setting, the device decides: a CPU without units for bfloat16 emulates it, some twenty times slower than
+    float32. Always in float32 are master weights, optimizer state, gradient reduction, the statistics of norms, rotary
+    angles and rotations, and the loss with what it makes of the logits.
     """
     dtype = _DTYPES[parallel.mp_dtype]
     wanted = parallel.mixed_precision

@@ -3,12 +3,12 @@
     join_processes -> rendezvous in a key-value store -> process group (NCCL for GPU tensors, gloo for CPU tensors)
 
 A mistake that one rank finds (a missing folder, a damaged checkpoint) must end every rank with the same message and
-without a hang. So whatever may fail before training runs inside `on_rank_zero` or `on_every_rank`, which tell all ranks
-how it went.
+without a hang. So what may fail before training runs inside `on_rank_zero` or `on_every_rank`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import time
@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pretraining.distributed.host_memory import keep_freed_memory
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
 
 T = TypeVar("T")
@@ -36,15 +35,20 @@ SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer",
 
 SECONDS_BETWEEN_LOOKS = 0.05
 
+# glibc's options (malloc.h), and the variables by which a user may set them.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_CHOICES_OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+
 
 @dataclass
 class Activity:
-    """What the main thread of this process is doing; the threads that watch over it read it.
+    """What the main thread of this process is doing, for the threads that watch it.
 
     Attributes:
         doing: "starting" until the first step, then "training", "data" (waiting for it), "evaluation", "checkpoint".
         step: steps that the run has done.
-        warm: whether a step was done since the start, so that everything is opened, restored and compiled.
+        warm: whether this start has done a step, so that everything is opened, restored and compiled.
         events: grows with everything that gets done.
     """
 
@@ -54,7 +58,7 @@ class Activity:
     events: int = 0
 
     def restart(self, step: int) -> None:
-        """Begins from a step, at a start and after a rollback."""
+        """Begins at a step, at a start or after a rollback."""
         self.doing, self.step, self.warm = "starting", step, False
         self.events += 1
 
@@ -77,14 +81,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others.
-
-    Attributes:
-        rank, world_size: place among all processes, and their number.
-        local_rank, local_world_size: the same on this node.
-        device: where this process computes.
-        activity: what it is doing.
-    """
+    """This process among all, and (`local_`) among those of its node."""
 
     rank: int
     world_size: int
@@ -95,7 +92,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that prints and writes for all."""
+        """Whether this process prints and writes for all."""
         return self.rank == 0
 
 
@@ -111,10 +108,8 @@ def join_processes(
     """Joins the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
 
     Args:
-        rank: of this process among all.
-        world_size: number of all processes.
-        local_rank: of this process on its node.
-        local_world_size: processes on its node.
+        rank, world_size: of this process among all.
+        local_rank, local_world_size: of this process among those of its node.
         environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
         timeout: after which a process that waits in a collective gives up.
 
@@ -157,12 +152,29 @@ def join_processes(
         lost = LostPeerError("another process of the job has ended; what it printed last says why.")
         lost.rank = rank
         raise lost from error
-    # After any other error this process may be alone with it, and taking leave would wait for the others: it just ends.
+    # After any other error this process may be alone with it, and leaving the group would wait for the others.
     dist.destroy_process_group()
 
 
+def keep_freed_memory() -> bool:
+    """Has glibc's allocator keep what a step on a CPU frees for the next step; returns whether glibc has taken it.
+
+    It returns large blocks to the system at once, and the free end of its heap. Each step takes the same hundreds of
+    megabytes again, and mapping and clearing their pages was a tenth of the time of a small model's step in bfloat16
+    (docs/performance.md). Leaves alone what the user has set up (mallopt(3), GLIBC_TUNABLES), and other allocators.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc" in tunables or any(name in os.environ for name in _CHOICES_OF_THE_USER):
+        return False
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        return False
+    set_option(_M_MMAP_MAX, 0)  # no block has a mapping of its own
+    return bool(set_option(_M_TRIM_THRESHOLD, -1))  # and the heap never shrinks
+
+
 def _store_of_this_start(rank: int, world_size: int) -> dist.Store:
-    """Where the processes find each other: in rank 0, or in torchrun where it offers a store."""
+    """Returns the store in which the processes find each other: rank 0's, or torchrun's where it offers one."""
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -185,10 +197,7 @@ def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: timedelta
         rank r    ask/<r>  = a word of its own                 rank 0    answer/<that word> = the name of this start
                   taken/<name>/<r>                                       done, when all have taken it
 
-    A word that a dead process has left gets an answer, too, which nobody reads.
-
-    Returns:
-        The part of the store that is this start's alone.
+    Nobody reads the answer to a word that a dead process has left. Returns the part of the store for this start alone.
 
     Raises:
         LaunchError: some ranks have not come.
@@ -228,30 +237,15 @@ def _ask_name(store: dist.Store, rank: int) -> str:
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Runs `function` on rank 0 and gives its result, or its error, to every rank.
+    """Runs `function` on rank 0 and gives its result, which must be picklable, or its error to every rank.
 
-    The result travels between processes, so it must be picklable. Call it on all ranks; a process that has joined no
-    others is rank 0.
-
-    Args:
-        function: what to run.
-        group: of all processes, to talk over; by default the job's own, which the training thread uses.
+    All ranks call it; a process that has joined no others is rank 0. `group` holds all processes, to talk over apart
+    from the training thread.
     """
     if not dist.is_initialized():
         return function()
-    outcome: list[Any] = [None, None]
-    failure: BaseException | None = None
-    if dist.get_rank() == 0:
-        try:
-            outcome = [function(), None]
-        except BaseException as error:
-            failure = error
-            outcome = [None, _portable(error)]
+    outcome: list[Any] = [on_every_rank(function if dist.get_rank() == 0 else lambda: None, group)]
     dist.broadcast_object_list(outcome, src=0, group=group)
-    if failure is not None:
-        raise failure
-    if outcome[1] is not None:
-        raise outcome[1]
     result: T = outcome[0]
     return result
 
@@ -261,40 +255,37 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
 
     `function` must not contain collectives that a failing rank would leave others waiting in.
     """
-    result, _ = _run_everywhere(function, group, share=False)
-    return result
-
-
-def gather_from_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """The same as `on_every_rank`, with the results of all ranks, by rank; they must be picklable."""
-    _, results = _run_everywhere(function, group, share=True)
-    return results
-
-
-def _run_everywhere(function: Callable[[], T], group: dist.ProcessGroup | None, share: bool) -> tuple[T, list[T]]:
-    """This rank's result and, if they are to be shared, those of all."""
     if not dist.is_initialized():
-        only = function()
-        return only, [only]
+        return function()
     result: Any = None
     failure: BaseException | None = None
     try:
         result = function()
     except BaseException as error:
         failure = error
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    error_to_share = None if failure is None else _portable(failure)
-    dist.all_gather_object(outcomes, (error_to_share, result if share and failure is None else None), group=group)
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if failure is None else _portable(failure), group=group)
     if failure is not None and not isinstance(failure, PretrainError):
         raise failure  # a bug, not a user's mistake: keep its traceback
-    first = next((error for error, _ in outcomes if error is not None), None)
+    first = next((error for error in failures if error is not None), None)
     if first is not None:
         raise first
-    return result, [shared for _, shared in outcomes]
+    returned: T = result
+    return returned
+
+
+def gather_from_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Runs `function` as `on_every_rank` does, and returns the results of all ranks; they must be picklable."""
+    result = on_every_rank(function, group)
+    if not dist.is_initialized():
+        return [result]
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result, group=group)
+    return results
 
 
 def _portable(error: BaseException) -> PretrainError:
-    """The error itself when it is one for users, otherwise a stand-in that can travel between processes."""
+    """Returns an error for users as it is, and in place of any other one that can travel between processes."""
     if isinstance(error, PretrainError):
         return error
     return PretrainError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")

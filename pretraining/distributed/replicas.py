@@ -1,8 +1,7 @@
 """Whether replicas still hold the same weights, to the bit.
 
-Replicas start equal and make the same updates, so they stay equal, unless a device computes or remembers something else
-than it should. Nothing else shows it: each replica goes on with weights of its own, and gradients are averaged over
-models that are no longer the same.
+Replicas start equal and make the same updates, so they stay equal, unless a device computes or remembers wrongly.
+Nothing else shows that: each replica would go on with its own weights, and average gradients of different models.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+
+from pretraining.distributed.fsdp import local_part
 
 _CHUNK = 1 << 20
 """Words that are hashed at once: what a check takes in memory is two int64 for each."""
@@ -24,26 +24,19 @@ _ODD = -7046029254386353131
 
 
 class Replicas:
-    """The copies of a model's pieces over the mesh.
-
-    Args:
-        parameters: sharded over the mesh.
-        mesh: with axes (replicate, shard).
-    """
+    """The copies of a model's pieces over a mesh with axes (replicate, shard)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self._parameters = parameters
         self._ranks = mesh.mesh.tolist()  # [replicate][shard]
 
     def differing_ranks(self) -> dict[int, list[int]]:
-        """The ranks whose weights differ from those of the other ranks with the same piece; a collective call.
+        """Returns the ranks whose weights differ from others with the same piece, each with those others' ranks.
 
-        Waits for the device. Where more than half of the holders of a piece agree, the rest are named; else all are.
-
-        Returns:
-            for each such rank, the ranks it was compared with.
+        Where more than half of the holders of a piece agree, the rest are returned; else all are. A collective call,
+        which waits for the device.
         """
-        own = torch.tensor([hash_tensors(_local(parameter) for parameter in self._parameters)])
+        own = torch.tensor([hash_tensors(map(local_part, self._parameters))])
         everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, own)
         hashes = [int(each) for each in everyone]
@@ -58,10 +51,10 @@ class Replicas:
 
 @torch.no_grad()
 def hash_tensors(tensors: Iterable[torch.Tensor]) -> int:
-    """A hash of the bits of tensors, in their order; waits for the device.
+    """Returns a hash of the bits of tensors, in their order; waits for the device.
 
-    A sum of words, each times an odd number that depends on its place, modulo 2**64. So a difference in a single word
-    always shows, and others all but always.
+    It sums words, each times an odd number that depends on its place, modulo 2**64: a difference in a single word
+    always shows, others all but always.
     """
     total: torch.Tensor | int = 0
     for tensor in tensors:
@@ -70,7 +63,3 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> int:
         for chunk in words.split(_CHUNK):
             total = total * _ODD + (chunk.to(torch.int64) * factors[: len(chunk)]).sum()
     return int(total)
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -18,25 +18,24 @@ MOST_ENTRIES = 200_000
 
 
 def store_of_job(prefix: str) -> dist.Store:
-    """A connection of its own to the key-value store that the processes met in; keys begin with `prefix`.
+    """Returns a new connection to the key-value store that the processes met in; keys begin with `prefix`.
 
-    Its own, because an operation that blocks holds up all others of a connection.
+    An operation that blocks holds up all others of its connection.
     """
     store: Any = distributed_c10d._get_default_store()
     return dist.PrefixStore(prefix, store.clone())
 
 
 def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Sets after which time a process that waits in a collective of the group gives up."""
+    """Sets when a process that waits in a collective of the group gives up."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None = None) -> nn.Module:
     """Wraps a module so that backward computes its activations again; parameters keep their names.
 
-    Args:
-        module: draws no random numbers, since it must compute the same again.
-        contexts: `context_fn` of `torch.utils.checkpoint.checkpoint`, to keep some results all the same.
+    The module must draw no random numbers. `contexts` is the `context_fn` of `torch.utils.checkpoint.checkpoint`, which
+    keeps some results.
     """
     # The compiler knows a context_fn only where it is not PyTorch's own default.
     selection: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
@@ -46,7 +45,7 @@ def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, A
 def round_in_compiled_code_as_outside() -> None:
     """Makes compiled kernels round to bfloat16 wherever eager code does, for the rest of the process.
 
-    They would keep float32 between fused operations, and fuse other operations where a result is computed again.
+    Otherwise they keep float32 between fused operations, and fuse differently where a result is computed again.
     """
     from torch._inductor import config  # here, because it takes its time and few need it
 
@@ -59,7 +58,7 @@ def remember_allocations() -> None:
 
 
 def forget_allocations() -> None:
-    """Ends that."""
+    """Ends remembering allocations."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -2,14 +2,13 @@
 
     main thread --Activity--> watchdog, a thread that looks now and then --Heartbeats--> watchdogs of other processes
 
-Progress is whatever the main thread gets done (a step, a batch of an evaluation), bytes that the process reads or
-writes, and until the first step, when files are indexed and models compiled, time that it computes. A process in which
-nothing has made progress for the timeout asks how the others are: one that does get on with something is waited for, as
-the one that writes a long checkpoint. Where nobody does, each process prints its stacks and which processes stand out,
-because they are not alive or do something else than the rest, and ends with `EXIT_HUNG`. The launcher ends what is
-left: a process that is stopped, or stuck in the kernel, cannot end itself.
+Progress is what the main thread gets done (a step, a batch of an evaluation), bytes that the process reads or writes,
+and until the first step, when files are indexed and models compiled, time that it computes. A process without progress
+for the timeout asks how the others are, and waits while one gets on, such as one that writes a long checkpoint. If none
+does, each process prints its stacks and which processes stand out (not alive, or doing something else than the rest),
+and ends with `EXIT_HUNG`. The launcher ends what is left: a process that is stopped cannot end itself.
 
-A watchdog is a Python thread: it does not see a hang of this process alone that holds Python's lock. The others do.
+A watchdog is a Python thread, so it does not see a hang of its own process that holds Python's lock. The others do.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -38,9 +36,9 @@ EXIT_HUNG = 124
 LONGEST_PERIOD_SECONDS = 10.0
 LOOKS_OF_A_TIMEOUT = 20
 MOVED_BYTES = 1 << 20
-"""A process that moves as much between two looks gets on with something; heartbeats and logs are less."""
+"""Bytes between two looks that count as progress; heartbeats and logs are fewer."""
 COMPUTING_SHARE = 0.1
-"""A process that computes for so much of the time, by itself or in processes of its own, gets on with something."""
+"""Share of the time that a process, with its children, must compute for it to count as progress."""
 MOST_NAMED = 16
 STDERR = 2
 PATIENCE_SECONDS = 5.0
@@ -48,17 +46,16 @@ PATIENCE_SECONDS = 5.0
 
 
 def collective_timeout(guard: GuardConfig) -> timedelta:
-    """After which processes that wait for others give up; later than the watchdog, which can say more."""
+    """Returns when processes that wait for others give up: later than the watchdog, which can say more."""
     longest = max(guard.hang_timeout.amount, guard.first_step_timeout.amount)
     return max(COLLECTIVE_TIMEOUT, timedelta(seconds=longest) + timedelta(minutes=10))
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What is known of a hang.
+    """What is known of a hang: `seconds` without progress, and how the other processes are.
 
     Attributes:
-        seconds: without progress.
         others: the newest heartbeats; None where the store does not answer.
         silent: the ranks that gave none for half the timeout.
     """
@@ -69,12 +66,7 @@ class Hang:
 
 
 class HangDetector:
-    """Counts the time without progress and decides when it is a hang.
-
-    Args:
-        world_size: number of processes.
-        ask: returns the newest heartbeats of the other processes; None where the store does not answer.
-    """
+    """Counts the time without progress and decides when it is a hang; `ask` returns `Hang.others`."""
 
     def __init__(self, world_size: int, ask: Callable[[], dict[int, Heartbeat] | None]) -> None:
         self._world_size = world_size
@@ -84,12 +76,9 @@ class HangDetector:
         self._earlier: dict[int, Heartbeat] | None = None
 
     def look(self, seconds: float, progress: int, timeout: float) -> Hang | None:
-        """Takes note of how this process is, and returns what is wrong if the job hangs.
+        """Notes this process's progress since the last look, `seconds` ago; returns what is wrong if the job hangs.
 
-        Args:
-            seconds: since the last look.
-            progress: of this process.
-            timeout: seconds without progress that are a hang; 0 = none are.
+        A job hangs after `timeout` seconds without progress; with 0, never.
         """
         self._seconds += seconds
         if progress != self._progress or not timeout:
@@ -112,13 +101,7 @@ class HangDetector:
 
 
 class Watchdog:
-    """Watches over this process as a context.
-
-    Args:
-        guard: the timeouts.
-        processes: this process among the others, and what it is doing.
-        end: ends the process.
-    """
+    """Watches over this process as a context; `end` ends it."""
 
     def __init__(self, guard: GuardConfig, processes: Processes, end: Callable[[int], object] = os._exit) -> None:
         self._processes = processes
@@ -144,9 +127,7 @@ class Watchdog:
                 thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._ending.is_set():
             threading.Event().wait()  # the main thread lost a process that has ended already: this one is about to, too
         self._stopped.set()
@@ -166,7 +147,7 @@ class Watchdog:
                 self._end_process(hang)
 
     def _publish(self) -> None:
-        """Publishes heartbeats; a thread of its own, since the store may block it."""
+        """Publishes heartbeats, from a thread of its own, since the store may block it."""
         assert self._heartbeats is not None
         while not self._stopped.is_set():
             activity = self._processes.activity
@@ -181,7 +162,7 @@ class Watchdog:
         return self._heartbeats.of_others()
 
     def _measure_progress(self, seconds: float) -> int:
-        """A number that has grown if something got done in the seconds since the last look."""
+        """Returns a number that grows if something got done in the seconds since the last look."""
         activity, moved, computed = self._processes.activity, _bytes_moved(), sum(os.times()[:4])
         events = activity.events
         got_on = events != self._events or moved - self._bytes >= MOVED_BYTES
@@ -220,7 +201,7 @@ def describe(hang: Hang, processes: Processes) -> str:
 
 
 def _those_that_stand_out(hang: Hang, processes: Processes) -> list[str]:
-    """The processes that are not alive, or are not where most are."""
+    """Names the processes that are not alive, or are not where most are."""
     others = hang.others or {}
     lines = []
     for rank in sorted(set(range(processes.world_size)) - {processes.rank}):
@@ -245,7 +226,7 @@ def _place(step: int, doing: str) -> str:
 
 
 def _bytes_moved() -> int:
-    """Bytes that this process has read and written so far; 0 where the system does not tell."""
+    """Returns the bytes that this process has read and written so far; 0 where the system does not tell."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -259,11 +240,9 @@ class Heartbeat:
     """How a process is.
 
     Attributes:
-        count: of heartbeats so far: where it does not grow, the process is not alive.
+        count: of its heartbeats so far; where it does not grow, the process is not alive.
         progress: grows with everything that the main thread gets done.
-        step: steps that the run has done.
-        doing: as in `Activity`.
-        host: machine.
+        step, doing: as in `Activity`.
     """
 
     count: int
@@ -276,8 +255,7 @@ class Heartbeat:
 class Heartbeats:
     """Heartbeats of all processes, in the key-value store that they met in; making one is a collective call.
 
-    The store is served by one process, or by torchrun. Where that one does not answer, an operation may block for good,
-    so `of_others` asks in a thread and gives up on it.
+    Where the process that serves the store does not answer, an operation may block for good.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -294,7 +272,7 @@ class Heartbeats:
         self._telling.set(str(self._rank), json.dumps(asdict(beat)))
 
     def of_others(self) -> dict[int, Heartbeat] | None:
-        """The newest heartbeat of every other process that gave one; None where the store does not answer."""
+        """Returns the newest heartbeat of each other process that gave one; None where the store does not answer."""
         answers: list[dict[int, Heartbeat]] = []
         asking = threading.Thread(target=lambda: answers.append(self._ask()), name="heartbeats", daemon=True)
         asking.start()

@@ -32,10 +32,8 @@ def generate(
         prompt: token ids to continue, at least one.
         count: how many tokens to draw.
         context: tokens that the model looks back at, at most.
-        device: of the model.
-        seed: of the draws.
         temperature: 0 takes the likeliest token each time.
-        top_k: draws among so many of the likeliest.
+        top_k: draws among this many of the likeliest tokens.
 
     Returns:
         The new tokens.

@@ -32,10 +32,7 @@ class Evaluator:
         model: returns (objective, valid tokens, z-loss in the objective), sums for a micro-batch's `ModelInputs`; the
             loss is the objective without the z-loss.
         open_batches: opens the held-out batches of one evaluation, from the first; None = never evaluate.
-        device: of the model.
         interval: how often; the run's last step is always evaluated.
-        stopwatch: counts the time of an evaluation.
-        observer: reports the result.
         should_stop: asked between batches by all ranks, which all get the same answer.
         pending: whether an evaluation of the present weights is due and not done.
     """
@@ -64,11 +61,11 @@ class Evaluator:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next start has to know."""
+        """What a checkpoint keeps, JSON-able."""
         return {PENDING_KEY: self.pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what an earlier start left to do."""
+        """Goes on from what a checkpoint kept."""
         self.pending = self.open_batches is not None and bool(state[PENDING_KEY])
 
     @torch.no_grad()

@@ -76,11 +76,9 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True)
 class ProcessLayout:
-    """This process among all processes of the job.
+    """This process among all processes of the job; the `local_` numbers count those of this node.
 
     Attributes:
-        rank, world_size: its number, from 0, and the processes of the job.
-        local_rank, local_world_size: the same on this node.
         launcher: a key of `VARIABLES`, or "single".
         master_addr, master_port: where rank 0 answers.
     """
@@ -193,7 +191,7 @@ def _check_ranges(launcher: str, rank: int, world_size: int, local_rank: int, lo
 
 
 def _check_agreement(launcher: str, environ: Mapping[str, str], rank: int, world_size: int) -> None:
-    """RANK and WORLD_SIZE beside SLURM's or MPI's variables must say the same, or somebody meant another layout."""
+    """RANK and WORLD_SIZE beside SLURM's or MPI's variables must say the same: else somebody meant another layout."""
     by_hand = read_text(environ, "RANK"), read_text(environ, "WORLD_SIZE")
     if None not in by_hand and by_hand != (str(rank), str(world_size)):
         raise LaunchError(
@@ -264,11 +262,7 @@ def ancestor_named(name: str, pid: int | str = "self", proc: Path = Path("/proc"
 
 
 def first_node(node_list: str) -> str:
-    """The first host of a node list, where SLURM places task 0: `node[01-03,7],gpu-a` -> `node01`.
-
-    Raises:
-        LaunchError: the list has another form.
-    """
+    """The first host of a node list, where SLURM places task 0: `node[01-03,7],gpu-a` -> `node01`."""
     first = _FIRST_IN_BRACKETS.sub(r"\1", _BETWEEN_NAMES.split(node_list)[0])
     if not re.fullmatch(r"[\w.-]+", first):
         raise LaunchError(
@@ -278,11 +272,7 @@ def first_node(node_list: str) -> str:
 
 
 def tasks_of_nodes(text: str) -> tuple[int, ...]:
-    """Tasks on each node of a step, in node order: `4(x2),1` -> (4, 4, 1).
-
-    Raises:
-        LaunchError: the text has another form.
-    """
+    """Tasks on each node of a step, in node order: `4(x2),1` -> (4, 4, 1)."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part)
@@ -301,11 +291,7 @@ def read_text(environ: Mapping[str, str], name: str) -> str | None:
 
 
 def read_integer(environ: Mapping[str, str], name: str, launcher: str) -> int:
-    """A variable that `launcher` has to set to a number.
-
-    Raises:
-        LaunchError: it is missing or not an integer.
-    """
+    """A variable that `launcher` has to set to a number; a LaunchError where it has not."""
     text = read_text(environ, name)
     if text is None:
         raise LaunchError(
@@ -319,11 +305,7 @@ def read_integer(environ: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def read_port(environ: Mapping[str, str]) -> int | None:
-    """MASTER_PORT, None where it is not given.
-
-    Raises:
-        LaunchError: it is no port number.
-    """
+    """MASTER_PORT; None where it is not given."""
     text = read_text(environ, "MASTER_PORT")
     if text is None:
         return None

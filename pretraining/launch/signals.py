@@ -29,7 +29,7 @@ class ReceivedSignals:
         self.first: signal.Signals | None = None
 
     def listen(self) -> ReceivedSignals:
-        """Remembers signals from now on, until the process ends: one that comes as it leaves must not kill it."""
+        """Remembers signals from now on until the process ends, so that a late one does not kill it on its way out."""
         for number in PREEMPTION_SIGNALS:
             signal.signal(number, self._remember)
         return self
@@ -63,7 +63,7 @@ def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> It
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Gets a SIGTERM when the torchrun that started this process dies, even by SIGKILL (Linux).
+    """Asks Linux for a SIGTERM when the torchrun that started this process dies, even by SIGKILL.
 
     torchrun's processes are in sessions of their own: without this they would train on, unseen.
     """

@@ -56,7 +56,7 @@ def log_to_terminal(rank: int = 0) -> TerminalHandler:
 
 @contextmanager
 def showing_through(show: Callable[[str], None]) -> Iterator[None]:
-    """For the time of a `with` block, hand lines of level INFO to `show`, which prints them above a live line."""
+    """For the time of a `with` block, hands lines of level INFO to `show`, which prints them above a live line."""
     handlers = [each for each in logging.getLogger(PACKAGE).handlers if isinstance(each, TerminalHandler)]
     for handler in handlers:
         handler.show = show

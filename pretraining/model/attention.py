@@ -3,9 +3,8 @@
 H query heads share K key/value heads, H/K queries to each; K = H is plain multi-head attention. The kernel is PyTorch's
 `scaled_dot_product_attention`: a flash kernel where the device has one, which never holds an S x S matrix.
 
-Where a row holds several documents, attention may be kept inside each of them. Then it also costs less: its cost grows
-with the squares of the documents' lengths, not with that of the row's. A GPU takes all documents in one call of a flash
-kernel for sequences of various lengths; elsewhere, the kernel is called once a document.
+Attention may stay inside each document of a row, which costs less: the cost grows with the squares of lengths. A GPU
+takes all documents in one call of a flash kernel for sequences of various lengths; elsewhere each has its own call.
 
 Shapes: B batch, S sequence, D hidden, H query heads, K key/value heads, E head dim; n tokens of one document.
 """
@@ -32,8 +31,7 @@ class DocumentBounds(NamedTuple):
     """Where documents lie, for a kernel that takes all of them at once.
 
     Attributes:
-        bounds: int32 [documents + 1] on the device: the places in the flattened [B * S] tokens at which documents
-            begin, and B * S.
+        bounds: int32 [documents + 1] on the device: where documents begin in the flattened [B * S] tokens, and B * S.
         longest: no document has more tokens.
     """
 
@@ -59,15 +57,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, documents: Documents | None = None) -> Tensor:
-        """Mixes every token with those before it.
+        """Mixes every normalised hidden state [B, S, D] with those before it, to be added to the residual stream.
 
-        Args:
-            x_BSD: normalised hidden states [B, S, D].
-            rotation: the tokens' angles, see `rope.py`.
-            documents: as `locate_documents` says; None = each row is one document.
-
-        Returns:
-            [B, S, D], to be added to the residual stream.
+        `rotation` are the tokens' angles (`rope.py`); `documents` come from `locate_documents`.
         """
         q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -82,7 +74,7 @@ class Attention(nn.Module):
 
 
 def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
-    """Softmax(q k / sqrt(E)) v over the tokens up to and including each one: [B, S, H, E]."""
+    """Returns softmax(q k / sqrt(E)) v over the tokens up to and including each one: [B, S, H, E]."""
     grouped = q_BSHE.size(2) != k_BSKE.size(2)
     mixed_BHSE = F.scaled_dot_product_attention(
         q_BSHE.transpose(1, 2),  # B S H E -> B H S E
@@ -95,7 +87,7 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
 
 
 def locate_documents(document_lengths: tuple[int, ...] | None, x: Tensor, head_dim: int) -> Documents | None:
-    """Documents in the form in which `document_attention` does best with them; once a forward pass, for all blocks.
+    """Returns documents in the form that suits `document_attention` best; called once a forward pass, for all blocks.
 
     Args:
         document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens, none across two
@@ -123,24 +115,17 @@ def has_kernel_for_documents(device: torch.device, dtype: torch.dtype, head_dim:
 
 
 def bounds_of(document_lengths: tuple[int, ...]) -> DocumentBounds:
-    """Bounds of documents, on the host.
+    """Returns the bounds of documents, on the host.
 
-    The longest is rounded up to a power of two: the kernel only makes room by it, and code that is compiled for one
-    value then serves most batches. It is never 1, for which the kernel takes a way of its own, made for decoding.
+    The longest is rounded up to a power of two: the kernel only makes room by it, and compiled code for one value then
+    serves most batches. It is never 1, for which the kernel takes another way, made for decoding.
     """
     bounds = torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32)
     return DocumentBounds(bounds, 1 << max(1, (max(document_lengths) - 1).bit_length()))
 
 
 def document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents: Documents) -> Tensor:
-    """Causal attention that reaches tokens of the same document only: [B, S, H, E].
-
-    Args:
-        q_BSHE: queries.
-        k_BSKE: keys.
-        v_BSKE: values.
-        documents: as `locate_documents` says.
-    """
+    """Returns causal attention that reaches tokens of the same document only: [B, S, H, E]."""
     q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
     if isinstance(documents, DocumentBounds):
         mixed_NHE = _at_once(q_NHE, k_NKE, v_NKE, documents)
@@ -150,7 +135,7 @@ def document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents
 
 
 def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBounds) -> Tensor:
-    """All documents in one call of a kernel that is told where each begins."""
+    """Calls the kernel once, telling it where each document begins."""
     from torch.nn.attention.varlen import varlen_attn  # here, since it takes a second to import
 
     kernel: Callable[..., Any] = varlen_attn
@@ -167,11 +152,10 @@ def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBou
 
 
 def _one_by_one(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, document_lengths: tuple[int, ...]) -> Tensor:
-    """A call of the kernel a document.
+    """Calls the kernel for each document, which computes nothing that a mask would throw away.
 
-    It computes nothing that a mask would throw away: in long rows on a CPU it is far faster than a masked S x S matrix,
-    and it is faster than calls for documents of similar lengths, padded to one, even where documents are short
-    (docs/model.md has the numbers).
+    On a CPU this is far faster than a masked S x S matrix for long rows, and faster than calls for documents of similar
+    lengths padded to one, even where they are short (docs/model.md has the numbers).
     """
     pieces = zip(*(x.split(document_lengths) for x in (q_NHE, k_NKE, v_NKE)), strict=True)
     mixed = [causal_attention(q_nHE[None], k_nKE[None], v_nKE[None]) for q_nHE, k_nKE, v_nKE in pieces]

@@ -3,7 +3,7 @@
     LlamaShape  <->  config.json of a `LlamaForCausalLM`
 
 A config.json may ask for more than this Llama computes (biases, another activation, sliding windows, …). Weights of
-such a model would load and give wrong results, so what is not computed here is refused by the name of its entry.
+such a model would load and give wrong results, so it is refused by the name of the entry.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SUPPORTED: dict[str, tuple[Any, str]] = {
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
-    """Names and shape of every parameter, in the model's order; a tied head is the embedding and has no entry."""
+    """Returns the shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
     with torch.device("meta"):
         model = Llama(shape)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -50,7 +50,7 @@ def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
 def config_document(
     shape: LlamaShape, dtype: str, context: int, bos_token: int | None, eos_token: int | None
 ) -> dict[str, Any]:
-    """The config.json of a Llama.
+    """Returns the config.json of a Llama.
 
     Rotary embedding and dtype are spelled twice: as transformers 5 does (`rope_parameters`, `dtype`), and as earlier
     versions and other programs do (`rope_theta`, `rope_scaling`, `torch_dtype`).
@@ -59,26 +59,16 @@ def config_document(
         shape: dimensions.
         dtype: of the weights: "float32" or "bfloat16".
         context: tokens that the model was trained on at once.
-        bos_token: id that begins a document; None = nothing does.
-        eos_token: id that ends one.
+        bos_token, eos_token: ids that begin and end a document; None = nothing does.
     """
     scaling = None if shape.rope_scaling is None else {"rope_type": "llama3", **asdict(shape.rope_scaling)}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
+        **vars(shape),
         "max_position_embeddings": max(context, shape.max_position_embeddings),
         "rope_parameters": {"rope_theta": shape.rope_theta, **(scaling or {"rope_type": "default"})},
-        "rope_theta": shape.rope_theta,
         "rope_scaling": scaling,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "tie_word_embeddings": shape.tie_word_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -94,16 +84,12 @@ def config_document(
 
 
 def generation_document(bos_token: int | None, eos_token: int | None) -> dict[str, Any]:
-    """The generation_config.json: which token begins and which one ends a text."""
+    """Returns the generation_config.json: which token begins and which one ends a text."""
     return {"bos_token_id": bos_token, "eos_token_id": eos_token}
 
 
 def shape_of_document(document: Any, path: str) -> LlamaShape:
-    """The dimensions in a config.json.
-
-    Args:
-        document: its content.
-        path: how messages call it.
+    """Returns the dimensions in a config.json; messages call it by `path`.
 
     Raises:
         CheckpointError: it is not one of a Llama that can be trained here; names every entry that stands against it.
@@ -123,7 +109,7 @@ def shape_of_document(document: Any, path: str) -> LlamaShape:
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
-    """What stands against a model, an entry at a time."""
+    """Yields what stands against a model, an entry at a time."""
     kind, architectures = document.get("model_type"), document.get("architectures") or ["LlamaForCausalLM"]
     if kind != "llama" or architectures != ["LlamaForCausalLM"]:
         yield f"model_type {kind!r}, architectures {architectures}: only llama, LlamaForCausalLM is"
@@ -154,7 +140,7 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
-    """The shape of a document without problems; defaults are those of `LlamaConfig`."""
+    """Returns the shape of a document without problems; defaults are those of `LlamaConfig`."""
     rope = _rope(document)
 
     def value(name: str, default: Any) -> Any:
@@ -178,6 +164,6 @@ def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
 
 
 def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entries about the rotary embedding, in the spelling of transformers 5 or of earlier ones."""
+    """Returns the entries about the rotary embedding, in the spelling of transformers 5 or of earlier ones."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     return rope if isinstance(rope, Mapping) else {"rope_type": rope}

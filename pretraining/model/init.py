@@ -1,7 +1,7 @@
 """Initial weights that depend on the seed and a parameter's name, and on nothing else.
 
-Each parameter has a random stream of its own, seeded by (seed, name). Not the number of processes, nor the sharding,
-nor which parameters come before it has a say: one process, DDP, FSDP and HSDP start from the same bits.
+Each parameter has its own random stream, seeded by (seed, name), whatever the number of processes, the sharding and the
+parameters before it: one process, DDP, FSDP and HSDP start from the same bits.
 
 | parameter               | initial values                    | reason                                                |
 |-------------------------|-----------------------------------|-------------------------------------------------------|
@@ -13,8 +13,7 @@ nor which parameters come before it has a say: one process, DDP, FSDP and HSDP s
 |                         |                                   | et al. 2019, GPT-2, section 2.3)                      |
 | every norm              | 1                                 | normalisation alone, to begin with                    |
 
-The generator is the device's: a CPU and a GPU draw different numbers from one seed, and so may two models of GPU, whose
-kernels spread a stream over another number of threads.
+The generator is the device's: a CPU and a GPU draw different numbers from one seed, and so may two models of GPU.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def initialize_weights(model: Llama, shape: LlamaShape, seed: int, device: torch.device) -> None:
     """Fills every parameter in place, and ties the head to the embedding where the shape says so.
 
-    Every rank draws each full tensor and keeps its own part. That needs no communication and is the same on any layout;
-    seeding a sharded tensor's own initialisation is not (on a CPU mesh each rank would fill its shard with the same
-    numbers). Only one full tensor lives at a time.
+    Every rank draws each full tensor, one at a time, and keeps its part: no communication, and the same on any layout.
+    (A sharded tensor's own initialisation on a CPU mesh would fill every rank's shard with the same numbers.)
 
     Args:
         model: with materialised parameters (after `to_empty`), plain tensors or DTensors of any mesh.
-        shape: the dimensions that the model was built from.
+        shape: of the model.
         seed: of the run.
         device: where numbers are drawn; its generator is part of the result.
     """
@@ -60,7 +58,7 @@ def initialize_weights(model: Llama, shape: LlamaShape, seed: int, device: torch
 
 
 def initial_values(name: str, size: torch.Size, shape: LlamaShape, seed: int, device: torch.device) -> Tensor:
-    """The full float32 tensor that a parameter starts from; `name` without wrappers, see the table above."""
+    """Returns the full float32 tensor that a parameter starts from; `name` is without wrappers."""
     full = torch.empty(size, dtype=torch.float32, device=device)
     if name.endswith("norm.weight"):
         return full.fill_(1.0)
@@ -69,18 +67,18 @@ def initial_values(name: str, size: torch.Size, shape: LlamaShape, seed: int, de
 
 
 def standard_deviation(name: str, shape: LlamaShape) -> float:
-    """Of the normal distribution that a matrix is drawn from."""
+    """Returns that of the normal distribution that a matrix is drawn from."""
     writes_to_residual_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
     return BASE_STD / math.sqrt(2 * shape.num_hidden_layers) if writes_to_residual_stream else BASE_STD
 
 
 def stream_seed(seed: int, name: str) -> int:
-    """A 64-bit seed for the random stream of one parameter, the same in every process (`hash` of a string is not)."""
+    """Returns the 64-bit seed of a parameter's random stream, the same in every process (`hash` of a text is not)."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
 
 
 def parameter_name(wrapped_name: str) -> str:
-    """The name of a parameter without the prefixes that activation checkpointing and compilation put into it."""
+    """Returns a parameter's name without the prefixes of activation checkpointing and compilation."""
     for wrapper in _WRAPPERS:
         wrapped_name = wrapped_name.replace(wrapper, "")
     return wrapped_name

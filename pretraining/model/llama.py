@@ -4,13 +4,12 @@
            -> L blocks:  x + self_attn(input_layernorm(x)),  then  x + mlp(post_attention_layernorm(x))
            -> norm -> lm_head -> logits, or with labels the loss, chunk by chunk (loss.py)
 
-So `llama.load_state_dict(hugging_face_model.state_dict())` works, and the other way round.
+Names allow `llama.load_state_dict(hugging_face_model.state_dict())`, and the other way round.
 
-Made for sharding: a parent reaches a child's parameters only by calling the child, which is when FSDP has gathered
-them. The head is the exception: it is of the root's own group, and the loss, which is computed inside the root's
-forward, takes its matrix. Made for the meta
-device: nothing is computed before `forward`, so `with torch.device("meta"): Llama(shape)` takes no memory at any size;
-then shard, `to_empty`, and `init.initialize_weights`.
+For sharding, a parent reaches a child's parameters only by calling the child, which is when FSDP has gathered them. The
+head is the exception: it is in the root's group, and the loss inside the root's forward takes its matrix. Nothing is
+computed before `forward`, so `with torch.device("meta"): Llama(shape)` takes no memory at any size; then shard,
+`to_empty`, and `init.initialize_weights`.
 
 Shapes: B batch, S sequence, D hidden, F feed-forward, V vocabulary.
 """
@@ -29,12 +28,7 @@ from pretraining.model.rope import Rotation, compute_rotation
 
 
 class Llama(nn.Module):
-    """A Llama with its language-model head and loss.
-
-    Attributes:
-        shape: the dimensions it was built from.
-        loss: how it computes its loss.
-    """
+    """A Llama with its language-model head and loss."""
 
     def __init__(self, shape: LlamaShape, loss: LossConfig = LossConfig()) -> None:
         super().__init__()
@@ -46,15 +40,14 @@ class Llama(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder blocks in order: the units of sharding, compilation and activation checkpointing."""
+        """The decoder blocks, units of sharding, compilation and activation checkpointing."""
         return list(self.model.layers)
 
     def tie_weights(self) -> None:
-        """Makes the head use the embedding's parameter, where the shape says so; may be called at any time.
+        """Makes the head use the embedding's parameter, where the shape says so.
 
-        Needed again after `to_empty`, which gives each module that holds a shared meta tensor a new one of its own.
-        Under FSDP the embedding's is the one that is gathered and updated, so that is the one to share; FSDP also
-        needs embedding and head in one group, the root's.
+        Needed again after `to_empty`, which gives every module with a shared meta tensor its own. FSDP gathers and
+        updates the embedding's, and needs embedding and head in one group, the root's.
         """
         if self.shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -70,18 +63,14 @@ class Llama(nn.Module):
 
         Args:
             tokens_BS: token ids, int64 [B, S].
-            labels_BS: the token that follows each one, already shifted (`labels[:, i]` is what comes after
-                `tokens[:, i]`), int64 [B, S]; -100 where nothing is to be learned.
-            positions_BS: position of each token for the rotary embedding, integers [B, S]; none = 0 .. S-1. What
-                attention reaches does not depend on them.
+            labels_BS: the token after each one, already shifted (`labels[:, i]` follows `tokens[:, i]`), int64 [B, S];
+                -100 where nothing is to be learned.
+            positions_BS: for the rotary embedding, integers [B, S]; None = 0 .. S-1.
             document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens, none across
-                two rows; attention then reaches earlier tokens of the same document. None = all earlier tokens of the
-                row.
+                two rows; attention stays inside them. None = each row is one document.
 
         Returns:
-            Without labels the logits [B, S, V], in the dtype of the parameters. With labels what to minimise, summed
-            over valid labels (float32 scalar, nats), their number (int64 scalar), and how much of the first is z-loss
-            (float32 scalar, without a gradient); the rest of it is the cross-entropy.
+            Without labels the logits [B, S, V], in the dtype of the parameters; with labels what `head_loss` returns.
         """
         hidden_BSD = self.model(tokens_BS, positions_BS, document_lengths)
         if labels_BS is None:
@@ -127,7 +116,7 @@ class DecoderBlock(nn.Module):
         self.mlp = FeedForward(shape)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, documents: Documents | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; `rotation` are the tokens' angles (`rope.py`), for documents see `attention.py`."""
+        """[B, S, D] -> [B, S, D]; other arguments as in `Attention.forward`."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, documents)
         out_BSD: Tensor = x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
         return out_BSD

@@ -2,15 +2,13 @@
 
     hidden states, head -> chunk by chunk:  logits -> losses, gradient of the logits -> gradients of both inputs
 
-Logits are the largest tensor of a training step: with 128 thousand words, 8192 tokens of them take 4 GiB in float32,
-and a plain cross-entropy holds them three times over. But the gradient of a softmax is known as soon as the softmax is.
-So each chunk's logits become their own gradient on the spot, and that is multiplied into the gradients of hidden states
-and head; the backward pass only scales those by what comes from above. Nothing of the logits' size outlives its chunk,
-and nothing is computed twice.
+Logits are the largest tensor of a step: with 128 thousand words, 8192 tokens of them take 4 GiB in float32, and a plain
+cross-entropy holds them three times. But a softmax gives its gradient at once, so each chunk's logits become their own
+gradient on the spot, which is multiplied into the gradients of hidden states and head; backward only scales those. No
+logits outlive their chunk, and nothing is computed twice.
 
-Sums and not means: a global batch is spread over ranks and micro-batches with different numbers of valid tokens, and a
-mean of their means would weigh tokens unequally. The training step divides by the valid tokens of the whole global
-batch.
+Losses are sums: ranks and micro-batches hold different numbers of valid tokens, and a mean of their means would weigh
+tokens unequally. The training step divides by the valid tokens of the global batch.
 
 Shapes: B batch, S sequence, N = B S tokens, n tokens of a chunk, D hidden, V vocabulary.
 """
@@ -30,10 +28,10 @@ IGNORED_LABEL = -100
 def head_loss(
     hidden_BSD: Tensor, head_VD: Tensor, labels_BS: Tensor, chunk_tokens: int | None = None, z_loss_weight: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed negative log-likelihood of the labels under softmax(hidden head^T), plus z-loss.
+    """Returns the summed negative log-likelihood of the labels under softmax(hidden head^T), plus z-loss.
 
-    Matrix products are done in the inputs' dtype; softmax, losses, and the sum over chunks of the head's gradient in
-    float32 (float64 where inputs are).
+    Matrix products use the inputs' dtype; softmax, losses, and the sum over chunks of the head's gradient use float32
+    (float64 where inputs do).
 
     Args:
         hidden_BSD: what the final norm gives, [B, S, D].
@@ -62,10 +60,9 @@ def head_loss(
 def choose_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     """Tokens of a chunk: 256 on a CPU; elsewhere as many as have 2^28 logits (1 GiB in float32) at most.
 
-    On a CPU small chunks are the faster ones, since their logits are still in its caches when they are needed again
-    (docs/model.md has the numbers). Each chunk also adds to the head's gradient, at a cost in memory traffic of V D,
-    however few its tokens are: with a GPU's small caches that is all that counts, so chunks are as large as its memory
-    does not mind; a power of two, so that they come out even, and no smaller than 256.
+    On a CPU small chunks are faster, since their logits are still in its caches (docs/model.md has the numbers). Each
+    chunk also costs memory traffic of V D for the head's gradient, which is all that counts with a GPU's small caches:
+    there chunks are as large as memory allows, a power of two so that they come out even, and at least 256.
     """
     if device.type == "cpu":
         return 256
@@ -79,7 +76,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, chunk_tokens: int, z_loss_weight: float
     ) -> tuple[Tensor, Tensor]:
-        """See `_sum_over_chunks`."""
+        """Sums over chunks."""
         objective_sum, z_loss_sum, gradients = _sum_over_chunks(
             hidden_ND, head_VD, labels_N, chunk_tokens, z_loss_weight, with_gradients=True
         )
@@ -92,7 +89,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, above: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Scales; `above` is one over the valid tokens of a global batch, or NaN where the step is to be left out."""
+        """Scales by `above`: one over the valid tokens of a global batch, or NaN where the step is to be left out."""
         scaled = (
             torch.mul(gradient, above, out=torch.empty_like(gradient, dtype=ctx.input_dtype))
             for gradient in ctx.saved_tensors
@@ -103,7 +100,7 @@ class _HeadLoss(torch.autograd.Function):
 def _sum_over_chunks(
     hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, chunk_tokens: int, z_loss_weight: float, with_gradients: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The objective, the z-loss in it, and the objective's gradients by hidden states and head where wanted."""
+    """Returns the objective, the z-loss in it, and the objective's gradients by hidden states and head where wanted."""
     sum_dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     objective_sum, z_loss_sum = (hidden_ND.new_zeros((), dtype=sum_dtype) for _ in range(2))
     by_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else hidden_ND
@@ -125,7 +122,7 @@ def _sum_over_chunks(
 def _take_loss(
     logits_nV: Tensor, labels_n: Tensor, z_loss_weight: float, with_gradients: bool
 ) -> tuple[Tensor, Tensor]:
-    """A chunk's objective and the z-loss in it; where gradients are wanted, logits are overwritten with theirs.
+    """Returns a chunk's objective and the z-loss in it; overwrites logits with their gradients where those are wanted.
 
     With p the softmax and y the label: the gradient of -ln p_y is p - [y], that of weight x ln(Z)^2 is
     2 x weight x ln(Z) x p.
@@ -147,7 +144,7 @@ def _take_loss(
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """Adds a product to the sum of those of earlier chunks; of one alone, the dtype is that it is computed in."""
+    """Adds a product to the sum of earlier ones; a single product keeps the dtype it is computed in."""
     if total is None:
         return left @ right
     if left.dtype == sum_dtype:

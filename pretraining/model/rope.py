@@ -3,10 +3,9 @@
 Head dims i and i + E/2 form a pair (the "rotate-half" layout of Hugging Face weights), which a token at position p
 turns by p x frequency_i. After that, a query and a key meet with an angle that depends only on how far apart they are.
 
-The cosines and sines are computed once a forward pass, from positions, in float32, and every block receives the same
-two tensors as an argument. There is no buffer: nothing that `model.to(torch.bfloat16)` could round (bfloat16 cannot
-even count to 257), nothing to refill after `to_empty`, nothing to size for the longest sequence. As tensor arguments
-they also suit blocks that are compiled or recomputed on their own.
+Cosines and sines are computed once a forward pass, from positions, in float32, and handed to every block. As a buffer
+they could be rounded by `model.to(torch.bfloat16)` (bfloat16 cannot even count to 257), would be empty after
+`to_empty`, and would need the size of the longest sequence.
 
 Shapes: B batch, S sequence, H heads (of queries or keys), E head dim; P = E/2 pairs.
 """
@@ -25,22 +24,17 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def compute_rotation(shape: LlamaShape, positions_BS: Tensor) -> Rotation:
-    """The angles of tokens, as cosine and sine.
-
-    Args:
-        shape: gives head dim, theta and scaling.
-        positions_BS: integer positions [B, S]; [1, S] where the sequences share them.
-    """
+    """Returns the angles of tokens at integer positions [B, S], or [1, S] for all sequences, as cosine and sine."""
     frequencies_P = rotary_frequencies(shape, positions_BS.device)
     angles_BS1P = positions_BS[:, :, None, None].float() * frequencies_P
     return angles_BS1P.cos(), angles_BS1P.sin()
 
 
 def rotary_frequencies(shape: LlamaShape, device: torch.device | None = None) -> Tensor:
-    """Radians a position of each pair of head dims, float32 [P]: theta^(-2i/E), from 1 down to nearly 1/theta.
+    """Returns radians a position of each pair of head dims, float32 [P]: theta^(-2i/E), from 1 to nearly 1/theta.
 
-    Computed on the device (no copy from the host, so no synchronisation), by the same operations as Hugging Face:
-    float32 rounds frequencies, and weights that were trained there expect those roundings.
+    Computed on the device, without a copy from the host, by the same operations as Hugging Face: weights that were
+    trained there expect the same roundings.
     """
     exponents_P = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
     frequencies_P = 1.0 / (shape.rope_theta**exponents_P)
@@ -58,9 +52,9 @@ def rotate(x_BSHE: Tensor, rotation: Rotation) -> Tensor:
 def _stretch(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
     """Makes frequencies fit a context `factor` times as long (Llama 3.1; "llama3" in Hugging Face configurations).
 
-    What matters is how often a pair turns within the original context. More than `high_freq_factor` turns: it tells
-    near tokens apart, and stays. Fewer than `low_freq_factor`: it tells regions of the context apart, and is slowed
-    down by `factor`. In between, a blend of the two that is linear in the number of turns.
+    A pair that turns more than `high_freq_factor` times within the original context tells near tokens apart, and stays.
+    One that turns less than `low_freq_factor` times tells regions apart, and is slowed down by `factor`. In between,
+    the two are blended, linearly in the number of turns.
     """
     turns_P = scaling.original_max_position_embeddings * frequencies_P / (2 * math.pi)
     keep_P = (turns_P - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

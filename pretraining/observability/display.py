@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -47,9 +46,7 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Leaves the terminal in order."""
 
     def show(self, report: Report) -> None:
@@ -89,10 +86,7 @@ class LiveLine(Display):
         self._messages.enter_context(showing_through(self._print_above))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Leaves the last line on the screen."""
+    def __exit__(self, *raised: object) -> None:
         self._messages.close()
         self._progress.stop()
 
@@ -106,7 +100,7 @@ class LiveLine(Display):
 
 
 def choose_display(choice: str, total_steps: int, peak_tflops: float | None) -> Display:
-    """The display of rank 0 for `--progress`; "auto" is live where standard output is a terminal."""
+    """Returns the display of rank 0 for `--progress`; "auto" is live where standard output is a terminal."""
     live = choice == "live" or (choice == "auto" and sys.stdout.isatty())
     return LiveLine(total_steps, peak_tflops) if live else PlainLines(total_steps, peak_tflops)
 

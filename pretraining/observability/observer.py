@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -42,22 +41,19 @@ GIB = 1024.0**3
 class Observer:
     """Reports of a run, as a context around the loop; `build_observer` makes one from the settings.
 
+    The end of an invocation is always reported.
+
     Attributes:
-        interval: how often to report; where an invocation ends is always reported.
-        total_steps: of the run, for the time left.
         flops_per_token: of the model, forward and backward, for the tokens that attention spans on average.
         recomputed_flops_per_token: what activation checkpointing adds, for the same tokens.
-        peak_tflops: of a device, or None where it is not known.
-        device: of the step's tensors.
-        stopwatch: where the time goes.
-        display: where reports are shown; other ranks than 0 have one that shows nothing.
-        trackers: where reports are kept.
-        stragglers: tells which processes the others wait for.
+        peak_tflops: of a device; None where it is not known.
+        state: where the run stands, at first where it starts.
+        display: shows nothing on other ranks than 0.
         last_loss: the newest reported loss, at first that of an earlier invocation.
     """
 
+    state: TrainState
     interval: Interval
-    total_steps: int
     flops_per_token: Callable[[float], float]
     recomputed_flops_per_token: Callable[[float], float]
     peak_tflops: float | None
@@ -67,11 +63,9 @@ class Observer:
     trackers: Trackers
     stragglers: StragglerWatch
     last_loss: float | None = None
-    _start: Progress | None = field(default=None, init=False)  # of this process, for the overall rate
-    _reported: Progress | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """No step is seen yet."""
+        self._start = self._reported = self.state.progress  # of this process, and of the last report
         self._clear_sums()
 
     def __enter__(self) -> Observer:
@@ -80,17 +74,13 @@ class Observer:
         self.stragglers.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self.stragglers.stop()
-        self.display.__exit__(kind, error, traceback)
+        self.display.__exit__(*raised)
         self.trackers.close()
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
-        """Takes note of a step; reports if a boundary of the interval was crossed, or the invocation is over."""
-        if self._start is None or self._reported is None:
-            self._start = self._reported = state.before
+        """Counts a step; reports if it crossed a boundary of the interval or was the last one."""
         kept = ~outcome.skipped
         # A skipped step's loss may be NaN: it must not spoil the mean of the others.
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
@@ -115,7 +105,6 @@ class Observer:
         self._attention_spans = 0.0
 
     def _report(self, now: Progress, outcome: StepOutcome) -> None:
-        assert self._start is not None and self._reported is not None
         spans = torch.full_like(self._loss_sum, self._attention_spans)
         sums = torch.stack((self._loss_sum, self._z_loss_sum, spans))
         dist.all_reduce(sums)
@@ -151,7 +140,7 @@ class Observer:
             memory_gib=memory[0],
             memory_allocated_gib=memory[1] if self.device.type == "cuda" else None,
             memory_reserved_gib=memory[2] if self.device.type == "cuda" else None,
-            time_left_seconds=(self.total_steps - now.steps) * tokens_per_step / overall_rate,
+            time_left_seconds=(self.state.total_steps - now.steps) * tokens_per_step / overall_rate,
         )
         self.last_loss = _finite(report.loss)
         self.display.show(report)
@@ -163,7 +152,7 @@ class Observer:
         self._clear_sums()
 
     def _memory_of_the_fullest_rank(self) -> list[float]:
-        """GiB of the fullest rank: peak in use, allocated now, reserved; on a CPU the peak of the process alone."""
+        """Returns GiB of the fullest rank: peak, allocated now, reserved; on a CPU only the peak of the process."""
         sizes = [peak_bytes(self.device), 0, 0]
         if self.device.type == "cuda":
             sizes[1:] = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
@@ -181,22 +170,12 @@ def build_observer(
     training_tokens: int | None,
     trackers: Trackers,
 ) -> Observer:
-    """Makes the observer of a run, with the display of rank 0.
-
-    Args:
-        config: of the run.
-        shape: of the model, which FLOPs are counted from.
-        processes: this process among the others.
-        state: where the run stands.
-        stopwatch: where the time goes.
-        training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        trackers: where reports are kept.
-    """
+    """Makes the observer of a run; `training_tokens` are those of one pass over the datasets."""
     peak = peak_tflops(device_name(processes.device))
     share = recomputed_share(config.parallel, shape, config.data.seq_length)
     return Observer(
+        state=state,
         interval=Interval(config.report.report_interval, training_tokens),
-        total_steps=state.total_steps,
         flops_per_token=partial(flops_per_token, shape),
         recomputed_flops_per_token=partial(recomputed_flops_per_token, shape, share),
         peak_tflops=peak,
@@ -209,5 +188,5 @@ def build_observer(
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN or infinity: they become null."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

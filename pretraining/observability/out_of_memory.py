@@ -7,18 +7,17 @@ import resource
 import sys
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import format_value
-from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
+from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.distributed.fsdp import local_part
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
@@ -42,8 +41,8 @@ class MemoryUse:
     """Memory of one rank, in bytes.
 
     Attributes:
-        device: what it is the memory of, in words.
-        parameters, gradients, optimizer_state: what this rank holds of them.
+        device: its name.
+        parameters, gradients, optimizer_state: this rank's part.
         peak: most that was in use at once; on a CPU everything that the process held.
         allocated: in use now.
         reserved: held by PyTorch's allocator, in use or not; None on a CPU.
@@ -75,9 +74,7 @@ class MemoryUse:
 class MemoryWatch:
     """Knows what holds the memory of a run, so that an error can say where it went; it keeps nothing alive.
 
-    Attributes:
-        state: where the run stands; None until it is built.
-        shard_size: ranks that share one copy of the model.
+    `state` is where the run stands, None until it is built; `shard_size` ranks share one copy of the model.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -86,25 +83,29 @@ class MemoryWatch:
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     def watch(self, optimizer: torch.optim.Optimizer, state: TrainState, shard_size: int) -> None:
-        """Looks at a run from now on."""
+        """Watches this run from now on."""
         self._optimizer, self.state, self.shard_size = weakref.ref(optimizer), state, shard_size
 
     def measure(self, device: torch.device) -> MemoryUse:
-        """The memory of this rank now."""
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        if optimizer is None:
-            return measure_memory(device)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return measure_memory(device, parameters, optimizer)
+        """Returns the memory of this rank now; before `watch`, what the run's state takes is not known."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        groups, state = ([], {}) if optimizer is None else (optimizer.param_groups, optimizer.state)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        moments = [each for kept in state.values() for each in kept.values() if isinstance(each, torch.Tensor)]
+        sizes = _bytes_of(parameters), _bytes_of(gradients), _bytes_of(moments)
+        peak = peak_bytes(device)
+        if device.type == "cuda":
+            in_use = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+            name = f"{device} ({torch.cuda.get_device_name(device)})"
+            return MemoryUse(name, *sizes, peak, *in_use, *torch.cuda.mem_get_info(device))
+        resident, machine = _sizes_in("/proc/self/status")["VmRSS"], _sizes_in("/proc/meminfo")
+        return MemoryUse("this machine", *sizes, peak, resident, None, machine["MemAvailable"], machine["MemTotal"])
 
 
 @contextmanager
 def explain_out_of_memory(config: TrainConfig, processes: Processes) -> Iterator[MemoryWatch]:
     """Raises `OutOfMemoryError` in place of the many errors that PyTorch, CUDA and Python have for it.
-
-    Args:
-        config: the settings, with the run's folder.
-        processes: this process among the others.
 
     Raises:
         OutOfMemoryError: with where the memory went, and what would help; of this rank alone.
@@ -153,86 +154,72 @@ def _explain(error: Exception, config: TrainConfig, processes: Processes, watch:
 
 
 def advise(config: TrainConfig, use: MemoryUse, world_size: int, shard_size: int, device: torch.device) -> list[str]:
-    """Flags that save memory, the one that saves most first, each with what it saves on this rank.
+    """Returns flags that save memory, the one that saves most first, each with what it saves on this rank.
 
-    Args:
-        config: the settings that were too large.
-        use: the memory of this rank.
-        world_size: all ranks.
-        shard_size: ranks that share one copy of the model.
-        device: of this rank.
+    One copy of the model is shared by `shard_size` of `world_size` ranks.
     """
-    shape = resolve_shape(config.model)
-    found = [
-        *_smaller_batch(config, use),
-        *_less_kept(config, use, shape, compute_dtype(config.parallel, device)),
-        *_more_sharding(config, use, world_size, shard_size),
-    ]
+    found = [*_smaller_batch(config, use), *_less_kept(config, use, device)]
+    found += _more_sharding(config.parallel.sharding_strategy, use, world_size, shard_size)
     lines = [f"{text}: about {format_bytes(saved)} less" for saved, text in sorted(found, reverse=True) if saved > 0]
     if use.reserved is not None and use.reserved - use.allocated > use.total // 10:
         lines.append(
             f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: the allocator holds "
             f"{format_bytes(use.reserved - use.allocated)} in pieces that did not fit"
         )
-    lines.append(f"{_flag('seq_length', config.data.seq_length // 2)}: shorter rows, and another model in the end")
+    lines.append(f"--seq_length={config.data.seq_length // 2}: shorter rows, and another model in the end")
     return lines
 
 
-Advice = list[tuple[float, str]]
+Advice = Iterator[tuple[float, str]]
 """Bytes that something saves, and what it is."""
 
 
 def _smaller_batch(config: TrainConfig, use: MemoryUse) -> Advice:
     now = config.batch.batch_size
-    if now == 1:
-        return []
-    text = f"{_flag('batch_size', now // 2)} in place of {now}"
-    if config.batch.global_batch_size is None:
-        text += f" (with {_flag('global_batch_size', '<as now>')} the updates stay the same)"
-    return [(use.rest * (1 - (now // 2) / now), text)]
+    if now > 1:
+        steady = " (with --global_batch_size=<as now> the updates stay the same)"
+        text = f"--batch_size={now // 2} in place of {now}{steady if config.batch.global_batch_size is None else ''}"
+        yield use.rest * (1 - (now // 2) / now), text
 
 
-def _less_kept(config: TrainConfig, use: MemoryUse, shape: LlamaShape, dtype: torch.dtype) -> Advice:
-    """What the forward pass leaves for the backward pass."""
+def _less_kept(config: TrainConfig, use: MemoryUse, device: torch.device) -> Advice:
+    """Estimates what flags save of the activations that forward keeps for backward."""
+    shape, dtype = resolve_shape(config.model), compute_dtype(config.parallel, device)
     tokens = config.batch.batch_size * config.data.seq_length
-    found: Advice = []
     # The logits stand outside the blocks: as computed, in float32, and their gradient.
     bytes_a_token = shape.vocab_size * (dtype.itemsize + 8)
     logits = tokens * bytes_a_token
     in_a_chunk = min(tokens, LOGITS_AT_ONCE // shape.vocab_size) * bytes_a_token
     if config.loss.loss_chunk_tokens == 0:
-        found.append((logits - in_a_chunk, _flag("loss_chunk_tokens", None)))
+        yield logits - in_a_chunk, "--loss_chunk_tokens=none"
     else:
         logits = in_a_chunk
     in_blocks = max(0, use.rest - logits)
     if not config.parallel.fsdp_activation_checkpointing:
         # Each block keeps its input, and one at a time is computed again.
         inputs = shape.num_hidden_layers * tokens * shape.hidden_size * dtype.itemsize
-        saved = in_blocks * (1 - 1 / shape.num_hidden_layers) - inputs
-        text = f"{_flag('fsdp_activation_checkpointing', True)} (slower by up to a third)"
-        half = f"{_flag('selective_checkpointing', 2)}, for every second block, saves half of that"
-        found.append((saved, f"{text}; {half}"))
+        yield (
+            in_blocks * (1 - 1 / shape.num_hidden_layers) - inputs,
+            "--fsdp_activation_checkpointing=true (slower by up to a third); --selective_checkpointing=2, for every "
+            "second block, saves half of that",
+        )
     if dtype == torch.float32 and config.parallel.mixed_precision is not None:
-        found.append((in_blocks / 2, _flag("mixed_precision", True)))
-    return found
+        yield in_blocks / 2, "--mixed_precision=true"
 
 
-def _more_sharding(config: TrainConfig, use: MemoryUse, world_size: int, shard_size: int) -> Advice:
-    strategy = config.parallel.sharding_strategy
+def _more_sharding(strategy: str, use: MemoryUse, world_size: int, shard_size: int) -> Advice:
     state = max(use.state, 4 * use.parameters)  # before the first update, optimizer and gradients are still to come
+    fsdp = f"--sharding_strategy=fsdp in place of {strategy}"
     if shard_size < world_size:
-        saved = state * (1 - shard_size / world_size)
-        return [(saved, f"{_flag('sharding_strategy', 'fsdp')} in place of {strategy}")]
-    found: Advice = []
+        yield state * (1 - shard_size / world_size), fsdp
+        return
     if strategy == "zero2" and world_size > 1:
-        gathered = use.parameters * shard_size / 2  # in bfloat16, kept from forward to backward
-        found.append((gathered, f"{_flag('sharding_strategy', 'fsdp')} in place of {strategy}"))
-    found.append((state / 2, f"{2 * world_size} GPUs in place of {world_size}, with --sharding_strategy=fsdp"))
-    return found
+        yield use.parameters * shard_size / 2, fsdp  # in bfloat16, kept from forward to backward
+    yield state / 2, f"{2 * world_size} GPUs in place of {world_size}, with --sharding_strategy=fsdp"
 
 
 def _snapshot(config: TrainConfig, processes: Processes) -> list[str]:
-    """A picture of the allocator, for the tool that shows it."""
+    """Writes a picture of the allocator, for the tool that shows it; returns a line about it."""
     if processes.device.type != "cuda":
         return []
     path = Path(config.checkpoint.ckpt_save_path) / TRACES / f"out_of_memory_rank{processes.rank}.memory.pickle"
@@ -241,22 +228,16 @@ def _snapshot(config: TrainConfig, processes: Processes) -> list[str]:
         write_snapshot(path)
     except OSError as error:
         return [f"A snapshot of the memory could not be written to {path}: {error}"]
-    more = "" if config.profiler.memory_snapshot else f"; {_flag('memory_snapshot', True)} adds who allocated what"
+    more = "" if config.profiler.memory_snapshot else "; --memory_snapshot=true adds who allocated what"
     return [f"A snapshot for https://pytorch.org/memory_viz is in {path}{more}."]
 
 
 def _place_of(error: BaseException) -> str:
-    """The innermost line of this project that the error came through."""
+    """Returns the innermost line of this project that the error came through."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
     if not frames:
         return "outside of this project"
     return f"at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}"
-
-
-def _flag(name: str, value: object) -> str:
-    """A flag as it is typed; only flags that exist are ever named."""
-    assert name in settings_of(TrainConfig), name
-    return f"--{name}={value if isinstance(value, str) else format_value(value)}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -264,40 +245,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
-
-
-def measure_memory(
-    device: torch.device,
-    parameters: Iterable[torch.Tensor] = (),
-    optimizer: torch.optim.Optimizer | None = None,
-) -> MemoryUse:
-    """The memory of this rank.
-
-    Args:
-        device: of the model.
-        parameters: of the model, as sharded.
-        optimizer: over them.
-    """
-    parameters = list(parameters)
-    moments = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
-    sizes = (
-        _bytes_of(parameters),
-        _bytes_of(parameter.grad for parameter in parameters if parameter.grad is not None),
-        _bytes_of(value for value in moments if isinstance(value, torch.Tensor)),
-    )
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return MemoryUse(
-            f"{device} ({torch.cuda.get_device_name(device)})",
-            *sizes,
-            peak=peak_bytes(device),
-            allocated=torch.cuda.memory_allocated(device),
-            reserved=torch.cuda.memory_reserved(device),
-            free=free,
-            total=total,
-        )
-    free, total = _memory_of_the_machine()
-    return MemoryUse("this machine", *sizes, peak_bytes(device), _resident_bytes(), None, free, total)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -309,7 +256,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def memory_table(use: MemoryUse) -> list[str]:
-    """Where the memory went, a line each."""
+    """Says where the memory went, a line each."""
     is_cpu = use.reserved is None
     rest = "activations, temporary tensors, programs" if is_cpu else "activations, gathered parameters, temporary"
     rows = [
@@ -319,17 +266,17 @@ def memory_table(use: MemoryUse) -> list[str]:
         (rest, use.rest),
         ("together, at the peak", use.peak),
         ("in use now", use.allocated),
+        ("held by PyTorch's allocator now", use.reserved),
         ("free now", use.free),
         (f"{use.device} has", use.total),
     ]
-    if use.reserved is not None:
-        rows.insert(6, ("held by PyTorch's allocator now", use.reserved))
-    width = max(len(name) for name, _ in rows)
-    return [f"  {name:{width}}  {format_bytes(size):>10}" for name, size in rows]
+    known = {name: size for name, size in rows if size is not None}
+    width = max(map(len, known))
+    return [f"  {name:{width}}  {format_bytes(size):>10}" for name, size in known.items()]
 
 
 def format_bytes(size: float) -> str:
-    """A size as a person reads it: 12.5 GiB, 310.0 MiB."""
+    """Writes a size as a person reads it: 12.5 GiB, 310.0 MiB."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
@@ -337,23 +284,13 @@ def format_bytes(size: float) -> str:
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
-def _memory_of_the_machine() -> tuple[int, int]:
-    """Bytes that are available, and all."""
-    fields = dict(line.split(":", 1) for line in _lines_of("/proc/meminfo"))
-    sizes = [int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("MemAvailable", "MemTotal")]
-    return sizes[0], sizes[1]
-
-
-def _resident_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in _lines_of("/proc/self/status"))
-    return int(fields["VmRSS"].split()[0]) * 1024 if "VmRSS" in fields else 0
-
-
-def _lines_of(path: str) -> list[str]:
+def _sizes_in(path: str) -> Counter[str]:
+    """Returns the sizes in a file of /proc, in bytes; 0 of what it does not list, and where there is no such file."""
     try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError:  # not Linux
-        return []
+        text = ""
+    return Counter({name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)})

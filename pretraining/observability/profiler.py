@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -29,42 +27,17 @@ log = logging.getLogger(__name__)
 TRACES = "profile_traces"
 STEPS_OF_A_PROFILE = 3
 STEPS_BEFORE = 3
-"""Of each start that nobody wants to see: they compile, choose algorithms and fill caches."""
+"""Steps of each start that are no example of others: they compile, choose algorithms and fill caches."""
 OPERATIONS_SHOWN = 10
 
 
 @dataclass
-class ProfiledSteps:
-    """Which steps are recorded, numbered from 1.
-
-    Attributes:
-        ranges: (first, last) of each range.
-        interval: how often another one is added; None = never.
-    """
-
-    ranges: list[tuple[int, int]]
-    interval: Interval | None = None
-
-    def following(self, state: TrainState) -> tuple[int, int] | None:
-        """The range that the step after the next one begins, or that the next one is in."""
-        done = state.progress.steps
-        if self.interval is not None and self.interval.is_due(state):
-            self.ranges.append((done + 2, done + 1 + STEPS_OF_A_PROFILE))
-        return self.at(done + 1)
-
-    def at(self, step: int) -> tuple[int, int] | None:
-        """The range that a step is in, or right before, as far as it is not over."""
-        return next(((max(first, step), last) for first, last in self.ranges if first - 1 <= step <= last), None)
-
-
-@dataclass
 class _Recording:
-    """A range that is being recorded, or about to be."""
+    """A range that is being recorded, or warmed up for."""
 
     first: int
     last: int
     trace: torch.profiler.profile
-    stack: ExitStack = field(default_factory=ExitStack)
 
 
 class Profiler:
@@ -75,9 +48,7 @@ class Profiler:
         run: folder of the run, which gets a folder of traces.
         next_step: the first step of this start.
         training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        device: of the model.
-        rank: of this process.
-        stopwatch: told of the time that a trace takes to be written, and tells what the loop is doing.
+        stopwatch: counts the time that writing a trace takes, and tells what the loop is doing.
     """
 
     def __init__(
@@ -92,7 +63,8 @@ class Profiler:
     ) -> None:
         self._config = config
         self._records = config.use_profiler and (rank == 0 or not config.profiler_rank0_only)
-        self._steps = _steps_to_profile(config, next_step, training_tokens) if self._records else ProfiledSteps([])
+        self._ranges = _ranges_to_profile(config, next_step)
+        self._interval = Interval(config.profile_interval, training_tokens)
         self._next_step = next_step
         self._folder = run / TRACES
         self._device = device
@@ -104,21 +76,21 @@ class Profiler:
             stopwatch.also_tell(self.turn_to)
 
     def __enter__(self) -> Profiler:
-        self._begin(self._steps.at(self._next_step))
+        self._begin_if_due()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         recording, self._recording = self._recording, None
         if recording is not None:  # an error came in between: what was recorded goes with it
-            recording.stack.close()
+            recording.trace.__exit__(None, None, None)
         if error is None and self._records and not self._profiled:
-            ranges = ",".join(f"{first}-{last}" for first, last in self._steps.ranges) or "none"
+            ranges = ",".join(f"{first}-{last}" for first, last in self._ranges) or "none"
             log.info("profiler    no step was profiled: those to profile are %s (--profile_steps)", ranges)
 
     def after_step(self, state: TrainState) -> None:
-        """Goes on recording, begins, or ends with a trace and a table; collective where all ranks record."""
+        """Begins a recording, goes on with it, or ends it with a trace and a table; collective if all ranks record."""
+        if not self._records:
+            return
         recording, self._next_step = self._recording, state.progress.steps + 1
         if recording is not None:
             ends = state.stopping or state.progress.steps >= recording.last
@@ -128,14 +100,16 @@ class Profiler:
                 recording.trace.step()
                 return
             self._recording = None
-            recording.stack.close()
+            recording.trace.__exit__(None, None, None)
             if state.progress.steps >= recording.first:
                 self._conclude(recording, state.progress.steps)
         if not state.stopping:
-            self._begin(self._steps.following(state))
+            if self._interval.is_due(state):
+                self._ranges.append((self._next_step + 1, self._next_step + STEPS_OF_A_PROFILE))
+            self._begin_if_due()
 
     def turn_to(self, doing: str) -> None:
-        """Marks in the trace what the loop turns to; `training` is what it does when nothing else is said."""
+        """Marks in the trace what the loop turns to; "training" has no mark."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -143,25 +117,26 @@ class Profiler:
             self._range = torch.profiler.record_function(doing)
             self._range.__enter__()
 
-    def _begin(self, steps: tuple[int, int] | None) -> None:
-        """Warms up for a range in the next step, or record it at once where that is its first."""
-        if steps is None:
+    def _begin_if_due(self) -> None:
+        """Begins to record the range that the next step is in, or to warm up for one that begins right after it."""
+        step = self._next_step
+        ranges = [(max(first, step), last) for first, last in self._ranges if first - 1 <= step <= last]
+        if not ranges or not self._records:
             return
-        first, last = steps
+        first, last = ranges[0]
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._wait_for_device()
-        warmup_steps = first - self._next_step
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*won't be using warmup")  # no step is there to warm up in
-            schedule = torch.profiler.schedule(wait=0, warmup=warmup_steps, active=last - first + 1, repeat=1)
+            schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=last - first + 1, repeat=1)
         trace = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True)
         self._recording = _Recording(first, last, trace)
-        self._recording.stack.enter_context(trace)
+        trace.__enter__()
 
     def _conclude(self, recording: _Recording, last: int) -> None:
-        """Writes the trace, and says what is in it."""
+        """Writes the trace and logs what is in it."""
         self._profiled += 1
         with self._stopwatch.measure("profiler"):
             path = self._folder / f"steps_{recording.first}-{last}_rank{dist.get_rank()}.pt.trace.json.gz"
@@ -188,22 +163,21 @@ class Profiler:
             torch.cuda.synchronize(self._device)
 
 
-def _steps_to_profile(config: ProfilerConfig, next_step: int, training_tokens: int | None) -> ProfiledSteps:
-    """The steps that the settings name; without any, the first ones of this start that have nothing to warm up."""
-    if config.profile_interval.amount:
-        return ProfiledSteps(config.step_ranges, Interval(config.profile_interval, training_tokens))
+def _ranges_to_profile(config: ProfilerConfig, next_step: int) -> list[tuple[int, int]]:
+    """Returns the steps that the settings name, or the first ones of this start that are past its warm-up."""
     first = next_step + STEPS_BEFORE
-    return ProfiledSteps(config.step_ranges or [(first, first + STEPS_OF_A_PROFILE - 1)])
+    usual = [] if config.profile_interval.amount else [(first, first + STEPS_OF_A_PROFILE - 1)]
+    return config.step_ranges or usual
 
 
 def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str, where: str) -> list[str]:
-    """The lines that are printed about profiled steps.
+    """Returns the lines to print about profiled steps.
 
     Args:
         summary: of this rank.
         everyone: the shares of all ranks that have recorded.
         device_type: cuda or cpu.
-        where: the trace is.
+        where: the trace's path.
     """
     shares, seconds = summary.shares, summary.shares.seconds / summary.steps
     steps = f"{summary.steps} steps" if summary.steps > 1 else "1 step"

@@ -9,10 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class SpikeVerdict:
-    """What a step's loss is, next to those before; scalars on the device, the same on all ranks.
+    """A step's loss beside those before it; scalars on the device, the same on all ranks.
 
     Attributes:
-        is_spike: whether it is a spike (train/spikes.py).
         loss: mean over the valid tokens of the global batch.
         mean, deviation: of the losses before.
     """
@@ -28,16 +27,15 @@ class StepOutcome:
     """What a training step leaves behind; tensors are scalars on the device.
 
     Attributes:
-        loss_sum: sum of the losses of this rank's valid tokens, without z-loss.
-        z_loss_sum: sum of their z-losses; 0 where z-loss is off.
-        valid_tokens: valid tokens of the global batch.
+        loss_sum: of this rank's valid tokens, without z-loss.
+        z_loss_sum: of the same tokens; 0 where z-loss is off.
+        valid_tokens: of the global batch.
         grad_norm: of the whole gradient before clipping, the same on all ranks.
         skipped: whether the update was left out (loss or gradient not finite, or a spike), the same on all ranks.
-        learning_rate: of the update.
-        attention_span: tokens of the document (without a document mask: the row) that a token of this rank is in, on
-            average; on the host.
-        verdict: on the loss, where spikes are looked for.
-        rescaled: whether the update was left out to go on with a smaller loss scale, in float16.
+        attention_span: mean number of tokens of the document that a token of this rank is in; without a document mask,
+            of the row.
+        verdict: None where spikes are not looked for.
+        rescaled: whether the update was left out to go on with a smaller loss scale; None without one.
     """
 
     loss_sum: torch.Tensor

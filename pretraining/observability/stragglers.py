@@ -29,11 +29,9 @@ MOST_NAMED = 4
 
 
 class StragglerWatch:
-    """Samples what the main thread does, from a thread of its own.
+    """Samples what the main thread does, from a thread of its own; with a factor of None it does nothing.
 
-    Args:
-        factor: names a process whose share of own work is this many times that of the others; None = nobody looks.
-        activity: of the main thread; only "training" and "data" count.
+    Only the activities "training" and "data" count.
     """
 
     def __init__(self, factor: float | None, activity: Activity) -> None:
@@ -45,14 +43,14 @@ class StragglerWatch:
         self._clear()
 
     def start(self) -> None:
-        """Begins to look at the thread that calls this."""
+        """Begins to look at the calling thread."""
         self._watched = threading.get_ident()
         if self._factor is not None:
             self._thread = threading.Thread(target=self._look_on, name="straggler watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends that; the thread has ended when this returns."""
+        """Ends the looking, and waits for its thread."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -60,8 +58,7 @@ class StragglerWatch:
     def report(self, step_seconds: float) -> list[str]:
         """Names each process that the others wait for, a line each; a collective call.
 
-        Args:
-            step_seconds: of the steps since the last report.
+        `step_seconds` is the mean since the last report.
         """
         if self._factor is None:
             return []
@@ -97,11 +94,8 @@ class StragglerWatch:
             self._look()
 
     def _look(self) -> None:
-        """Looks once.
-
-        In a function of its own, so that the frame is released when it returns. A frame that is kept keeps the main
-        thread's locals alive, tensors too, and freeing a tensor here while the interpreter ends aborts the process.
-        """
+        # A function of its own releases the frame when it returns. A frame that is kept keeps the main thread's locals
+        # alive, tensors too, and freeing a tensor here while the interpreter ends aborts the process.
         frame = sys._current_frames().get(self._watched)
         doing = self._activity.doing
         if frame is None or doing not in ("training", "data"):
@@ -114,15 +108,10 @@ class StragglerWatch:
 
 
 def find_stragglers(shares: list[float], looks: int, factor: float) -> dict[int, float]:
-    """The processes whose share of own work stands out, the largest first, with the median share of the others.
+    """Returns the ranks whose share of own work stands out, the largest first, with the median share of the others.
 
-    Shares are estimates: one is only taken for larger where chance does not explain it (four standard errors of a
-    difference of two proportions), and where it costs the others at least a tenth of their time.
-
-    Args:
-        shares: of each process.
-        looks: that each of them comes from, at least.
-        factor: how many times that of the others a share has to be.
+    A share stands out if it is `factor` times that median, costs the others at least a tenth of their time, and chance
+    does not explain it: four standard errors of a difference of two proportions from `looks` samples each.
     """
     found = {}
     for rank in sorted(range(len(shares)), key=lambda rank: -shares[rank])[:MOST_NAMED]:

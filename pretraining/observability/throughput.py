@@ -18,26 +18,19 @@ import torch
 
 T = TypeVar("T")
 
-# Dense bfloat16 peaks in TFLOP/s. The first name that is part of the device's name counts, so longer names stand before
+# Dense bfloat16 peaks in TFLOP/s of devices whose names match. The first one counts, so longer names stand before
 # shorter ones. Where a data sheet names the figure with sparsity, it is halved here.
 PEAK_TFLOPS = (
-    # NVIDIA: data sheets of HGX B300 and B200, GB300 and GB200 NVL72, GH200
-    ("B300", 2250.0),
-    ("B200", 2250.0),
-    ("GB300", 2500.0),
-    ("GB200", 2500.0),
-    ("GH200", 989.4),
-    # NVIDIA: data sheets of H200, H100, H100 NVL; H800 computes as H100 does, H20 is its smaller sibling
-    ("H200 NVL", 835.5),
-    ("H200", 989.4),
+    # NVIDIA: data sheets of HGX B300 and B200, GB300 and GB200 NVL72
+    ("B300|B200", 2250.0),
+    ("GB300|GB200", 2500.0),
+    # NVIDIA: data sheets of GH200, H200, H100, H100 NVL; H800 computes as H100 does, H20 is its smaller sibling
+    ("H200 NVL|H100 NVL", 835.5),
     ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.5),
-    ("H100", 989.4),
-    ("H800", 989.4),
+    ("GH200|H200|H100|H800", 989.4),
     ("H20", 148.0),
     # NVIDIA: data sheets of A100 (A800 computes as it does), A40, A30, A10; AWS and NVIDIA for A10G
-    ("A100", 312.0),
-    ("A800", 312.0),
+    ("A100|A800", 312.0),
     ("A40", 149.7),
     ("A30", 165.0),
     ("A10", 125.0),
@@ -53,21 +46,19 @@ PEAK_TFLOPS = (
     # AMD: data sheets of MI355X, MI350X, MI325X, MI300X, MI250X, MI250, MI210
     ("MI355X", 2500.0),
     ("MI350X", 2300.0),
-    ("MI325X", 1307.4),
-    ("MI300X", 1307.4),
+    ("MI325X|MI300X", 1307.4),
     ("MI250X", 191.5),  # a device is one of the card's two dies
-    ("MI250", 181.0),  # the same
-    ("MI210", 181.0),
+    ("MI250|MI210", 181.0),  # MI250: the same
 )
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bfloat16 peak of a device in TFLOP/s, or None where it is not known (CPUs among them)."""
-    return next((peak for name, peak in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name)), None)
+    """Returns the dense bfloat16 peak of a device in TFLOP/s; None where it is not known, as of CPUs."""
+    return next((peak for names, peak in PEAK_TFLOPS if re.search(rf"\b({names})\b", device_name)), None)
 
 
 def device_name(device: torch.device) -> str:
-    """What a device calls itself."""
+    """Returns what a device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -77,9 +68,6 @@ class Stopwatch:
     Args:
         clock: seconds since any moment.
         turn_to: told what begins: a name, or "training" again when it ends.
-
-    Attributes:
-        spent: seconds by name since the last `lap`.
     """
 
     def __init__(
@@ -88,8 +76,8 @@ class Stopwatch:
         self._clock = clock
         self._listeners = [turn_to]
         self._started = self._lap_started = clock()
-        self._training_before = 0.0
-        self.spent: dict[str, float] = {}
+        self.overall_training_seconds = 0.0  # in all finished laps
+        self._spent: dict[str, float] = {}  # by name, since the last lap
 
     def also_tell(self, listener: Callable[[str], None]) -> None:
         """Adds a listener, which is told what begins."""
@@ -100,11 +88,6 @@ class Stopwatch:
         """Seconds since the start."""
         return self._clock() - self._started
 
-    @property
-    def overall_training_seconds(self) -> float:
-        """Seconds of training in all finished laps."""
-        return self._training_before
-
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Counts the time of a `with` block as spent on `name`."""
@@ -113,7 +96,7 @@ class Stopwatch:
         try:
             yield
         finally:
-            self.spent[name] = self.spent.get(name, 0.0) + self._clock() - began
+            self._spent[name] = self._spent.get(name, 0.0) + self._clock() - began
             self._tell("training")
 
     def _tell(self, name: str) -> None:
@@ -134,14 +117,14 @@ class Stopwatch:
     def restart(self) -> None:
         """Begins the first lap now; what was spent before belongs to none."""
         self._lap_started = self._clock()
-        self.spent = {}
+        self._spent = {}
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """Ends a lap; returns its seconds of training, waiting for data included, and the seconds spent by name."""
         now = self._clock()
-        spent, self.spent = self.spent, {}
+        spent, self._spent = self._spent, {}
         elsewhere = sum(seconds for name, seconds in spent.items() if name != "data")
         training = now - self._lap_started - elsewhere
         self._lap_started = now
-        self._training_before += training
+        self.overall_training_seconds += training
         return training, spent

@@ -1,15 +1,13 @@
 """Reads what torch.profiler has recorded: which operations took how long, and how the time divides.
 
-On a GPU the device's own events count: kernels and copies, NCCL's apart from the others. On a CPU the operations do,
-and gloo's collectives with the calls that start them. Waiting for data is the range that `Profiler` marks on the host;
-steps are torch.profiler's own ranges.
+On a GPU the device's own events count: kernels and copies, NCCL's apart. On a CPU the operations count, and gloo's
+collectives with the calls that start them. `Profiler` marks waiting for data on the host, torch.profiler marks steps.
 
-The parts overlap: a device may compute and communicate at once, and while the host waits for data the device may still
-be busy. Each moment is counted once, as the first of these that it is:
+The parts overlap, so each moment is counted once, as the first of these that it is:
 
     compute > communication > waiting for data > idle
 
-So communication beside compute costs nothing and counts as compute; the rest of it is exposed.
+Communication beside compute costs nothing and counts as compute; the rest of it is exposed.
 """
 
 from __future__ import annotations
@@ -31,21 +29,16 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl\w*kernel", re.IGNORECASE)
 _COLLECTIVE_CALL = re.compile(r"gloo:|c10d::|_c10d_functional::|record_param_comms|nccl:")
 
 
-Spans = list[tuple[float, float]]
-"""Time spans as (start, end) in microseconds, ascending and disjoint."""
+Span = tuple[float, float]
+"""(start, end) in microseconds."""
 
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Shares of a time window; those of compute, exposed communication, data and idle add up to 1.
+    """Shares of a window of `seconds`; compute, exposed communication, data and idle add up to 1.
 
-    Attributes:
-        seconds: length of the window.
-        compute: something was computed.
-        exposed_communication: communicated, and nothing computed meanwhile.
-        hidden_communication: communicated beside computing; a part of `compute`.
-        data: waited for data, with nothing else to do.
-        idle: none of these.
+    Hidden communication went on beside computing and is a part of `compute`. Exposed communication and waiting for data
+    count only where nothing was computed meanwhile.
     """
 
     seconds: float
@@ -75,7 +68,7 @@ class TraceSummary:
 
 
 def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
-    """What a recorded trace comes to; None where it holds no whole step.
+    """Returns where the time of a recorded trace went; None where it holds no whole step.
 
     Args:
         events: of torch.profiler, of whole steps, with the device waited for at both ends.
@@ -99,7 +92,7 @@ def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
 
 
 def _is_operation(event: FunctionEvent) -> bool:
-    """Whether a CPU event is no mere range around others that somebody has marked."""
+    """Whether a CPU event is an operation, and not a range that was marked around others."""
     return not event.is_user_annotation or _communicates(event)
 
 
@@ -109,14 +102,11 @@ def _communicates(event: FunctionEvent) -> bool:
 
 
 def _computes(event: FunctionEvent) -> bool:
-    """Whether a CPU event is arithmetic: PyTorch's operations, and what has no other operation in it.
-
-    Nodes of autograd are neither: they hold operations, FSDP's hooks and their waiting.
-    """
+    """Whether a CPU event is arithmetic; nodes of autograd are not: they hold operations, FSDP's hooks and waiting."""
     return event.name.startswith("aten::") or not event.cpu_children
 
 
-def _spans(events: Iterable[FunctionEvent]) -> list[tuple[float, float]]:
+def _spans(events: Iterable[FunctionEvent]) -> list[Span]:
     return [(event.time_range.start, event.time_range.end) for event in events]
 
 
@@ -131,12 +121,9 @@ def _by_name(events: Iterable[FunctionEvent], is_device: bool) -> list[Operation
 
 
 def divide_time(
-    window: tuple[float, float],
-    compute: Iterable[tuple[float, float]],
-    communication: Iterable[tuple[float, float]],
-    data: Iterable[tuple[float, float]],
+    window: Span, compute: Iterable[Span], communication: Iterable[Span], data: Iterable[Span]
 ) -> TimeShares:
-    """Divides a time window.
+    """Divides a time window, of which each moment counts once.
 
     Args:
         window: (start, end) in microseconds; what lies outside does not count.
@@ -144,52 +131,36 @@ def divide_time(
         communication: when something was communicated.
         data: when data was waited for.
     """
-    computing, communicating, waiting = (unite(spans, window) for spans in (compute, communication, data))
+    changes = []
+    for kind, spans in (("compute", compute), ("communication", communication), ("data", data)):
+        clipped = ((max(start, window[0]), min(end, window[1])) for start, end in spans)
+        for start, end in clipped:
+            if start < end:
+                changes += [(start, kind, 1), (end, kind, -1)]
+    running = {"compute": 0, "communication": 0, "data": 0}
+    times: dict[str, float] = defaultdict(float)
+    before = window[0]
+    for moment, kind, change in sorted(changes):
+        times[_what_counts(running)] += moment - before
+        running[kind] += change
+        before = moment
     total = window[1] - window[0]
-    exposed = subtract(communicating, computing)
-    only_waiting = subtract(subtract(waiting, computing), communicating)
-    parts = [length(spans) / total for spans in (computing, exposed, only_waiting)]
+    shares = {
+        kind: times[kind] / total for kind in ("compute", "compute beside communication", "communication", "data")
+    }
+    hidden = shares["compute beside communication"]
     return TimeShares(
         seconds=total / 1e6,
-        compute=parts[0],
-        exposed_communication=parts[1],
-        hidden_communication=length(communicating) / total - parts[1],
-        data=parts[2],
-        idle=max(0.0, 1.0 - sum(parts)),
+        compute=shares["compute"] + hidden,
+        exposed_communication=shares["communication"],
+        hidden_communication=hidden,
+        data=shares["data"],
+        idle=max(0.0, 1.0 - sum(shares.values())),
     )
 
 
-def unite(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> Spans:
-    """The same moments inside a window as ascending, disjoint spans."""
-    united: Spans = []
-    for start, end in sorted((max(start, window[0]), min(end, window[1])) for start, end in spans):
-        if end <= start:
-            continue
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(united[-1][1], end))
-        else:
-            united.append((start, end))
-    return united
-
-
-def subtract(spans: Spans, others: Spans) -> Spans:
-    """The moments of `spans` that are in none of `others`."""
-    left: Spans = []
-    position = 0
-    for start, end in spans:
-        while position < len(others) and others[position][1] <= start:
-            position += 1
-        place = position
-        while place < len(others) and others[place][0] < end:
-            if others[place][0] > start:
-                left.append((start, others[place][0]))
-            start = max(start, others[place][1])
-            place += 1
-        if start < end:
-            left.append((start, end))
-    return left
-
-
-def length(spans: Spans) -> float:
-    """Sum of the spans' lengths, in microseconds."""
-    return sum(end - start for start, end in spans)
+def _what_counts(running: dict[str, int]) -> str:
+    """Says what a moment counts as, from the number of spans of each kind that it lies in."""
+    if running["compute"] and running["communication"]:
+        return "compute beside communication"
+    return next((kind for kind in ("compute", "communication", "data") if running[kind]), "idle")

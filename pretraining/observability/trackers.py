@@ -1,7 +1,7 @@
 """Where reports are kept: metrics.jsonl always, and the trackers that `--tracker` names.
 
-At a resume, what was logged after the restored step is dropped: those steps are about to be reported again. A tracker
-with an id of its own for the run (an online service has one) gets it back at every later start, through checkpoints.
+At a resume, what was logged after the restored step is dropped: those steps are reported again. Checkpoints keep the id
+by which a tracker, such as an online service, knows the run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ class TrackedRun:
     """What a tracker is told of the run when it is opened.
 
     Attributes:
-        config: the settings.
-        name: of the run: its folder's.
+        name: of the run's folder.
         folder: for the tracker's files.
         restored_step: the step that the run goes on from; 0 for a new run.
-        run_id: what the tracker's `run_id` was when the checkpoint was made; None for a new run.
+        run_id: the tracker's `run_id` in the checkpoint; None for a new run.
     """
 
     config: TrainConfig
@@ -41,10 +40,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A place that reports go to: a class that is called with a `TrackedRun`, on rank 0.
-
-    A tracker that knows the run by an id has it as the attribute `run_id`, a text.
-    """
+    """A place for reports: a class that rank 0 calls with a `TrackedRun`; its `run_id`, if it has one, is a text."""
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Keeps the values of a step; None is unknown."""
@@ -94,11 +90,7 @@ class TensorBoard:
 
 @dataclass
 class Trackers:
-    """All trackers of a run, on rank 0; without any on other ranks.
-
-    Attributes:
-        by_name: the trackers, by what `--tracker` says.
-    """
+    """All trackers of a run, by what `--tracker` says; none on other ranks than 0."""
 
     by_name: dict[str, Tracker] = field(default_factory=dict)
 
@@ -113,7 +105,7 @@ class Trackers:
             tracker.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The ids by which trackers know the run, for checkpoints."""
+        """Returns the ids by which trackers know the run, for checkpoints."""
         ids = {name: getattr(tracker, "run_id", None) for name, tracker in self.by_name.items()}
         return {name: run_id for name, run_id in ids.items() if run_id is not None}
 
@@ -122,12 +114,7 @@ class Trackers:
 
 
 def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any]) -> Trackers:
-    """Opens metrics.jsonl, and the trackers that the settings name.
-
-    Args:
-        config: of the run.
-        restored_step: the step that it goes on from; 0 for a new run.
-        run_ids: what `Trackers.state_dict` gave to the checkpoint.
+    """Opens metrics.jsonl and the trackers that the settings name, with `run_ids` from `Trackers.state_dict`.
 
     Raises:
         ConfigError: metrics or curves cannot be written, or a user's own tracker cannot be found.

@@ -1,9 +1,9 @@
 """Parameter groups, AdamW, and how an update is made or skipped.
 
 A step whose gradient is not finite, or whose loss is a spike, must leave parameters, moments and counters as they are,
-to the bit, under every optimizer. An optimizer with `skips_on_device = True` does so itself: it reads `found_inf`, a
-scalar on the device, and selects (multiplying by zero does not do: NaN times zero is NaN). Any other is called only
-where the host knows that there is an update to make, which costs a wait for the device at each step.
+to the bit. An optimizer with `skips_on_device = True` does so itself: it reads `found_inf`, a scalar on the device, and
+selects (NaN times zero is NaN). Any other is called only where the host knows that there is an update to make, which
+costs a wait for the device at each step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ Groups = list[dict[str, Any]]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
-    """Two groups for an optimizer: matrices, which decay, and norms and embeddings, which do not.
+    """Returns two groups for an optimizer: matrices, which decay, and norms and embeddings, which do not.
 
-    Weight decay pulls a matrix towards zero, which regularises it; a norm's gain would be pulled away from 1, and an
-    embedding row that is rarely seen would fade without a gradient to answer. An output head that is tied to the
-    embedding counts as the embedding.
+    Decay regularises a matrix; it would pull a norm's gain away from 1, and fade embedding rows that are rarely seen
+    without a gradient to answer. A head that is tied to the embedding counts as the embedding.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     decaying, fixed = [], []
@@ -65,8 +64,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def materialise_state(optimizer: torch.optim.Optimizer) -> None:
     """Makes what the first update would make (moments and counters), so that a checkpoint can be read into it.
 
-    The update has a zero gradient and a zero learning rate, so parameters keep their bits; one that skips on the device
-    leaves its state zero, too.
+    Gradient and learning rate are zero, so parameters keep their bits.
     """
     gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -20,10 +20,8 @@ from pretraining.optim.optimizer import PEAK
 class Horizon:
     """What a schedule is stretched over, in optimizer steps.
 
-    Attributes:
-        warmup_steps: updates on the way up; the update after them is the first at the peak.
-        total_steps: updates of the whole run; the last one uses the smallest learning rate.
-        min_lr_ratio: smallest / peak.
+    The update after `warmup_steps` is the first at the peak. The last of `total_steps` has the smallest learning rate,
+    `min_lr_ratio` of the peak.
     """
 
     warmup_steps: int
@@ -35,7 +33,7 @@ class Schedule(Protocol):
     """What `--schedule` names."""
 
     def __call__(self, step: int, peak: float, horizon: Horizon) -> float:
-        """The learning rate of the update that follows `step` finished ones (0-based)."""
+        """Returns the learning rate of the update that follows `step` finished ones."""
         ...
 
 
@@ -50,11 +48,7 @@ def cosine(step: int, peak: float, horizon: Horizon) -> float:
 
 
 class LearningRate:
-    """Sets the learning rates of an optimizer, each group's by its own peak.
-
-    Args:
-        name: setting `schedule`.
-        horizon: of the run.
+    """Sets the learning rates of an optimizer by the setting `schedule`, each group's from its own peak.
 
     Raises:
         ConfigError: a user's own schedule cannot be found, or gives no learning rate for the first or the last step.
@@ -68,7 +62,7 @@ class LearningRate:
             self.at(step, 1.0)
 
     def at(self, step: int, peak: float) -> float:
-        """The learning rate of the update that follows `step` finished ones.
+        """Returns the learning rate of the update that follows `step` finished ones.
 
         Raises:
             ConfigError: the schedule does not give a finite number from 0 on.

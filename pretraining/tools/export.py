@@ -61,6 +61,7 @@ def export(config: ExportConfig) -> None:
     for damaged in checkpoint.passed_over:
         log.info("%s: passed over", damaged)
     tensors = open_tensors(checkpoint)
+    check_complete(checkpoint, tensors)
     if config.format == "full":
         _export_full(config, checkpoint, tensors)
     else:
@@ -73,7 +74,6 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
     tokenizer, tokenizer_path, told = _find_tokenizer(config, settings, shape)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     kinds = {name: (dtype, tuple(size)) for name, size in parameter_shapes(shape).items()}
-    check_complete(checkpoint, tensors, kinds)
     files = plan_files(kinds, max_bytes)
     bos = settings.data.bos_token
     eos = settings.data.sep_token if settings.data.sep_token is not None or tokenizer is None else tokenizer.end_of_text
@@ -95,9 +95,7 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
 
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
-    expected = parameter_shapes(shape_of(checkpoint.manifest))
-    check_complete(checkpoint, tensors, {name: (torch.float32, tuple(size)) for name, size in expected.items()})
-    kinds = _in_model_order(tensors, list(expected))
+    kinds = _in_model_order(tensors, list(parameter_shapes(shape_of(checkpoint.manifest))))
     output = Path(config.output_path)
     total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
@@ -108,17 +106,17 @@ def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: Tenso
     print(f"  go on      pretrain train --ckpt_load_path={output} …")
 
 
-def check_complete(checkpoint: CheckpointRef, tensors: TensorFiles, kinds: Kinds) -> None:
+def check_complete(checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
     """Refuses a checkpoint without all parameters of its model.
 
     Raises:
         CheckpointError: names the first that is missing or has another shape.
     """
     shapes = tensors.shapes()
-    for name, (_, shape) in kinds.items():
+    for name, shape in parameter_shapes(shape_of(checkpoint.manifest)).items():
         if shapes.get(name) != shape:
             held = f"has the shape {shapes[name]}, not" if name in shapes else "is missing; its shape is"
-            raise CheckpointError(f"{checkpoint.path} is damaged: {name} {held} {shape}")
+            raise CheckpointError(f"{checkpoint.path} is damaged: {name} {held} {tuple(shape)}")
 
 
 def _in_model_order(tensors: TensorFiles, names: list[str]) -> Kinds:
@@ -129,7 +127,7 @@ def _in_model_order(tensors: TensorFiles, names: list[str]) -> Kinds:
         return place.get(name, place.get(name.split(".", 2)[-1], len(place))), name
 
     shapes = tensors.shapes()
-    return {name: (tensors.dtype(name), shapes[name]) for name in sorted(shapes, key=key)}
+    return {name: (tensors.chunks[name][0].dtype, shapes[name]) for name in sorted(shapes, key=key)}
 
 
 def _find_tokenizer(

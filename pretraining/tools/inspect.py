@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.commands import InspectConfig
 from pretraining.config.rules import check_config
 from pretraining.config.training import BatchConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
-from pretraining.data.dataset import OpenedDataset, OpenedDatasets, build_indices, build_loader, open_datasets
-from pretraining.data.samples import Samples
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import VIRTUAL_BOS
@@ -49,9 +49,7 @@ def inspect(
 ) -> None:
     """Shows what steps of a run train on.
 
-    Args:
-        state: position in the data of the checkpoint that the run goes on from, if any.
-        restored_batch: its global batch size.
+    `state` and `restored_batch` are the data state and the global batch size of the checkpoint that it goes on from.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -134,9 +132,7 @@ def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> 
 class Inspector:
     """Looks into the batches of a run; steps count from 1.
 
-    Args:
-        opened: the datasets; None for made-up data.
-        quarantine: whether a sample that cannot be read is shown as such; otherwise it is an error.
+    With `quarantine` a sample that cannot be read is shown as such; otherwise it is an error.
     """
 
     def __init__(
@@ -148,16 +144,11 @@ class Inspector:
         self._seq_length = seq_length
 
     def step_of_sample(self, sample_id: int) -> int:
-        """Returns the step that trains on a sample.
-
-        Raises:
-            ConfigError: none does: it is skipped.
-        """
-        skipped, phases = self._reader.mixture.skipped, self._reader.mixture.phases
-        if not skipped.count(sample_id, sample_id + 1):
+        """Returns the step that trains on a sample; a ConfigError where it is skipped."""
+        mixture = self._reader.mixture
+        if not mixture.skipped.count(sample_id, sample_id + 1):
             raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
-        phase = [phase for phase in phases if phase.first_sample <= sample_id][-1]
-        return phase.first_step + skipped.count(phase.first_sample, sample_id) // phase.global_batch_size + 1
+        return mixture.step_of_sample(sample_id) + 1
 
     def global_batch_size(self, step: int) -> int:
         """Counts the slots of a step: a run's phases may differ."""
@@ -172,9 +163,6 @@ class Inspector:
             share: slots [begin, end) to show; None = all.
             sample_id: show only this sample.
             tokens: whether to read the ids.
-
-        Raises:
-            DataError: a file cannot be read.
         """
         slots = self._reader.slots(step - 1)
         begin, end = share or (0, len(slots.samples))
@@ -186,11 +174,17 @@ class Inspector:
         """Sums up what each dataset gives to steps `first` to `last`, both included."""
         mixture = self._reader.mixture
         stretches = list(mixture.taken(first - 1, last))
-        samples = sum(end - begin for stretch in stretches for begin, end in stretch.values())
         before, after = (mixture.counts_before_step(step) for step in (first - 1, last))
-        asked, summaries = self._asked(first, last), []
+        asked = dict.fromkeys(mixture.names, 0.0)
+        samples = 0
+        for phase, ranges in stretches:
+            count = sum(end - begin for begin, end in ranges.values())
+            samples += count
+            for name, weight in phase.weights.items():
+                asked[name] += count * weight / sum(phase.weights.values())
+        summaries = []
         for source in self._reader.sources:
-            own = [stretch[source.name] for stretch in stretches if source.name in stretch]
+            own = [ranges[source.name] for _, ranges in stretches if source.name in ranges]
             counts = (before[source.name], after[source.name])
             summaries.append(self._summary(source, own, counts, asked[source.name] / samples, samples))
         return summaries
@@ -212,18 +206,6 @@ class Inspector:
         places = tuple(_places(dataset, spans)) if dataset else ()
         return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids, problem)
 
-    def _asked(self, first: int, last: int) -> dict[str, float]:
-        """Returns samples of steps `first` to `last` that each dataset should give by its weights."""
-        mixture = self._reader.mixture
-        asked = dict.fromkeys(mixture.names, 0.0)
-        ends = [phase.first_step for phase in mixture.phases[1:]] + [last]
-        for phase, end in zip(mixture.phases, ends, strict=True):
-            steps = max(0, min(last, end) - max(first - 1, phase.first_step))
-            total = sum(phase.weights.values())
-            for name in mixture.names:
-                asked[name] += steps * phase.global_batch_size * phase.weights.get(name, 0) / total
-        return asked
-
     def _summary(
         self,
         source: Samples,
@@ -232,7 +214,7 @@ class Inspector:
         asked: float,
         all_samples: int,
     ) -> DatasetSummary:
-        """What samples `stretches` of a dataset are, of which it has given or skipped `counts` before and after."""
+        """Sums up samples `stretches` of a dataset, which had given or skipped `counts` before and after them."""
         samples = sum(end - begin for begin, end in stretches)
         dataset = self._datasets.get(source.name)
         documents = padding = counted = 0
@@ -284,10 +266,10 @@ class SpanPlace:
     """A piece of a document in a sample.
 
     Attributes:
-        row: of the document in the file, which is an absolute path.
-        start: first token of the piece within the document as it is trained on: the token that `bos_token` puts in
-            front counts, those that `strip_tokens` removes do not.
-        length: tokens of the piece, with the separator that `sep_token` puts behind the document if it reaches there.
+        file: absolute path.
+        start: first token of the piece in the document as it is trained on: `bos_token` counts, what `strip_tokens`
+            removes does not.
+        length: tokens of the piece, the document's virtual separator included.
     """
 
     file: str
@@ -302,10 +284,9 @@ class InspectedSlot:
     """A slot of a global batch.
 
     Attributes:
-        slot: place in the global batch, which ranks share in contiguous pieces.
+        slot: place in the global batch.
         sample_id: global index of its sample.
-        spans: in order; their lengths add up to S + 1, of which the last token is only ever a label, or to less where
-            documents are packed. None where samples are made up.
+        spans: in order, S + 1 tokens, or fewer where documents are packed; empty where samples are made up.
         ids: the tokens of the spans; None where they were not asked for, or cannot be read.
         problem: why they cannot be read, where that quarantines the sample.
     """

@@ -13,6 +13,7 @@ from pretraining.checkpoint.manifest import (
     committed_checkpoints,
     incomplete_checkpoints,
     read_manifest,
+    run_of,
 )
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
@@ -54,7 +55,7 @@ def list_checkpoints(config: ListConfig) -> None:
         CheckpointError: there is no run.
     """
     source = Path(config.run_path)
-    run = source.parent if source.name == CHECKPOINTS else source
+    run = run_of(source)
     if not (run / CHECKPOINTS).is_dir():
         raise CheckpointError(f"--run_path={source} is no run: it has no folder {CHECKPOINTS}")
     rows = rows_of(run)

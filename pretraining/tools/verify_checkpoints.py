@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 from pathlib import Path
 
-from pretraining.checkpoint import pt_files
+from pretraining.checkpoint.headers import StoredChunk, chunks_by_name, extent, read_header
 from pretraining.checkpoint.manifest import (
     CHECKPOINTS,
+    FULL_FILES,
     MANIFEST,
     OPTIMIZER_PREFIX,
     SHARD_SUFFIX,
@@ -25,9 +25,10 @@ from pretraining.checkpoint.manifest import (
     incomplete_checkpoints,
     misnamed_files,
     read_document,
+    run_of,
     shape_of,
 )
-from pretraining.checkpoint.reader import Header, StoredChunk, chunks_by_name, extent, file_fault, read_header
+from pretraining.checkpoint.reader import file_faults
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.commands import VerifyConfig
 from pretraining.errors import CheckpointError
@@ -76,26 +77,15 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest, (SHARD_SUFFIX, ".pt")))
     own = [name for name in manifest.files if Path(name).name == name]
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        found = pool.map(lambda name: file_fault(path / name, manifest.files[name]), own)
-        faults = [fault for fault in found if fault]
+    faults = file_faults(path, {name: manifest.files[name] for name in own}, threads)
     headers = []
     for name in () if faults else own:
         try:
-            headers.append(_read_header(path / name))
+            headers.append(read_header(path / name))
         except CheckpointError as error:
-            faults.append(str(error))
+            faults.append(str(error) if name in FULL_FILES else f"{path / name} is no sound safetensors file: {error}")
     # What a bad file holds would be missed everywhere.
     return misnamed + (faults or _tensor_faults(path, chunks_by_name(headers), parameters, bool(manifest.data)))
-
-
-def _read_header(path: Path) -> Header:
-    if path.suffix != SHARD_SUFFIX:
-        return pt_files.read_header(path)
-    try:
-        return read_header(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} is no sound safetensors file: {error}") from None
 
 
 def coverage_fault(chunks: Sequence[Chunk], shape: Sequence[int], dim: int = 0) -> str | None:
@@ -128,7 +118,7 @@ def _find(source: Path) -> tuple[list[Path], list[Path]]:
     """The checkpoints to check, and what interrupted saves have left beside them."""
     if (source / MANIFEST).is_file():
         return [source], []
-    run = source.parent if source.name == CHECKPOINTS else source
+    run = run_of(source)
     paths = committed_checkpoints(run)
     if not paths:
         raise CheckpointError(

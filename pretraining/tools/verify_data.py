@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +55,10 @@ class FileReport:
 
 @dataclass(frozen=True)
 class _Record:
-    """What prepare.json says of a dataset, if there is one, and what is wrong with prepare.json itself."""
+    """What prepare.json says of a dataset, if there is one, and what is wrong with prepare.json itself.
+
+    `vocab_size` is the user's, where one is given; None = unknown.
+    """
 
     files: dict[str, TokenFile]
     vocab_size: int | None
@@ -71,44 +74,28 @@ def verify(config: VerifyConfig) -> None:
     assert config.data_path is not None
     data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
     listing = list_datasets(data)
-    total_bytes = sum(sum(files.sizes) for files in listing.datasets)
-    faults = _Faults()
-    for folder in _emptied_folders(config, [files.name for files in listing.datasets]):
-        faults.add([f"{folder} has a {MANIFEST_FILE}, but its token files are gone"])
-    progress, file_count, summary = _Progress(total_bytes), 0, []
+    total_bytes = sum(sum(files.sizes) for files in listing)
+    progress, summary, file_count = _Progress(total_bytes), [], sum(len(files.paths) for files in listing)
+    for folder in _emptied_folders(config, [files.name for files in listing]):
+        progress.add(FileReport([f"{folder} has a {MANIFEST_FILE}, but its token files are gone"]))
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for what is found
-        for files in listing.datasets:
-            record = _read_record(files)
+        for files in listing:
+            record = _read_record(files, config.vocab_size)
             for fault in (*record.faults, *_missing_files(files, record)):
-                faults.add([fault])
+                progress.add(FileReport([fault]))
             reports = []
-            for report in _check_files(files, record, config, load_format(files.file_type, data)):
-                faults.add(report.faults)
+            for report in _check_files(files, record, config.num_workers, load_format(files.file_type, data)):
+                progress.add(report)
                 reports.append(report)
-                progress.add(report.bytes)
-            file_count += len(reports)
-            summary.append(_describe(files, record, reports, config))
-    if faults.count:
+            summary.append(_describe(files, record.vocab_size, reports))
+    if progress.faults:
         raise DataError(
-            f"{faults.count:,} faults in {faults.files:,} files ({file_count:,} were read); they are listed above"
+            f"{progress.faults:,} faults in {progress.faulty_files:,} files ({file_count:,} were read); they are "
+            "listed above"
         )
     for line in summary:
         print(line)
     print(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
-
-
-class _Faults:
-    """Prints faults and counts them."""
-
-    def __init__(self) -> None:
-        self.count = self.files = 0
-
-    def add(self, faults: Sequence[str]) -> None:
-        """Takes the faults of one file, if it has any."""
-        for fault in faults:
-            print(fault)
-        self.count += len(faults)
-        self.files += bool(faults)
 
 
 def check_file(
@@ -130,8 +117,15 @@ def check_file(
         return report
     if report.bytes != size:
         report.faults.append(f"{path} has changed since it was listed: it had {size:,} bytes, now {report.bytes:,}")
-    report.faults += _changes(path, report.bytes, checksum, written)
-    report.compared = written is not None and written.crc32 is not None
+    if written is not None and report.bytes != written.bytes:
+        report.faults.append(f"{path} has {report.bytes:,} bytes, but `pretrain prepare` wrote {written.bytes:,}")
+    elif written is not None and written.crc32 is not None:
+        report.compared = True
+        if checksum != written.crc32:
+            report.faults.append(
+                f"{path} has changed since `pretrain prepare` wrote it: its bytes have the checksum {checksum}, "
+                f"not {written.crc32}"
+            )
     try:
         layout = token_format.documents(path)
     except DataError as error:
@@ -144,36 +138,19 @@ def check_file(
 
 
 def _check_files(
-    files: DatasetFiles, record: _Record, config: VerifyConfig, token_format: TokenFormat
+    files: DatasetFiles, record: _Record, workers: int | None, token_format: TokenFormat
 ) -> Iterator[FileReport]:
     """Yields the reports of a dataset's files, in their order."""
-    vocab_size = record.vocab_size if config.vocab_size is None else config.vocab_size
 
     def check(number: int) -> FileReport:
-        name = files.paths[number]
-        report = check_file(files.path(number), files.sizes[number], token_format, vocab_size, record.files.get(name))
+        path, name = files.path(number), files.paths[number]
+        report = check_file(path, files.sizes[number], token_format, record.vocab_size, record.files.get(name))
         if record.files and name not in record.files:
-            report.faults.insert(
-                0, f"{files.path(number)} was not made by `pretrain prepare`: {MANIFEST_FILE} has it not"
-            )
+            report.faults.insert(0, f"{path} was not made by `pretrain prepare`: {MANIFEST_FILE} has it not")
         return report
 
-    with ThreadPoolExecutor(config.num_workers or min(32, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(workers or min(32, os.cpu_count() or 1)) as pool:
         yield from pool.map(check, range(len(files.paths)))
-
-
-def _changes(path: str, size: int, checksum: str, written: TokenFile | None) -> list[str]:
-    """Says how a file differs from what was written."""
-    if written is None:
-        return []
-    if size != written.bytes:
-        return [f"{path} has {size:,} bytes, but `pretrain prepare` wrote {written.bytes:,}"]
-    if written.crc32 is not None and checksum != written.crc32:
-        return [
-            f"{path} has changed since `pretrain prepare` wrote it: its bytes have the checksum {checksum}, "
-            f"not {written.crc32}"
-        ]
-    return []
 
 
 def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> list[str]:
@@ -216,19 +193,20 @@ def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, count: in
     )
 
 
-def _read_record(files: DatasetFiles) -> _Record:
-    """Reads prepare.json; nothing where there is none, a fault where it cannot be read."""
+def _read_record(files: DatasetFiles, vocab_size: int | None) -> _Record:
+    """Reads prepare.json; nothing where there is none, a fault where it cannot be read. A given `vocab_size` wins."""
     path = Path(files.folder) / MANIFEST_FILE
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         entries = [TokenFile(**entry) for entry in content["files"]]
         if not all(isinstance(entry.name, str) and isinstance(entry.bytes, int) for entry in entries):
             raise ValueError("a file has no name or no size")
-        return _Record({entry.name: entry for entry in entries}, int(content["tokenizer"]["vocab_size"]))
+        recorded = int(content["tokenizer"]["vocab_size"])
+        return _Record({entry.name: entry for entry in entries}, recorded if vocab_size is None else vocab_size)
     except FileNotFoundError:
-        return _Record({}, None)
+        return _Record({}, vocab_size)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        return _Record({}, None, (f"{path} cannot be read ({type(error).__name__}: {error})",))
+        return _Record({}, vocab_size, (f"{path} cannot be read ({type(error).__name__}: {error})",))
 
 
 def _emptied_folders(config: VerifyConfig, listed: list[str]) -> list[Path]:
@@ -246,33 +224,35 @@ def _missing_files(files: DatasetFiles, record: _Record) -> list[str]:
     return [f"{files.folder}/{name} is gone, but {MANIFEST_FILE} names it" for name in gone]
 
 
-def _describe(files: DatasetFiles, record: _Record, reports: list[FileReport], config: VerifyConfig) -> str:
+def _describe(files: DatasetFiles, vocab_size: int | None, reports: list[FileReport]) -> str:
     """Describes a dataset without faults in a line."""
-    vocab_size = record.vocab_size if config.vocab_size is None else config.vocab_size
-    notes = [
-        f"all below {vocab_size:,}" if vocab_size is not None else "vocabulary not checked: give --vocab_size",
-        f"checksums as in {MANIFEST_FILE}"
-        if reports and all(report.compared for report in reports)
-        else f"no checksums in a {MANIFEST_FILE} to compare with",
-    ]
+    vocabulary = f"all below {vocab_size:,}" if vocab_size is not None else "vocabulary not checked: give --vocab_size"
+    checksums = f"no checksums in a {MANIFEST_FILE} to compare with"
+    if reports and all(report.compared for report in reports):
+        checksums = f"checksums as in {MANIFEST_FILE}"
     documents, tokens = sum(report.documents for report in reports), sum(report.tokens for report in reports)
     return (
         f"dataset '{files.name}': {len(reports):,} files, {documents:,} documents, {tokens:,} tokens "
-        f"({'; '.join(notes)})"
+        f"({vocabulary}; {checksums})"
     )
 
 
 class _Progress:
-    """A line now and then, of how much is read."""
+    """Prints and counts faults, and logs now and then how much is read."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.faults = self.faulty_files = 0
         self._total = total_bytes
         self._clock = clock
         self._read = 0
         self._began = self._shown = clock()
 
-    def add(self, read_bytes: int) -> None:
-        self._read += read_bytes
+    def add(self, report: FileReport) -> None:
+        for fault in report.faults:
+            print(fault)
+        self.faults += len(report.faults)
+        self.faulty_files += bool(report.faults)
+        self._read += report.bytes
         now = self._clock()
         if now - self._shown >= LINE_INTERVAL_SECONDS:
             self._shown = now

@@ -21,13 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
 from pretraining.checkpoint.manifest import Stateful, incomplete_checkpoints
-from pretraining.checkpoint.start_point import CheckpointRef, StartPoint
-from pretraining.config.batch import BatchPlan, plan_batch
+from pretraining.checkpoint.start_point import CheckpointRef, write_config
+from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import StepBatch
-from pretraining.data.dataset import OpenedDatasets
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets
+from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.host_sync import HostSync
@@ -49,13 +51,11 @@ from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Trackers, open_trackers
 from pretraining.optim.schedules import Horizon, LearningRate
 from pretraining.progress import Interval, Progress, TokenSchedule, TrainState, resolve_warmup_steps
-from pretraining.train.data import open_data, open_loader, token_schedule_of
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.preemption import StopRequests
 from pretraining.train.restore import choose_start_point, restore
-from pretraining.train.run_folder import write_config
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
@@ -69,63 +69,55 @@ class Job:
     """What a run shares with those that take its place after a rollback.
 
     Attributes:
-        processes: this process among the others.
         stop_requests: what asks this rank to end early.
         status: run_status.json; None = nobody reads it.
         lease: on the run's folder, checked before each commit; None = nobody else writes there.
-        memory: knows whose memory to measure where it runs out.
+        memory: told whose memory to measure where it runs out.
     """
 
     processes: Processes
     stop_requests: StopRequests = field(default_factory=StopRequests)
     status: StatusKeeper | None = None
     lease: Lease | None = None
-    memory: MemoryWatch = field(default_factory=lambda: MemoryWatch(1))
+    memory: MemoryWatch | None = None
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is known of a run once its model is restored and its data open.
+    """What a run is put together from: its model is restored, its data open, its place in both known.
 
     Attributes:
-        config: the settings.
-        processes: this process among the others.
-        shape: dimensions of the model.
         start: what the run starts from; None = initial weights.
+        restored: `start`, if the run continues it; None if it begins at step 0.
         abandoned: what interrupted saves have left in the run's folder.
         data: the datasets; None for made-up data.
-        batch: how a global batch is cut.
+        training_tokens: of one pass over the datasets; made-up data has no end.
         token_schedule: tokens of each step, also of those before the start point.
-        total_steps: length of the run.
+        parameters: of the model, by name, as sharded.
     """
 
     config: TrainConfig
     processes: Processes
     shape: LlamaShape
-    start: StartPoint | None
+    start: CheckpointRef | None
+    restored: CheckpointRef | None
     abandoned: list[Path]
     data: OpenedDatasets | None
+    training_tokens: int | None
     batch: BatchPlan
     token_schedule: TokenSchedule
-    total_steps: int
-
-    @property
-    def restored(self) -> CheckpointRef | None:
-        """The checkpoint that the run continues; None where it begins at step 0."""
-        return self.start.checkpoint if self.start is not None and not self.start.weights_only else None
-
-    @property
-    def training_tokens(self) -> int | None:
-        """Tokens of one pass over the datasets; made-up data has no end."""
-        return self.data.training_tokens if self.data is not None else None
+    mesh: DeviceMesh
+    model: Llama
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    state: TrainState
 
 
 def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, stop_step: int | None = None) -> Run:
     """Puts a run together and restores what it starts from; a collective call.
 
     Args:
-        config: the settings.
-        job: that the run is part of.
         mesh: of an earlier run with the same settings; None = make one.
         stop_step: where this invocation ends; None = as the settings say.
 
@@ -139,6 +131,21 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
         _use_deterministic_kernels()
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, processes.device))
+    plan = _plan_run(config, job, mesh, stop_step)
+    processes.activity.step = plan.state.step
+    if plan.start is None:  # late: mistakes in the settings of the data need not wait for it
+        initialize_weights(plan.model, plan.shape, config.run.seed, processes.device)
+    run = _assemble(plan, job)
+    on_every_rank(job.stop_requests.end_before_training)
+    if job.status is not None:
+        job.status.training(plan.state)
+    if job.memory is not None:
+        job.memory.watch(plan.optimizer, plan.state, plan.mesh["shard"].size())
+    return run
+
+
+def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step: int | None) -> RunPlan:
+    processes = job.processes
     shape = resolve_shape(config.model)
     start = choose_start_point(config, job.status)
     abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
@@ -150,31 +157,67 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
     start, optimizer = restore(start, model, parameters, config, job.status)
-    manifest = start.checkpoint.manifest if start is not None and not start.weights_only else None
+    restored = start if start is not None and not start.weights_only else None
 
-    batch = plan_batch(config.batch, processes.world_size, manifest.global_batch_size if manifest else None)
-    loader = open_loader(data, config, batch, processes.rank, shape.vocab_size, "train")
-    if manifest is not None:
-        on_every_rank(lambda: loader.load_state_dict(manifest.data))
-    token_schedule = token_schedule_of(loader, config.data.seq_length)
-    total_steps = config.run.num_steps.to_steps(token_schedule, data.training_tokens if data is not None else None)
-    plan = RunPlan(config, processes, shape, start, abandoned, data, batch, token_schedule, total_steps)
-    state = _initial_state(plan, stop_step)
-    processes.activity.step = state.step
-    if start is None:  # late: mistakes in the settings of the data need not wait for it
-        initialize_weights(model, shape, config.run.seed, processes.device)
-    run = _assemble(plan, job, mesh, model, parameters, optimizer, state, loader)
-    on_every_rank(job.stop_requests.end_before_training)
-    if job.status is not None:
-        job.status.training(state)
-    job.memory.watch(optimizer, state, mesh["shard"].size())
-    return run
+    batch = plan_batch(config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None)
+    loader = on_every_rank(
+        lambda: build_loader(data, config.data, batch, processes.rank, config.run.seed, shape.vocab_size)
+    )
+    if restored is not None:
+        on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
+    token_schedule = _token_schedule(loader, config.data.seq_length)
+    training_tokens = data.training_tokens if data is not None else None
+    state = _initial_state(config, token_schedule, training_tokens, restored, stop_step)
+    known = (config, processes, shape, start, restored, abandoned, data, training_tokens, batch, token_schedule)
+    return RunPlan(*known, mesh, model, parameters, optimizer, loader, state)
+
+
+def _initial_state(
+    config: TrainConfig,
+    token_schedule: TokenSchedule,
+    training_tokens: int | None,
+    restored: CheckpointRef | None,
+    stop_step: int | None,
+) -> TrainState:
+    progress = Progress(0, 0)
+    if restored is not None:
+        progress = Progress(restored.manifest.step, restored.manifest.tokens_seen, restored.manifest.seconds)
+    total_steps = config.run.num_steps.to_steps(token_schedule, training_tokens)
+    if stop_step is None:
+        run_steps = config.run.run_steps
+        stop_step = total_steps if run_steps is None else min(total_steps, progress.steps + run_steps)
+    return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
+
+
+def open_data(config: TrainConfig, processes: Processes) -> OpenedDatasets | None:
+    """Opens a job's datasets, in every process; None for the dummy dataset. A collective call."""
+    if config.data.use_dummy_dataset:
+        return None
+    # Listing 100,000 files costs a shared file system dearly: one process does it for all.
+    listing = on_rank_zero(lambda: list_datasets(config.data))
+    on_rank_zero(lambda: build_indices(listing, config.data))
+    # Where indices lie in a cache folder, nodes may not see each other's; where they do, this finds rank 0's.
+    is_first_of_node = processes.local_rank == 0
+    on_every_rank(lambda: build_indices(listing, config.data) if is_first_of_node else None)
+    return on_every_rank(lambda: open_datasets(listing, config.data))
+
+
+def _token_schedule(loader: Loader, seq_length: int) -> TokenSchedule:
+    """Tokens of a run's steps, from the first."""
+    phases = loader.reader.mixture.phases
+    segments, tokens = [], 0
+    for phase, after in zip(phases, (*phases[1:], None), strict=True):
+        tokens_per_step = phase.global_batch_size * seq_length
+        segments.append((phase.first_step, tokens, tokens_per_step))
+        if after is not None:
+            tokens += (after.first_step - phase.first_step) * tokens_per_step
+    return TokenSchedule(tuple(segments))
 
 
 def build_model(
     shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device, *, initialize: bool
 ) -> Llama:
-    """Makes the model, laid out on its devices; with `initialize`, with initial weights, else its values are undefined.
+    """Makes the model, laid out on its devices; without `initialize` its values are undefined.
 
     Raises:
         ConfigError: its blocks cannot be compiled for the documents of the data.
@@ -190,7 +233,7 @@ def build_model(
 
 
 def _check_shapes_are_fixed(config: TrainConfig, shape: LlamaShape, device: torch.device) -> None:
-    """Refuses what would compile at each step: a compiled block serves all only where attention has fixed shapes."""
+    """Refuses attention whose shapes change from step to step, for which blocks would be compiled each time."""
     dtype = compute_dtype(config.parallel, device)
     if config.data.document_mask and not has_kernel_for_documents(device, dtype, shape.head_dim):
         raise ConfigError(
@@ -206,45 +249,23 @@ def _build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
     return build_mesh(config.parallel, *sizes, processes.device.type, timeout=collective_timeout(config.guard))
 
 
-def _initial_state(plan: RunPlan, stop_step: int | None) -> TrainState:
-    """Where the run stands, from its checkpoint if there is one."""
-    progress = Progress(0, 0)
-    if plan.restored is not None:
-        manifest = plan.restored.manifest
-        progress = Progress(manifest.step, manifest.tokens_seen, manifest.seconds)
-    run_steps = plan.config.run.run_steps
-    if stop_step is None:
-        stop_step = plan.total_steps if run_steps is None else min(plan.total_steps, progress.steps + run_steps)
-    return TrainState(plan.total_steps, stop_step, plan.token_schedule.tokens_per_step, progress)
-
-
-def _assemble(
-    plan: RunPlan,
-    job: Job,
-    mesh: DeviceMesh,
-    model: Llama,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    state: TrainState,
-    loader: Loader,
-) -> Run:
-    config, processes, tokens = plan.config, plan.processes, plan.training_tokens
+def _assemble(plan: RunPlan, job: Job) -> Run:
+    config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
     run_folder = Path(config.checkpoint.ckpt_save_path)
     stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
-    trackers = _open_trackers(plan, state)
+    trackers = _open_trackers(plan)
     observer = build_observer(config, plan.shape, processes, state, stopwatch, tokens, trackers)
     if plan.restored is not None:
         observer.last_loss = plan.restored.manifest.loss
-    spikes = _spike_detector(plan, loader)
-    context = _step_context(plan, mesh, model, parameters, optimizer, spikes)
+    context = _step_context(plan)
 
     def should_stop() -> bool:
         state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
         return state.preempted
 
     evaluator = Evaluator(
-        model=model,
+        model=plan.model,
         open_batches=_held_out_batches(plan),
         device=processes.device,
         interval=Interval(config.evaluation.eval_interval, tokens),
@@ -252,15 +273,15 @@ def _assemble(
         observer=observer,
         should_stop=should_stop,
     )
-    guards = Guards(config.guard, loader, Replicas(context.parameters, mesh), processes.activity, tokens)
+    guards = Guards(config.guard, plan.loader, Replicas(context.parameters, plan.mesh), processes.activity, tokens)
     states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator}
-    if spikes is not None:
-        states["spikes"] = spikes
+    if context.spikes is not None:
+        states["spikes"] = context.spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
     if trackers.state_dict():
         states[TRACKERS_STATE] = trackers
-    contents = CheckpointContents(config, parameters, optimizer, loader, observer, states)
+    contents = CheckpointContents(config, plan.parameters, plan.optimizer, plan.loader, observer, states)
     checkpoints = CheckpointManager(
         config.checkpoint, contents, stopwatch, training_tokens=tokens, restored=plan.restored, lease=job.lease
     )
@@ -268,12 +289,11 @@ def _assemble(
         config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
     )
     on_rank_zero(lambda: write_config(config))
-    announce(plan, state, loader.changes_at_resume)
+    announce(plan)
     return Run(
         state=state,
-        restored_from=plan.restored.path if plan.restored is not None else None,
         context=context,
-        batches=_batches(loader, processes.rank),
+        batches=_batches(plan.loader, processes.rank),
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
@@ -283,50 +303,43 @@ def _assemble(
         guards=guards,
         garbage=GarbageCollection(config.run.gc_interval),
         profiler=profiler,
-        mesh=mesh,
+        mesh=plan.mesh,
     )
 
 
-def _open_trackers(plan: RunPlan, state: TrainState) -> Trackers:
+def _open_trackers(plan: RunPlan) -> Trackers:
     """Opens rank 0's trackers, by the ids that they had for the run before; a collective call."""
     run_ids = plan.restored.manifest.state.get(TRACKERS_STATE, {}) if plan.restored is not None else {}
     is_main = plan.processes.is_main
-    return on_every_rank(lambda: open_trackers(plan.config, state.step, run_ids) if is_main else Trackers())
+    return on_every_rank(lambda: open_trackers(plan.config, plan.state.step, run_ids) if is_main else Trackers())
 
 
-def _spike_detector(plan: RunPlan, loader: Loader) -> SpikeDetector | None:
+def _spike_detector(plan: RunPlan) -> SpikeDetector | None:
     guard, data = plan.config.guard, plan.config.data
     if guard.spike_threshold is None:
         return None
     # Another mixture, another batch or a document mask shifts the losses: what was usual before says nothing then.
-    conditions = {"phases": len(loader.reader.mixture.phases), "document_mask": data.document_mask}
+    conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": data.document_mask}
     return SpikeDetector(guard.spike_threshold, guard.spike_window, plan.processes.device, conditions)
 
 
-def _step_context(
-    plan: RunPlan,
-    mesh: DeviceMesh,
-    model: Llama,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    spikes: SpikeDetector | None,
-) -> StepContext:
+def _step_context(plan: RunPlan) -> StepContext:
     config, device = plan.config, plan.processes.device
     warmup_steps = resolve_warmup_steps(
         config.schedule.warmup_steps, config.run.num_steps, plan.token_schedule, plan.training_tokens
     )
-    horizon = Horizon(warmup_steps, plan.total_steps, config.schedule.min_lr_ratio)
+    horizon = Horizon(warmup_steps, plan.state.total_steps, config.schedule.min_lr_ratio)
     in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(
-        model=model,
-        sync=MicroBatchSync(model, mesh, config.parallel.sharding_strategy),
-        parameters=list(parameters.values()),
-        optimizer=optimizer,
+        model=plan.model,
+        sync=MicroBatchSync(plan.model, plan.mesh, config.parallel.sharding_strategy),
+        parameters=list(plan.parameters.values()),
+        optimizer=plan.optimizer,
         learning_rate=LearningRate(config.schedule.schedule, horizon),
         grad_clip_thresh=config.optimizer.grad_clip_thresh,
-        shard_group=mesh["shard"].get_group(),
+        shard_group=plan.mesh["shard"].get_group(),
         device=device,
-        spikes=spikes,
+        spikes=_spike_detector(plan),
         scaler=LossScaler(device) if in_float16 else None,
     )
 
@@ -337,7 +350,13 @@ def _held_out_batches(plan: RunPlan) -> Callable[[], AbstractContextManager[Iter
     if config.data.held_out_fraction == 0:
         return None
     # Opened at once: too few held-out documents should not show after a thousand steps.
-    loader = open_loader(plan.data, config, plan.batch, processes.rank, plan.shape.vocab_size, "held_out")
+    loader = on_every_rank(
+        lambda: build_loader(
+            *(plan.data, config.data, plan.batch, processes.rank, config.run.seed, plan.shape.vocab_size),
+            split="held_out",
+            limit_steps=config.evaluation.eval_batches,
+        )
+    )
 
     @contextmanager
     def open_batches() -> Iterator[Iterable[StepBatch]]:

@@ -1,14 +1,13 @@
 """Keeps Python's garbage collector out of the steps.
 
-By default the collector runs when enough new objects exist: at a different step on each rank, longer the more objects
-are alive, while all other ranks wait. So it is off here, what is alive before the first step is excluded for good, and
-it runs after the same steps on all ranks. It must run at times: cycles may hold tensors, and so memory of the device.
+By default the collector runs when enough new objects exist: at a different step on each rank, while the others wait.
+So it is off here, what is alive before the first step is excluded for good, and it runs after the same steps on all
+ranks. It must run at times: cycles may hold tensors, and so memory of the device.
 """
 
 from __future__ import annotations
 
 import gc
-from types import TracebackType
 
 from pretraining.progress import TrainState
 
@@ -25,16 +24,13 @@ class GarbageCollection:
         self._was_enabled = gc.isenabled()
 
     def __enter__(self) -> GarbageCollection:
-        self._was_enabled = gc.isenabled()
         if self._interval_steps:
             gc.collect()
             gc.freeze()
             gc.disable()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._interval_steps:
             gc.unfreeze()
             if self._was_enabled:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,24 +27,14 @@ class Run:
     """Everything that the loop needs; `build.build_run` puts it together.
 
     Attributes:
-        state: how far the run is.
-        restored_from: the checkpoint it was restored from, if any.
-        context: what a step works with.
         batches: of this rank, one step at a time, endless until closed.
-        observer: reports.
-        evaluator: held-out loss.
-        checkpoints: saves.
         host_sync: a clock and a request to end that all ranks read alike.
         stop_requests: what asks this rank to end early.
-        stopwatch: where the time goes.
         guards: end a run that goes wrong (stability.py).
-        garbage: when Python collects it.
-        profiler: records some steps.
         mesh: that the model is sharded over.
     """
 
     state: TrainState
-    restored_from: Path | None
     context: StepContext
     batches: Generator[StepBatch, None, None]
     observer: Observer

@@ -1,23 +1,26 @@
-"""What a run says at its start and its end, so that a person knows what happens and what to do next."""
+"""What a run logs at its start and its end: what happens, and what to do next."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.start_point import CONFIG_FILE
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import PER_OPERATION, ParallelConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import Raw
+from pretraining.config.variants import parameter_count
 from pretraining.distributed.parallelize import compute_dtype
-from pretraining.model.flops import flops_per_token, matmul_parameters, parameter_count
+from pretraining.model.flops import flops_per_token, matmul_parameters
 from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name, peak_tflops
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.progress import TrainState
+from pretraining.train.loop import Run
 from pretraining.train.preemption import reason_of
 
 if TYPE_CHECKING:
@@ -26,15 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def announce(plan: RunPlan, state: TrainState, changes: Sequence[str]) -> None:
-    """Logs what is about to be trained, on what data, for how long, and from where.
-
-    Args:
-        plan: of the run.
-        state: where it stands.
-        changes: how its data changes here, a line each.
-    """
-    config, processes = plan.config, plan.processes
+def announce(plan: RunPlan) -> None:
+    """Logs what is about to be trained, on what data, for how long, and from where."""
+    config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     name = config.model.model_variant or "llama"
     lines = [
@@ -43,9 +40,9 @@ def announce(plan: RunPlan, state: TrainState, changes: Sequence[str]) -> None:
         *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
         _describe_data(plan),
         f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
-        f"length      {state.total_steps} steps, {plan.token_schedule.tokens_at(state.total_steps):,} tokens",
+        f"length      {total_steps} steps, {plan.token_schedule.tokens_at(total_steps):,} tokens",
         *_describe_flops(plan),
-        *_describe_start(plan, state, changes),
+        *_describe_start(plan),
         *(f"            {path} is incomplete: ignored" for path in plan.abandoned),
         f"run folder  {config.checkpoint.ckpt_save_path}",
     ]
@@ -64,26 +61,24 @@ def _describe_data(plan: RunPlan) -> str:
     )
 
 
-def _describe_start(plan: RunPlan, state: TrainState, changes: Sequence[str]) -> Iterator[str]:
-    """What the run starts from, and how its settings differ from there."""
-    if plan.start is None:
+def _describe_start(plan: RunPlan) -> Iterator[str]:
+    start, state = plan.start, plan.state
+    if start is None:
         yield f"start       from initial weights, seed {plan.config.run.seed}"
         return
-    checkpoint = plan.start.checkpoint
     if plan.restored is None:
-        yield f"start       at step 0 with the weights of {checkpoint.path}"
+        yield f"start       at step 0 with the weights of {start.path}"
     else:
-        yield f"start       from {checkpoint.path}, step {checkpoint.manifest.step}"
-        for change in (*changes, *changed_settings(checkpoint.manifest, plan.config)):
+        yield f"start       from {start.path}, step {start.manifest.step}"
+        for change in (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config)):
             yield f"            {change}"
         if state.stop_step < state.total_steps:
             yield f"            this invocation ends at step {state.stop_step}"
-    for line in checkpoint.passed_over:
+    for line in start.passed_over:
         yield f"            {line}: passed over"
 
 
 def _describe_flops(plan: RunPlan) -> list[str]:
-    """What MFU counts, and what it is a share of."""
     shape, seq_length = plan.shape, plan.config.data.seq_length
     operations = flops_per_token(shape, seq_length)
     less = ", less in shorter documents" if plan.config.data.document_mask else ""
@@ -114,37 +109,27 @@ def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
         yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
-def conclude(
-    config: TrainConfig, state: TrainState, checkpoint: Path | None, elapsed_seconds: float, trained: bool
-) -> str:
-    """Says where everything is, and what to run next.
-
-    Args:
-        config: the settings.
-        state: where the run stands.
-        checkpoint: the newest one, saved now or before.
-        elapsed_seconds: of this invocation.
-        trained: whether there was anything left to do.
-    """
-    run = Path(config.checkpoint.ckpt_save_path)
+def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
+    """Says where everything is, and what to run next; `trained` is whether there was anything left to do."""
+    state, folder = run.state, Path(config.checkpoint.ckpt_save_path)
     if not trained:
         head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
     elif state.finished:
-        tokens, time = f"{state.progress.tokens:,}", format_seconds(elapsed_seconds)
+        tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {state.total_steps} steps, {tokens} tokens; this invocation took {time}."
     else:
         head = f"Stopped at step {state.step} of {state.total_steps}, as asked; the same command goes on from there."
     lines = [
         head,
-        f"  checkpoint   {checkpoint}",
-        f"  metrics      {run / 'logs' / METRICS_FILE}",
-        f"  config       {run / 'config.yaml'}",
+        f"  checkpoint   {run.checkpoints.newest}",
+        f"  metrics      {folder / 'logs' / METRICS_FILE}",
+        f"  config       {folder / CONFIG_FILE}",
     ]
     if "tensorboard" in config.report.tracker:
-        lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or run / 'logs'}")
+        lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or folder / 'logs'}")
     if state.finished:
         longer = f"--num_steps={2 * max(state.step, state.total_steps)}"
-        lines.append(f"  go on        the same command with {longer} --ckpt_save_path={run}")
+        lines.append(f"  go on        the same command with {longer} --ckpt_save_path={folder}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     return "\n".join(lines)
 
@@ -160,8 +145,7 @@ def conclude_preempted(state: TrainState) -> str:
 def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:
     """How the settings differ from those that a checkpoint was made with, a line each.
 
-    What cannot change (the model, the order of the data) was refused before; the order of the data does not depend on
-    what is left. Settings that declare `silent_change` are passed over.
+    What must not change was refused before. Settings that declare `silent_change` are left out.
     """
     settings = settings_of(TrainConfig)
     before = {given.section_and_name[1]: given.raw for given in parse_recipe(manifest.config, "before")}

@@ -2,8 +2,8 @@
 
     signal handler, clock -> `StopRequests.pending` of this rank -> HostSync -> all ranks stop after the same step
 
-Nothing here acts. A rank only tells its request, beside its clock, once a step; a step later all ranks know of it, stop
-training, save, and end with the exit code of `Preempted`.
+A rank tells its request beside its clock, once a step. A step later all ranks know of it, stop training, save, and end
+with the exit code of `Preempted`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class StopRequests:
     """Whether this process has been asked to end the run early.
 
     Attributes:
-        signals: that came to it.
         deadline: when training is to stop, in seconds since 1970; None = never.
         clock: seconds since 1970.
     """
@@ -48,11 +47,7 @@ class StopRequests:
         return TIME_LIMIT if self.deadline is not None and self.clock() >= self.deadline else 0
 
     def end_before_training(self) -> None:
-        """Ends a start that is asked to stop before its first step.
-
-        Raises:
-            Preempted: a request is pending.
-        """
+        """Raises `Preempted` if a request is pending before the first step."""
         pending = self.pending()
         if pending:
             raise Preempted(f"Preempted before training began ({reason_of(pending)}): nothing has changed.")
@@ -71,9 +66,8 @@ def stop_requests(
     """The requests of a process whose signals are listened to.
 
     Args:
-        signals: that came to it.
         time_limit: from the start of the job to the end of training, 0 = none; None = what SLURM says.
-        environ: holds when the job was started, where its launcher starts processes anew, and SLURM's end time.
+        environ: with SLURM's end time, and `STARTED_AT` of a job whose launcher restarts processes.
     """
     if time_limit is None:
         return StopRequests(signals, _slurm_deadline(environ))
@@ -93,7 +87,7 @@ def _slurm_deadline(environ: Mapping[str, str]) -> float | None:
 
 
 def _unix_time(environ: Mapping[str, str], name: str) -> float | None:
-    """A moment; None where the variable is missing or says something else (SLURM writes "Unknown", too)."""
+    """A moment; None where the variable is missing or no number (SLURM may write "Unknown")."""
     try:
         return float(environ.get(name, ""))
     except ValueError:

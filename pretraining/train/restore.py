@@ -4,7 +4,7 @@
               ^                                                                   |
               +------------------- a new optimizer, the next one <--------- it is damaged
 
-The position in the data and all else that a manifest says is taken after this, from the one that was good.
+What else the manifest says (the position in the data, …) is taken once the tensors are good.
 """
 
 from __future__ import annotations
@@ -17,56 +17,46 @@ import torch
 from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
-from pretraining.checkpoint.start_point import StartPoint, find_start_point, load
+from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, make_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
-from pretraining.train.run_folder import make_run_folder
 from pretraining.train.run_status import StatusKeeper
 
 
 def choose_start_point(
     config: TrainConfig, status: StatusKeeper | None, damaged: Mapping[Path, str] = MappingProxyType({})
-) -> StartPoint | None:
-    """Chooses what a run starts from unless its files are damaged; None for initial weights. A collective call.
-
-    The run's folder is there afterwards, and its status says where it starts.
-
-    Args:
-        status: told of the start.
-        damaged: checkpoints that were tried, and what is wrong with them.
+) -> CheckpointRef | None:
+    """Chooses what a run starts from (None: initial weights), makes its folder and counts the start; a collective call.
 
     Raises:
-        CheckpointError: nothing is good at a place that was named, or it is of another model; or the run has crashed
-            there too often.
+        CheckpointError: as `find_checkpoint`; or it is of another model, or the run has crashed there too often.
     """
-    start = find_start_point(config.checkpoint, damaged)
+    start = find_checkpoint(config.checkpoint, damaged)
     if start is not None:
-        check_same_model(start.checkpoint.manifest, resolve_shape(config.model), start.checkpoint.path)
+        check_same_model(start.manifest, resolve_shape(config.model), start.path)
     run, step = Path(config.checkpoint.ckpt_save_path), start.step if start is not None else 0
-    on_rank_zero(lambda: make_run_folder(run))
-    if status is not None:
-        on_rank_zero(lambda: status.begin(run, step))
+
+    def begin() -> None:
+        make_run_folder(run)
+        if status is not None:
+            status.begin(run, step)
+
+    on_rank_zero(begin)
     return start
 
 
 def restore(
-    start: StartPoint | None,
+    start: CheckpointRef | None,
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     config: TrainConfig,
     status: StatusKeeper | None,
-) -> tuple[StartPoint | None, torch.optim.Optimizer]:
-    """Reads what was chosen, or what comes before it where that is damaged; a collective call.
-
-    Args:
-        start: what was chosen; the model is left alone where that is None.
-        model: filled.
-        parameters: of the model, by name.
-        status: told where the start begins.
+) -> tuple[CheckpointRef | None, torch.optim.Optimizer]:
+    """Reads what was chosen into the model, or an older checkpoint if that is damaged; a collective call.
 
     Returns:
         What the run really starts from, and an optimizer with the state that goes with it.
@@ -82,17 +72,17 @@ def restore(
         try:
             _load(start, config, parameters, optimizer)
         except DamagedError as error:
-            damaged[start.checkpoint.path] = str(error)
+            damaged[start.path] = str(error)
         else:
             return start, optimizer
         start = choose_start_point(config, status, damaged)
 
 
 def _load(
-    start: StartPoint, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    start: CheckpointRef, config: TrainConfig, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
     wanted = None
     if not start.weights_only:
         materialise_state(optimizer)
-        wanted = optimizer if config.checkpoint.load_optimizer or start.checkpoint.is_own else None
-    load(start.checkpoint, tensor_state(parameters, wanted))
+        wanted = optimizer if config.checkpoint.load_optimizer or start.is_own else None
+    load(start, tensor_state(parameters, wanted))

@@ -30,11 +30,8 @@ log = logging.getLogger(__name__)
 def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
     """Trains, going back at most `max_rollbacks` times without progress in between; a collective call.
 
-    Returns:
-        The run that came to its end, and whether there was anything to do.
-
-    Raises:
-        DivergenceError: the run diverged, and must not go back again.
+    Returns the run that came to its end, and whether there was anything to do. A run that must not go back again raises
+    its DivergenceError.
     """
     run = build_run(config, job)
     had_work = not run.state.stopping or run.evaluator.pending
@@ -61,7 +58,7 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
 
 
 def _train(run: Run) -> DivergenceError | None:
-    """Trains, and returns how the run diverged, if it did; as a value, since an exception would keep the run alive."""
+    """Returns how the run diverged, if it did; not raised, since an exception would keep the run's memory alive."""
     try:
         train_loop(run)
     except DivergenceError as divergence:
@@ -70,7 +67,6 @@ def _train(run: Run) -> DivergenceError | None:
 
 
 def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceError:
-    """What to tell the user where the run must not go back (again)."""
     if rollbacks:
         hint = f"Going back {rollbacks} times (--max_rollbacks) got the run no further."
     else:
@@ -86,10 +82,9 @@ def _without_samples(config: TrainConfig, samples: tuple[int, int]) -> TrainConf
 
 
 def _drop_checkpoints(run: Path, step: int) -> list[Path]:
-    """Takes the checkpoints of a step and of later ones out of the run; returns what they were called.
+    """Renames the checkpoints from a step on, so that the next save removes them; returns what they were called.
 
-    They hold the weights from before the updates that were left out, and a place in the data behind them: the next
-    start would go on from there. Renamed, they are as a save that was interrupted, and go with the next save.
+    They hold the weights from before the updates that were left out, and a place in the data behind these.
     """
     dropped = [path for path in committed_checkpoints(run) if step_of(path) >= step]
     for path in dropped:

@@ -32,8 +32,7 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
     """Trains as configured, in every process of a job.
 
     Args:
-        config: the settings, the same in every process.
-        layout: which of the processes this one is.
+        config: the same in every process.
         stop_requests: what asks this process to end early; None = nothing.
 
     Raises:
@@ -54,9 +53,10 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
         config = adopt_model(config)
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
         on_every_rank(requests.end_before_training)
-        config = with_run_path(config, on_rank_zero(lambda: settle_run_path(config)))
+        run_path = on_rank_zero(lambda: settle_run_path(config))
+        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
         with (
-            hold_lease(Path(config.checkpoint.ckpt_save_path), processes) as lease,
+            hold_lease(Path(run_path), processes) as lease,
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
@@ -64,11 +64,6 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
             raise Preempted(conclude_preempted(run.state))
         _finish(config, processes, run, prompt, trained)
-
-
-def with_run_path(config: TrainConfig, path: str) -> TrainConfig:
-    """The settings with the run's folder as it really is."""
-    return replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
 
 
 def _encode_prompt(config: TrainConfig) -> list[int] | None:
@@ -92,8 +87,7 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[in
         count, context = config.evaluation.sample_tokens, config.data.seq_length
         with without_compiling():  # every token makes the sequence longer
             sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
-    checkpoint = run.checkpoints.newest or run.restored_from
-    log.info(conclude(config, run.state, checkpoint, run.stopwatch.elapsed, trained))
+    log.info(conclude(config, run, trained))
     if prompt is not None and processes.is_main:
         assert config.data.tokenizer_path is not None
         tokenizer = load_tokenizer(config.data.tokenizer_path)

@@ -2,9 +2,9 @@
 
     {"status": "preempted", "step": 1040, "reason": "SIGUSR1", "starts": 7, "starts_without_progress": 0, ...}
 
-Rank 0 writes it, aside and renamed: "running" at a start, the end at an end. What stays "running" ended without a word:
-it was killed, or its machine was. So the file of a start is written as that of a crash, and an end that is none takes
-that back; a start that finds as many crashes as are allowed, with no checkpoint in between, is refused.
+Rank 0 writes it at a start and at an end. What stays "running" was killed, or its machine was. So each start counts as
+a crash until an end that is none takes that back. A start that finds as many crashes as are allowed, with no checkpoint
+in between, is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
 from pretraining.files import write_atomic
@@ -28,34 +27,32 @@ STATUS_FILE = "run_status.json"
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The JSON object of the file.
+    """The JSON object of the file; its defaults are those of a run that was never started.
 
     Attributes:
         status: running, finished, preempted or failed.
-        step: of the run when this was written.
         reason: why it ended, in words; how far it got where it is finished.
         starts: how often the run was started.
-        starts_without_progress: starts in a row, this one included, that crashed before a checkpoint newer than the one
-            that they began with.
+        starts_without_progress: starts in a row, with this one, that crashed before they saved a new checkpoint.
         started_at_step: of the checkpoint that this start began with.
         updated: when this was written (ISO 8601, UTC).
     """
 
-    status: str
-    step: int
-    reason: str
-    starts: int
-    starts_without_progress: int
-    started_at_step: int
-    updated: str
+    status: str = ""
+    step: int = 0
+    reason: str = ""
+    starts: int = 0
+    starts_without_progress: int = 0
+    started_at_step: int = 0
+    updated: str = ""
 
 
 class StatusKeeper:
     """Writes the status of one start, as a context around it.
 
     Args:
-        max_starts_without_progress: how many crashes in a row to put up with; 0 = any number.
-        is_writer: whether this process writes; the others only go along.
+        max_starts_without_progress: how many crashes in a row are allowed; 0 = any number.
+        is_writer: whether this process writes; in the others nothing happens.
     """
 
     def __init__(self, max_starts_without_progress: int, is_writer: bool) -> None:
@@ -63,19 +60,17 @@ class StatusKeeper:
         self._limit = max_starts_without_progress
         self._is_writer = is_writer
         self._begun: RunStatus | None = None
-        self._previous: RunStatus | None = None
+        self._previous = RunStatus()
         self._state: TrainState | None = None
 
     def __enter__(self) -> StatusKeeper:
         return self
 
     def begin(self, run: Path, restored_step: int) -> None:
-        """Counts a start; call it where the run's folder is there and this job is the one that may write to it.
-
-        Call it again where that checkpoint turns out to be damaged, and the start goes on from an older one.
+        """Counts a start; call it again if the checkpoint is damaged and the start goes on from an older one.
 
         Args:
-            run: the folder.
+            run: the folder, which this job may write into.
             restored_step: of the checkpoint that the start goes on from.
 
         Raises:
@@ -85,16 +80,15 @@ class StatusKeeper:
             return
         self._path = run / STATUS_FILE
         if self._begun is None:
-            self._previous = read_status(self._path)
+            self._previous = read_status(self._path) or RunStatus()
         previous = self._previous
-        starts = previous.starts if previous else 0
-        crashes = previous.starts_without_progress if previous and restored_step <= previous.started_at_step else 0
-        if previous is not None and 0 < self._limit <= crashes:
+        crashes = previous.starts_without_progress if restored_step <= previous.started_at_step else 0
+        if 0 < self._limit <= crashes:
             if self._begun is not None:  # from a checkpoint that is damaged: this start was none
                 self._begun = None
                 self._write(previous)
             raise _crash_loop(self._path, previous, crashes)
-        self._begun = RunStatus("running", restored_step, "", starts + 1, crashes + 1, restored_step, "")
+        self._begun = RunStatus("running", restored_step, "", previous.starts + 1, crashes + 1, restored_step)
         try:
             self._write(self._begun)
         except OSError as error:
@@ -104,12 +98,10 @@ class StatusKeeper:
             ) from None
 
     def training(self, state: TrainState) -> None:
-        """From now on whatever goes wrong counts as a crash; `state` tells how far the run is."""
+        """Counts any error from now on as a crash; `state` tells how far the run is."""
         self._state = state
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._begun is None:
             return
         found = read_status(self._path)
@@ -152,7 +144,7 @@ class StatusKeeper:
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """The status in a file; None where there is none, or something else: counting must not keep a run from starting."""
+    """The status in a file; None where it cannot be read, since counting must not keep a run from starting."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return RunStatus(**{field.name: document[field.name] for field in fields(RunStatus)})

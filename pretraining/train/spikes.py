@@ -19,12 +19,11 @@ from pretraining.observability.step_outcome import SpikeVerdict
 
 
 class SpikeDetector:
-    """Judges the loss of each step by those of the last steps.
+    """Compares the loss of each step with those of the last steps.
 
     Args:
         threshold: in standard deviations.
         window: how many losses to look back on; with less than half of them, none is a spike.
-        device: of the losses.
         conditions: what the level of the losses depends on, JSON-able; under other conditions a new window begins.
     """
 
@@ -56,7 +55,7 @@ class SpikeDetector:
         return SpikeVerdict(is_spike, loss, mean, deviation)
 
     def remember(self, loss: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Takes a step's loss into the window, unless its update was left out."""
+        """Adds a step's loss to the window, unless its update was left out."""
         moved = torch.cat((self._losses[1:], loss.reshape(1)))
         self._losses = torch.where(skipped, self._losses, moved)
 
@@ -66,7 +65,7 @@ class SpikeDetector:
         return {"losses": losses, "conditions": self._conditions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues a window, unless it was filled under other conditions; a shorter one keeps the newest losses."""
+        """Continues a window, unless it was filled under other conditions; one that is too long loses its oldest."""
         if state["conditions"] != self._conditions:
             return
         kept = state["losses"][-len(self._losses) :]

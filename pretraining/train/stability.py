@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pretraining.config.training import GuardConfig
 from pretraining.data.loader import Loader
 from pretraining.distributed.host_sync import wait_for_device
-from pretraining.distributed.processes import Activity
+from pretraining.distributed.processes import Activity, gather_from_every_rank
 from pretraining.distributed.replicas import Replicas
 from pretraining.errors import DivergenceError, HardwareError
 from pretraining.observability.step_outcome import StepOutcome
@@ -36,7 +35,6 @@ class _Pending:
     """What the device will say of a step.
 
     Attributes:
-        step: its number, from 1.
         numbers: on the host: skipped; where spikes are looked for, also: is a spike, loss, mean, deviation.
         event: marks when the numbers are there; None = now.
     """
@@ -50,9 +48,7 @@ class Guards:
     """Learns how every step went, and ends a run that goes wrong.
 
     Args:
-        config: how many skipped updates are too many, and how often replicas are compared.
         loader: knows which samples the steps are made of.
-        replicas: the copies of the model.
         activity: told of every step.
         training_tokens: tokens of one pass over the datasets, for an interval in epochs.
     """
@@ -104,7 +100,6 @@ class Guards:
         self._in_a_row = int(min(state["skipped_in_a_row"], most))
 
     def _learn(self) -> None:
-        """Reads what the device says of the pending step, if there is one."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -135,8 +130,7 @@ class Guards:
         if not odd:
             self._equal_at = step
             return
-        hosts = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = gather_from_every_rank(socket.gethostname)
         named = [
             f"  rank {rank} on {hosts[rank]} holds other weights than rank {', '.join(map(str, others))}"
             for rank, others in odd.items()
@@ -153,7 +147,7 @@ class Guards:
 
 
 def _ask(step: int, outcome: StepOutcome) -> _Pending:
-    """Starts to copy what the host wants to know of a step, without waiting."""
+    """Starts to copy what the host asks of a step, without waiting."""
     verdict = outcome.verdict
     # A skipped update that lowers the loss scale is no failure: the next steps will show.
     skipped = outcome.skipped if outcome.rescaled is None else outcome.skipped & ~outcome.rescaled

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pretraining.data.batch import IGNORED_LABEL, StepBatch
-from pretraining.distributed.fsdp import MicroBatchSync
-from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
+from pretraining.distributed.fsdp import MicroBatchSync, clip_gradients, gradient_norm, local_gradients
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.observability.step_outcome import StepOutcome
@@ -40,11 +39,8 @@ class StepContext:
             `ModelInputs`.
         sync: between its ranks, micro-batch by micro-batch.
         parameters: of the model, as sharded.
-        optimizer: over them.
-        learning_rate: sets the optimizer's, step by step.
         grad_clip_thresh: largest gradient norm; 0 = no clipping.
         shard_group: processes that hold the pieces of one copy of the gradient.
-        device: of this rank.
         spikes: judges each loss by those before; None = losses need only be finite.
         scaler: of the loss, in float16; None = it needs none.
     """
@@ -65,7 +61,6 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     """Trains on one global batch; a collective call.
 
     Args:
-        context: what to train with.
         batch: this rank's micro-batches of the global batch.
         step: updates done before this one.
     """

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from pretraining.config.batch import plan_batch
+from pretraining.config.batch_plan import plan_batch
 from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape

@@ -26,12 +26,11 @@ from pathlib import Path
 
 import torch
 
-from pretraining.config.batch import plan_batch
+from pretraining.config.batch_plan import plan_batch
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import resolve_shape
+from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.launch.layout import port_of_name
-from pretraining.model.flops import parameter_count
 from scripts.benchmark.common import (
     Number,
     Over,

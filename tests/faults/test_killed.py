@@ -21,7 +21,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lost_peer(root: Path) -> list[tuple[int, str]]:
+def lost_peer(root: Path) -> list[tuple[int | None, str]]:
     """Exits code and last words of both ranks, of which rank 1 was killed in step 4."""
     flags = [f"ckpt_save_path={root}/killed", SAVED_IN_STEP_3]
     ranks = start_ranks(2, "killed", flags)
@@ -49,7 +49,9 @@ def resumed(root: Path, lost_peer: object, killed_in_the_save: object) -> None:
     train_with_faults(2, [("nothing", [f"ckpt_save_path={root}/{run}"]) for run in runs])
 
 
-def test_the_peers_of_a_killed_rank_end_by_themselves_and_say_why(root: Path, lost_peer: list[tuple[int, str]]) -> None:
+def test_the_peers_of_a_killed_rank_end_by_themselves_and_say_why(
+    root: Path, lost_peer: list[tuple[int | None, str]]
+) -> None:
     (code, words), (killed_code, _) = lost_peer
     assert (code, killed_code) == (1, -signal.SIGKILL)
     assert words.startswith("another process of the job has ended")

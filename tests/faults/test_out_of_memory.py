@@ -14,11 +14,10 @@ def test_the_rank_without_memory_says_why_and_the_other_one_ends(tmp_path: Path)
     flags = ["num_steps=6", "datasets=first", f"ckpt_save_path={tmp_path / 'run'}"]
     endings: dict[int, str] = {}
     for process in start_without_launcher(2, data, "memory_runs_out", flags):
-        with process:
-            stdout, stderr = process.communicate(timeout=120)
-            found = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
-            assert found, stderr
-            endings |= {each["rank"]: each["error"] for each in found}
+        stdout, stderr = process.communicate(timeout=120)
+        found = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+        assert found, stderr
+        endings |= {each["rank"]: each["error"] for each in found}
     assert endings[1].startswith("OutOfMemoryError: out of memory in step 3, at pretraining/model/llama.py:")
     assert "--batch_size=1 in place of 2" in endings[1] and "optimizer state" in endings[1]
     assert endings[0].startswith("LostPeerError: another process of the job has ended")

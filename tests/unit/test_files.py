@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -23,19 +24,25 @@ class Flaky:
         return "done"
 
 
-def test_what_passes_is_tried_again_with_longer_pauses(caplog: pytest.LogCaptureFixture) -> None:
-    pauses: list[float] = []
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that are made, without waiting for them."""
+    made: list[float] = []
+    monkeypatch.setattr(time, "sleep", made.append)
+    return made
+
+
+def test_what_passes_is_tried_again_with_longer_pauses(pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
     flaky = Flaky(2, errno.EIO)
-    assert with_retries(flaky, "writing a", pauses.append) == "done"
+    assert with_retries(flaky, "writing a") == "done"
     assert flaky.calls == 3 and pauses == [0.5, 1.0]
     assert caplog.messages[0] == "writing a failed (Input/output error): try 2 of 5 in 0.5 s"
 
 
-def test_it_ends_with_the_error() -> None:
-    pauses: list[float] = []
+def test_it_ends_with_the_error(pauses: list[float]) -> None:
     flaky = Flaky(9, errno.ESTALE)
     with pytest.raises(OSError, match="Stale"):
-        with_retries(flaky, "", pauses.append)
+        with_retries(flaky, "")
     assert flaky.calls == 5 and pauses == list(PAUSES_SECONDS)
 
 

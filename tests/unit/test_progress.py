@@ -14,9 +14,10 @@ from pretraining.errors import ConfigError
 from pretraining.progress import (
     LARGEST_AMOUNT,
     Duration,
+    Interval,
     Progress,
     TokenSchedule,
-    is_due,
+    TrainState,
     parse_number,
     resolve_warmup_steps,
 )
@@ -182,6 +183,12 @@ def test_a_time_is_no_length() -> None:
 
 def progress(step: int, tokens_per_step: int = 10) -> Progress:
     return Progress(step, step * tokens_per_step, step * 0.7)
+
+
+def is_due(every: Duration, before: Progress, after: Progress, training_tokens: int | None) -> bool:
+    state = TrainState(10**6, 10**6, 10, before)
+    state.progress = after
+    return Interval(every, training_tokens).is_due(state)
 
 
 @settings(deadline=None)

@@ -1,9 +1,8 @@
 """Keyed 64-bit hashes, and the orders that are made from them.
 
-Every random choice of the data path is `hash64(key, item)`: nothing is drawn from a generator, so any place of any
-order can be computed on its own, on any machine. The order of some items under a key is the order of their hashes. For
-a fixed key the hash is a bijection of the 64-bit integers, so different items never tie and an order is a permutation
-whatever sorts it.
+Every random choice of the data path is `hash64(key, item)`, so any place of any order can be computed by itself, on
+any machine. The order of some items under a key is the order of their hashes. For a fixed key the hash is a bijection
+of the 64-bit integers, so different items never tie.
 
 Definitions, in arithmetic modulo 2**64 (golden vectors in the tests hold them fixed over releases):
 

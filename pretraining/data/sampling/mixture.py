@@ -7,9 +7,8 @@ shares below. In a Huffman tree these shrink at least as Fibonacci numbers grow,
 prefix each dataset is within two samples of its share. Consecutive samples reach each node as consecutive ones, so a
 batch is split with a few array operations a node, wherever it begins.
 
-Weights may change on the way: a run is a list of phases, each with a tree of its own that begins at 0 where the phase
-does. A phase knows how many samples each dataset gave before it, and numbers its own from there. Samples that are to be
-skipped keep their datasets, and a step takes those that are left.
+Weights may change on the way: a run is a list of phases, each with its own tree, which begins at 0 where the phase
+does. A phase knows how many samples each dataset gave before it, and numbers its own from there.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _LARGEST_RANGE = 1 << 20  # 2 * range * total stays below 2**63
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     """Turns proportions into integers with the same ratios.
 
-    Decimal fractions are taken as they are written, 0.1 as 1/10. Ratios are exact unless that takes integers beyond
-    2**40 in total; then the largest total below it is used, and no positive weight becomes zero.
+    Decimal fractions are taken as they are written, 0.1 as 1/10. Ratios are exact where the total stays up to 2**40;
+    otherwise they are rounded to that total, and no positive weight becomes zero.
 
     Raises:
         ConfigError: a weight is negative or no number, or all are zero.
@@ -137,49 +136,22 @@ class Phase:
         """Returns the phase that a run begins with."""
         return Phase(0, 0, global_batch_size, dict(weights), dict.fromkeys(sorted(weights), 0))
 
-    def followed_by(
-        self, first_step: int, global_batch_size: int, weights: Mapping[str, int], skipped: Skipped
-    ) -> Phase:
-        """Returns the phase after this one: it goes on with every dataset where this one leaves it at a step."""
-        counts = dict.fromkeys(weights, 0) | self.counts_before_step(first_step, skipped)
-        counts = {name: counts[name] for name in sorted(counts)}
-        return Phase(first_step, self.sample_of_step(first_step, skipped), global_batch_size, dict(weights), counts)
-
-    def sample_of_step(self, step: int, skipped: Skipped) -> int:
-        """Returns the global index of the first sample of a step of the phase, or of the step after its last."""
-        return skipped.advance(self.first_sample, (step - self.first_step) * self.global_batch_size)
-
-    def tree(self, names: Sequence[str]) -> WeightTree:
-        """Makes the mixture of these datasets."""
-        return WeightTree([self.weights.get(name, 0) for name in names])
-
-    def counts_before_step(self, step: int, skipped: Skipped) -> dict[str, int]:
-        """Counts samples that each dataset has given, or skipped, before a step as in `sample_of_step`."""
-        names = list(self.base_counts)
-        given = self.tree(names).counts(self.sample_of_step(step, skipped) - self.first_sample)
-        return {name: self.base_counts[name] + count for name, count in zip(names, given, strict=True)}
-
     def same_data(self, other: Phase) -> bool:
         """Tells whether two phases mix alike and take as much a step."""
         return (self.weights, self.global_batch_size) == (other.weights, other.global_batch_size)
 
 
 class Mixture:
-    """The datasets of all samples, over all phases.
+    """The datasets of all samples, over all phases; the first of these begins at sample 0.
 
-    Args:
-        phases: in order; the first begins at sample 0.
-        skipped: samples that no step takes.
-
-    Attributes:
-        names: of all datasets of all phases, sorted; results refer to their positions here.
+    `names` are those of all datasets of all phases, sorted; results refer to their positions here.
     """
 
     def __init__(self, phases: Sequence[Phase], skipped: Skipped | None = None) -> None:
         self.phases = tuple(phases)
         self.skipped = skipped or Skipped()
         self.names = tuple(sorted(phases[-1].base_counts))
-        self._trees = [phase.tree(self.names) for phase in phases]
+        self._trees = [WeightTree([phase.weights.get(name, 0) for name in self.names]) for phase in phases]
         self._bases = [np.array([phase.base_counts.get(name, 0) for name in self.names], np.int64) for phase in phases]
 
     def _phase_of_step(self, step: int) -> int:
@@ -187,64 +159,74 @@ class Mixture:
 
     def first_sample(self, step: int) -> int:
         """Global index of the first sample of a step."""
-        return self.phases[self._phase_of_step(step)].sample_of_step(step, self.skipped)
+        phase = self.phases[self._phase_of_step(step)]
+        return self.skipped.advance(phase.first_sample, (step - phase.first_step) * phase.global_batch_size)
+
+    def step_of_sample(self, sample: int) -> int:
+        """Returns the step that takes a sample, which is not skipped."""
+        phase = [phase for phase in self.phases if phase.first_sample <= sample][-1]
+        return phase.first_step + self.skipped.count(phase.first_sample, sample) // phase.global_batch_size
 
     def global_batch_size(self, step: int) -> int:
         """Samples of a step."""
         return self.phases[self._phase_of_step(step)].global_batch_size
 
     def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The samples of a step, all [global batch size] int64.
-
-        Returns:
-            global index of each, ascending; its dataset; its number within the dataset.
-        """
+        """Returns samples of a step, ascending, their datasets, and numbers in these, [global batch] int64 each."""
         number = self._phase_of_step(step)
-        phase, tree, bases = self.phases[number], self._trees[number], self._bases[number]
+        tree, bases, first_sample = self._trees[number], self._bases[number], self.phases[number].first_sample
         samples, datasets, numbers = [], [], []
-        for begin, end in self._ranges(phase, step, step + 1):
-            owners, within = tree.assign(begin - phase.first_sample, end - phase.first_sample)
+        for begin, end in self._ranges(step, step + 1):
+            owners, within = tree.assign(begin - first_sample, end - first_sample)
             samples.append(np.arange(begin, end))
             datasets.append(owners)
             numbers.append(within + bases[owners])
         return np.concatenate(samples), np.concatenate(datasets), np.concatenate(numbers)
 
-    def taken(self, first_step: int, end_step: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """What steps [first_step, end_step) take of each dataset: (first, end) of its samples, stretch by stretch.
+    def taken(self, first_step: int, end_step: int) -> Iterator[tuple[Phase, dict[str, tuple[int, int]]]]:
+        """Yields what steps [first_step, end_step) take: a phase, and (first, end) of each dataset's samples in it.
 
-        A stretch ends where a phase does and where samples are skipped.
+        A phase comes several times where samples are skipped in it.
         """
         ends = [*(phase.first_step for phase in self.phases[1:]), end_step]
-        for phase, phase_end in zip(self.phases, ends, strict=True):
-            names = list(phase.base_counts)
-            tree = phase.tree(names)
-            for begin, end in self._ranges(phase, max(first_step, phase.first_step), min(end_step, phase_end)):
-                before, after = (tree.counts(sample - phase.first_sample) for sample in (begin, end))
-                yield {
-                    name: (phase.base_counts[name] + low, phase.base_counts[name] + high)
-                    for name, low, high in zip(names, before, after, strict=True)
-                }
+        for number, (phase, phase_end) in enumerate(zip(self.phases, ends, strict=True)):
+            for begin, end in self._ranges(max(first_step, phase.first_step), min(end_step, phase_end)):
+                before, after = (self._counts(number, sample) for sample in (begin, end))
+                yield phase, {name: (before[name], after[name]) for name in phase.base_counts}
 
     def counts_before_step(self, step: int) -> dict[str, int]:
         """Counts samples that each dataset has given, or skipped, before a step."""
-        phase = self.phases[self._phase_of_step(step)]
-        return dict.fromkeys(self.names, 0) | phase.counts_before_step(step, self.skipped)
+        return self._counts(self._phase_of_step(step), self.first_sample(step))
 
-    def _ranges(self, phase: Phase, first_step: int, end_step: int) -> Iterator[tuple[int, int]]:
-        """Yields the samples that steps [first_step, end_step) of a phase take, as (first, end) of ranges."""
+    def phase_from(self, step: int, wanted: Phase) -> Phase:
+        """Returns a phase that begins at a step of the last phase, with the weights and batch size of `wanted`.
+
+        Every dataset goes on where this mixture leaves it at that step.
+        """
+        counts = dict.fromkeys(wanted.weights, 0) | self.counts_before_step(step)
+        counts = {name: counts[name] for name in sorted(counts)}
+        return Phase(step, self.first_sample(step), wanted.global_batch_size, dict(wanted.weights), counts)
+
+    def _counts(self, number: int, sample: int) -> dict[str, int]:
+        """Counts what each dataset has given before a sample of a phase."""
+        given = self._trees[number].counts(sample - self.phases[number].first_sample)
+        bases = self._bases[number].tolist()
+        return {name: base + count for name, base, count in zip(self.names, bases, given, strict=True)}
+
+    def _ranges(self, first_step: int, end_step: int) -> Iterator[tuple[int, int]]:
+        """Yields the samples that steps [first_step, end_step) of one phase take, as (first, end) of ranges."""
         if first_step < end_step:
-            begin, last = (phase.sample_of_step(step, self.skipped) for step in (first_step, end_step - 1))
+            begin, last = self.first_sample(first_step), self.first_sample(end_step - 1)
             # The end is found from the last sample: where it is skipped on, that belongs to the next step.
-            last = self.skipped.advance(last, phase.global_batch_size - 1)
+            last = self.skipped.advance(last, self.global_batch_size(first_step) - 1)
             yield from self.skipped.taken(begin, last + 1)
 
 
 class Skipped:
     """Ranges of samples that a run leaves out, such as those of batches that made the loss diverge.
 
-    A sample keeps its index, and its dataset keeps the sample, whether it is skipped or not: steps take the indices
-    that are left, in order. So leaving out what is still to come changes nothing of what was. `ranges` are (first, end)
-    of each; those given may overlap, those kept are as few as possible and ascend.
+    A skipped sample keeps its index and its dataset: steps take the indices that are left, in order, so nothing before
+    them changes. `ranges` are (first, end), ascending and merged; those given may overlap.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:

@@ -6,16 +6,13 @@
 A bin becomes a sample, a row of S + 1 tokens of which the last is only a label. A document of at most S + 1 tokens is
 never split. A longer one is cut into pieces of S + 1 tokens, each of which begins with the token that the one before
 ends with, so that every token but a document's first is a label once; its rest is packed like a short document.
-Nothing is truncated.
 
 Bins are numbered in the order of their first items, items in canonical order: documents by number, pieces in place.
-Which bins a block has depends on nothing outside it, so the bins of all blocks can be counted ahead (bin_counts.py) and
-made when they are needed: 1024 documents take about half a millisecond. Changing an algorithm changes the samples of
-runs: `ALGORITHM_VERSION` then changes, too.
+Which bins a block has depends on nothing outside it, so the bins of all blocks are counted ahead (bin_counts.py) and
+made when they are needed: 1024 documents take about half a millisecond. A changed algorithm changes the samples of
+runs, and so needs another `ALGORITHM_VERSION`.
 
-A shard is a run of whole blocks. Each pass visits its blocks in a keyed order, and the bins of a block in a keyed
-order: every bin once. Only the counts and the one block that a sample lies in are looked at, so finding a sample costs
-the same in the first pass and in the thousandth.
+A shard is a run of whole blocks. Each pass visits its blocks, and the bins of a block, in a keyed order.
 """
 
 from __future__ import annotations
@@ -23,13 +20,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from pretraining.config.training import Packing
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
-from pretraining.data.sampling.token_stream import SAMPLES_A_SHARD, Lengths, OrderCache, Spans
+from pretraining.data.sampling.token_stream import SAMPLES_A_SHARD, Lengths, OrderCache, Shards, Spans, TokenStream
 from pretraining.data.threads import RecentlyUsed
 
 ALGORITHM_VERSION = 1
@@ -37,7 +33,7 @@ ALGORITHM_VERSION = 1
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """The bins of a block; what can be made again from it is not kept, as thousands of blocks are in memory at once.
+    """The bins of a block, small, as thousands of blocks are in memory at once.
 
     Attributes:
         full_pieces: [documents + 1] int64, full pieces of the documents before each, then of all.
@@ -83,9 +79,9 @@ def pack_block(lengths: np.ndarray, seq_length: int, packing: Packing) -> Packed
 
     Args:
         lengths: [documents] int64, tokens of each; empty ones are left out.
-        packing: how items are brought into shared bins. "greedy" (next-fit): into the bin of the item before, or a
-            new one. "first_fit": into the first bin with room. "best_fit" (best-fit decreasing): from the longest item
-            to the shortest, each into the bin with the least room that is enough.
+        packing: "greedy" (next-fit) puts an item into the bin of the item before, or a new one; "first_fit" into the
+            first bin with room; "best_fit" (best-fit decreasing) goes from the longest item to the shortest, each into
+            the bin with the least room that is enough.
     """
     full = np.maximum(lengths - 1, 0) // seq_length
     rests = lengths - full * seq_length
@@ -186,16 +182,11 @@ def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
 
 
 def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
-    """Cuts a dataset between blocks into shards of nearly equal bins; a shard may hold none where blocks are unequal.
+    """Cuts a dataset between blocks into shards of nearly equal bins; returns the first block of each, then all blocks.
 
     Of `total` bins, shard s of `count` starts with the first block whose first bin is at or after s * total / count.
     There are fewer than `logical_shards` where these would hold less than `SAMPLES_A_SHARD` bins, or no whole block.
-
-    Args:
-        bounds: [blocks + 1] int64, bins before each block, then all.
-
-    Returns:
-        [shards + 1] int64, the first block of each shard, then the number of blocks.
+    `bounds` are the bins before each block, then all, [blocks + 1] int64.
     """
     total = int(bounds[-1])
     count = max(1, min(logical_shards, int(np.count_nonzero(np.diff(bounds))), total // SAMPLES_A_SHARD))
@@ -203,14 +194,10 @@ def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
     return np.array([0, *np.searchsorted(bounds, targets), len(bounds) - 1], dtype=np.int64)
 
 
-class PackedStream:
-    """Finds the tokens of each sample.
+class PackedStream(TokenStream):
+    """Finds the bins of each sample: their shards are cut and ordered as those of tokens are.
 
-    Args:
-        bounds: [blocks + 1] int64, bins before each block, then all.
-        first_blocks: as `cut_blocks` gives them.
-        key: parts that make this dataset's orders its own: (seed, dataset).
-        orders, cache: memory for orders and for packed blocks, shared with other streams.
+    `bounds` and `first_blocks` are those of `cut_blocks`; `cache` is memory for packed blocks, shared as `orders` is.
     """
 
     def __init__(
@@ -224,10 +211,11 @@ class PackedStream:
         orders: OrderCache,
         cache: BinCache,
     ) -> None:
-        self._lengths, self._bounds, self._first_blocks = lengths, bounds, first_blocks
-        self._seq_length, self._packing, self._key = seq_length, packing, key
-        self._orders, self._cache = orders, cache
-        self.bins = np.diff(bounds[first_blocks])
+        shards = Shards(first_blocks * lengths.block_documents, bounds[first_blocks])
+        super().__init__(lengths, shards, seq_length, key, orders)
+        self._block_bounds, self._packing, self._cache = bounds, packing, cache
+        self._identity = (*self._identity, packing, seq_length)
+        self.bins = shards.tokens
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
         """Returns the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
@@ -248,32 +236,16 @@ class PackedStream:
             np.concatenate(documents), np.concatenate(starts), np.concatenate(lengths), np.array(first_spans, np.int64)
         )
 
-    def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the blocks of a shard in the order of a pass, [n], and the bins before each, [n + 1]."""
-
-        def make() -> tuple[np.ndarray, np.ndarray]:
-            blocks = np.arange(self._first_blocks[shard], self._first_blocks[shard + 1])
-            blocks = blocks[keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)]
-            bounds = np.concatenate(([0], np.cumsum(self._bounds[blocks + 1] - self._bounds[blocks])))
-            return blocks, bounds
-
-        return self._orders.get((self._identity, shard, pass_number), make)
-
     def _bins(self, shard: int, pass_number: int, block: int) -> tuple[PackedBlock, np.ndarray]:
         """Returns the bins of a block, and their order in a pass."""
 
         def make() -> tuple[PackedBlock, np.ndarray]:
             begin = block * self._lengths.block_documents
-            end = min(begin + self._lengths.block_documents, self._lengths.document_count)
-            packed = pack_block(self._lengths.lengths(begin, end), self._seq_length, self._packing)
-            bins = np.arange(self._bounds[block], self._bounds[block + 1])
+            lengths = self._lengths.lengths(begin, begin + self._lengths.block_documents)
+            packed = pack_block(lengths, self._seq_length, self._packing)
+            bins = np.arange(self._block_bounds[block], self._block_bounds[block + 1])
             assert len(bins) == len(packed), "the counts are of other documents"
             order = keyed_order(derive_key(Purpose.BINS, *self._key, shard, pass_number), bins)
             return packed, order.astype(np.int32)
 
         return self._cache.get((self._identity, shard, pass_number, block), make)
-
-    @property
-    def _identity(self) -> tuple[Any, ...]:
-        """Keeps streams apart that share memory."""
-        return (self._key, self._packing, self._seq_length, len(self._first_blocks))

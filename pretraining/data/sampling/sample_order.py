@@ -1,20 +1,19 @@
 """Which sample of which shard comes next in a dataset.
 
 In pass e a shard of T tokens holds floor((e + 1)T / S) - floor(eT / S) samples: remainders carry over to the next pass,
-so no token is dropped or padded. A pass is made of rounds. Round t visits every shard that still has a sample, in an
-order of its own, and takes the shard's t-th sample of the pass. The first rounds so visit every shard once; those after
-the shortest shard has ended are the tail of what the longer ones have left over.
+so no token is dropped or padded. A pass is made of rounds. Round t visits every shard that still has a sample, in a
+keyed order, and takes the shard's t-th sample of the pass.
 
     sample k of the dataset -> pass e (all of it before e + 1) -> round t, place in the round
                             -> shard -> sample j = floor(eT / S) + t of the shard
 
-Every step is arithmetic on the shards' tokens, exact in 64 bits while there are fewer than 2**63 samples; none depends
-on the samples before. Samples are found in stretches of about a round, of which the last few are kept: where batches
-are small, or take little of a dataset, many share one.
+All of it is arithmetic on the shards' tokens, exact in 64 bits while there are fewer than 2**63 samples. Samples are
+found in stretches of about a round, of which the last few are kept, as small batches share them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,10 +28,9 @@ _SHORTEST_STRETCH = 64
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over a dataset. A level is a run of rounds that visit the same shards.
+    """Pass e over a dataset. A level is a run of rounds that visit the same shards.
 
     Attributes:
-        number: e.
         first: number of its first sample in the dataset's order.
         first_of_shard: [shards], j of each shard's first sample in the pass.
         by_length: [shards], shards in ascending order of their samples in the pass.
@@ -113,20 +111,14 @@ class SampleOrder:
         return active[np.argsort(hash64(keys[:, None], active[None, :]), axis=1)]
 
     def _pass_of(self, sample: int) -> _Pass:
-        """The pass that holds a sample of the dataset.
-
-        The samples before pass e number at most eT / S and, as each of N shards rounds down, more than eT / S - N (T
-        and S of the whole dataset): the pass is searched for between these.
-        """
+        """Finds the pass that holds a sample of the dataset."""
+        # The samples before pass e number at most eT / S and, as each of N shards rounds down, more than eT / S - N, T
+        # of the whole dataset: the pass is searched for between these.
         low = sample * self._seq_length // self._tokens
         high = (sample + len(self._quotient)) * self._seq_length // self._tokens + 1
-        while low < high:  # the last pass that begins at or before the sample
-            middle = (low + high + 1) // 2
-            if self.samples_before_pass(middle) <= sample:
-                low = middle
-            else:
-                high = middle - 1
-        return self._passes.get(low, lambda: self._make_pass(low))
+        # the last pass that begins at or before the sample
+        number = low + bisect_right(range(low, high + 1), sample, key=self.samples_before_pass) - 1
+        return self._passes.get(number, partial(self._make_pass, number))
 
     def _make_pass(self, number: int) -> _Pass:
         first_of_shard = self._first_of_shard(number)

@@ -4,15 +4,14 @@
     shard, pass e: blocks in a keyed order, the documents of each block in a keyed order --> T tokens, then pass e + 1
     sample j of a shard: its tokens [jS, (j + 1)S) and one more, the label of the last
 
-Nothing here reads a token: positions follow from lengths alone, and only from block totals and the lengths of the one
-block that a sample lies in, so finding a sample costs the same in the first pass and in the thousandth. Legend: S
-sequence length, T tokens of a shard, e pass, j sample.
+Positions follow from block totals and the lengths of the one block that a sample lies in, so finding a sample costs the
+same in every pass. Legend: S sequence length, T tokens of a shard, e pass, j sample.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,16 +31,12 @@ class Lengths(Protocol):
     block_bounds: np.ndarray
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Returns the tokens of documents [begin, end), int64."""
+        """Returns the tokens of documents [begin, end), int64, as far as there are such documents."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Contiguous pieces of a dataset, cut between documents.
-
-    Attributes:
-        documents, token_bounds: [shards + 1] int64, documents and tokens before each shard, then all.
-    """
+    """Contiguous pieces of a dataset: documents and tokens before each, then all, [shards + 1] int64."""
 
     documents: np.ndarray
     token_bounds: np.ndarray
@@ -58,8 +53,6 @@ class Shards:
 @dataclass(frozen=True)
 class Spans:
     """Pieces of documents that make some rows; none is empty.
-
-    The pieces of a row follow each other from its first place. What they leave of S + 1 tokens is padding.
 
     Attributes:
         documents: [n] int64, canonical numbers.
@@ -118,7 +111,7 @@ def cut_shards(lengths: Lengths, count: int) -> Shards:
         target = -(-shard * total // count)
         block = max(int(np.searchsorted(bounds, target)) - 1, 0)
         first = block * lengths.block_documents
-        sizes = lengths.lengths(first, min(first + lengths.block_documents, lengths.document_count))
+        sizes = lengths.lengths(first, first + lengths.block_documents)
         # starts [documents of the block + 1]: the last is the start of the next block.
         starts = np.concatenate(([0], np.cumsum(sizes))) + bounds[block]
         within = int(np.searchsorted(starts, target))
@@ -134,14 +127,16 @@ class TokenStream:
 
     Args:
         key: parts that make this dataset's orders its own: (seed, dataset).
-        cache: memory for orders, shared with other streams over the same documents.
+        orders: memory for them, shared with other streams over the same documents.
     """
 
     def __init__(
-        self, lengths: Lengths, shards: Shards, seq_length: int, key: tuple[int, int], cache: OrderCache
+        self, lengths: Lengths, shards: Shards, seq_length: int, key: tuple[int, int], orders: OrderCache
     ) -> None:
         self._lengths, self._shards, self._tokens = lengths, shards, shards.tokens
-        self._seq_length, self._key, self._cache = seq_length, key, cache
+        self._block_bounds = lengths.block_bounds
+        self._seq_length, self._key, self._orders = seq_length, key, orders
+        self._identity: tuple[Any, ...] = (key, len(shards))  # keeps streams apart that share memory
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
         """Returns the pieces, S + 1 tokens a row, of samples j >= 0 of shards that are not empty, both [rows]."""
@@ -186,12 +181,12 @@ class TokenStream:
             size = self._lengths.block_documents
             first, last = begin // size, -(-end // size)
             # A shard's first and last block may be cut; clipping to the shard's own tokens gives their totals too.
-            totals = np.diff(np.clip(self._lengths.block_bounds[first : last + 1], low, high))
+            totals = np.diff(np.clip(self._block_bounds[first : last + 1], low, high))
             blocks = np.arange(first, last)
             order = keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)
             return blocks[order], _starts(totals[order])
 
-        return self._cache.get((self._key, len(self._shards), shard, pass_number), make)
+        return self._orders.get((self._identity, shard, pass_number), make)
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns a block's documents that have tokens, in the order of a pass, and the tokens before each, [n + 1]."""
@@ -205,7 +200,7 @@ class TokenStream:
             order = keyed_order(derive_key(Purpose.DOCUMENTS, *self._key, shard, pass_number), documents)
             return documents[order], _starts(lengths[documents[order] - begin])
 
-        return self._cache.get((self._key, len(self._shards), shard, pass_number, block), make)
+        return self._orders.get((self._identity, shard, pass_number, block), make)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

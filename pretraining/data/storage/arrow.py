@@ -5,14 +5,12 @@
 A document is a row, a list of integers. Some tools write a column of plain integers instead: there a record batch is a
 document, its rows are the tokens, and its number stands for the row.
 
-pyarrow parses the schema, once for all files that share it, and everything else is read here: pyarrow does not say
-where buffers lie, and takes 22 µs a record batch to find out, which is a document in files that other tools write. Such
-files have as many metadata blocks as documents. These are read together: the first one is parsed, and every other one
-that has the same bytes apart from its numbers (checked byte by byte) has its numbers at the same places. The few that
-differ are parsed singly.
+pyarrow parses the schema, once for all files that share it. Everything else is read here, as pyarrow does not say where
+buffers lie, and takes 22 µs a record batch, which may be a document, to find out. The metadata of all record batches is
+read together: the first one is parsed, and every other one that has the same bytes apart from its numbers (checked byte
+by byte) has its numbers at the same places. The few that differ are parsed singly.
 
-Formats are those of the Arrow specification, "IPC File Format" and "Serialization and Interprocess Communication", and
-of FlatBuffers' tables.
+Formats are those of the Arrow specification, "IPC File Format", and of FlatBuffers' tables.
 """
 
 from __future__ import annotations
@@ -33,14 +31,6 @@ MAGIC = b"ARROW1"
 TOKEN_TYPES = {pa.uint8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()}
 """What tokens may be stored as. Negative numbers read as very large ones, and so as beyond any vocabulary."""
 
-_FLAT_NUMBERS = ("rows", "null_tokens", "tokens_at", "tokens_bytes")
-_LIST_NUMBERS = (
-    *("rows", "null_rows", "null_tokens", "validity_at"),
-    *("offsets_at", "offsets_bytes", "tokens_at", "tokens_bytes"),
-)
-"""What is read from a record batch's metadata, in this order, where the column is of plain integers and where it is of
-lists. Positions count from the start of the batch's body."""
-
 _REMEMBERED_BYTES = 1 << 14
 """A schema is remembered where its footer is not longer; 1024 of them are."""
 _BATCHES_AT_ONCE = 4096
@@ -57,11 +47,7 @@ class ArrowFormat:
         self._column = config.col_name
 
     def documents(self, path: str) -> DocumentLayout:
-        """Finds the documents of a file.
-
-        Raises:
-            DataError: it is truncated or damaged, has no such column, or the column cannot be read in place.
-        """
+        """Finds the documents of a file; see `TokenFormat`."""
         content = read_bytes(path)
         if len(content) < 2 * len(MAGIC) + 6:
             raise DataError(f"{path} is damaged: {len(content)} bytes are no Arrow file")
@@ -79,35 +65,40 @@ class _ArrowFile:
         self.footer = _read_footer(path, content)
         self.place = _locate_column(path, self.footer.schema, column)
         self.bodies = self.footer.offsets + self.footer.metadata_bytes
-        names = _FLAT_NUMBERS if self.place.is_flat else _LIST_NUMBERS
-        self.numbers = dict(zip(names, self._batch_numbers(len(names)), strict=True))
+        self.numbers = self._batch_numbers()
 
     def documents(self) -> DocumentLayout:
         """Finds the documents, checked to lie inside their record batches."""
-        numbers = self.numbers
+        numbers, width = self.numbers, self.place.width
+        if not numbers:  # no record batch
+            nothing = np.zeros(0, dtype=np.int64)
+            return DocumentLayout(nothing, nothing, width, as_tokens(self.content, width))
         self._check_inside(numbers["tokens_at"], numbers["tokens_bytes"])
-        offsets, lengths = self._batches() if self.place.is_flat else self._rows()
-        return DocumentLayout(offsets, lengths, self.place.width, as_tokens(self.content, self.place.width))
+        nulls = np.flatnonzero(numbers["null_tokens"])
+        if len(nulls):
+            rows_before = numbers["rows"][: nulls[0]].sum()
+            where = f"record batch {nulls[0]}" if self.place.is_flat else f"rows from {rows_before} on"
+            raise DataError(f"column '{self.column}' of {self.path} has missing tokens (null) in {where}")
+        token_starts = self.bodies + numbers["tokens_at"]
+        self._check_aligned(token_starts % width)
+        if not self.place.is_flat:
+            offsets, lengths = self._rows(token_starts)
+        else:
+            offsets, lengths = token_starts, numbers["rows"]
+            self._check_long_enough(numbers["tokens_bytes"], lengths * width, "tokens")
+        return DocumentLayout(offsets, lengths, width, as_tokens(self.content, width))
 
-    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, token_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Finds offsets and lengths of the rows of a column of lists."""
-        path, place, numbers, bodies = self.path, self.place, self.numbers, self.bodies
-        rows = numbers["rows"]
+        place, numbers, rows = self.place, self.numbers, self.numbers["rows"]
         needed = (rows + (rows > 0)) * place.offset_bytes
         self._check_inside(numbers["offsets_at"], needed)
         has_nulls = numbers["null_rows"] > 0
         if has_nulls.any():
             self._check_inside(numbers["validity_at"], np.where(has_nulls, (rows + 7) // 8, 0))
-        short = numbers["offsets_bytes"] < needed
-        if short.any():
-            raise DataError(f"{path} is damaged: record batch {short.argmax()} has fewer list offsets than rows")
-        nulls = np.flatnonzero(numbers["null_tokens"])
-        if len(nulls):
-            raise DataError(
-                f"column '{self.column}' of {path} has missing tokens (null) in rows from {rows[: nulls[0]].sum()} on"
-            )
-        list_starts, token_starts = bodies + numbers["offsets_at"], bodies + numbers["tokens_at"]
-        self._check_aligned(list_starts % place.offset_bytes + token_starts % place.width)
+        self._check_long_enough(numbers["offsets_bytes"], needed, "list offsets")
+        list_starts = self.bodies + numbers["offsets_at"]
+        self._check_aligned(list_starts % place.offset_bytes)
 
         batch = np.repeat(np.arange(len(rows)), rows)  # of each row
         row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
@@ -116,26 +107,11 @@ class _ArrowFile:
         begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
         wrong = (begins < 0) | (ends < begins) | (ends > (numbers["tokens_bytes"] // place.width)[batch])
         if wrong.any():
-            raise DataError(f"{path} is damaged: row {wrong.argmax()} lies outside the tokens of its record batch")
+            raise DataError(f"{self.path} is damaged: row {wrong.argmax()} lies outside the tokens of its record batch")
         lengths = ends - begins
         if has_nulls.any():
             lengths[self._null_rows(has_nulls, batch, row_in_batch)] = 0
         return token_starts[batch] + begins * place.width, lengths
-
-    def _batches(self) -> tuple[np.ndarray, np.ndarray]:
-        """Finds offsets and lengths of the record batches of a column of plain integers."""
-        rows = self.numbers["rows"]
-        short = self.numbers["tokens_bytes"] < rows * self.place.width
-        if short.any():
-            raise DataError(f"{self.path} is damaged: record batch {short.argmax()} has fewer tokens than rows")
-        nulls = np.flatnonzero(self.numbers["null_tokens"])
-        if len(nulls):
-            raise DataError(
-                f"column '{self.column}' of {self.path} has missing tokens (null) in record batch {nulls[0]}"
-            )
-        starts = self.bodies + self.numbers["tokens_at"]
-        self._check_aligned(starts % self.place.width)
-        return starts, rows
 
     def _check_inside(self, starts: np.ndarray, needed: np.ndarray) -> None:
         """Refuses buffers that reach out of the bodies of their record batches, before any of them is looked at."""
@@ -143,6 +119,11 @@ class _ArrowFile:
         outside = (rows < 0) | (rows > body_bytes) | (starts < 0) | (needed < 0) | (starts > body_bytes - needed)
         if outside.any():
             raise DataError(f"{self.path} is damaged: record batch {outside.argmax()} reaches beyond its bytes")
+
+    def _check_long_enough(self, sizes: np.ndarray, needed: np.ndarray, what: str) -> None:
+        short = sizes < needed
+        if short.any():
+            raise DataError(f"{self.path} is damaged: record batch {short.argmax()} has fewer {what} than rows")
 
     def _check_aligned(self, remainders: np.ndarray) -> None:
         if remainders[self.numbers["rows"] > 0].any():
@@ -157,40 +138,42 @@ class _ArrowFile:
         null_rows: np.ndarray = rows[valid == 0]
         return null_rows
 
-    def _batch_numbers(self, count: int) -> np.ndarray:
-        """Reads `count` numbers from the metadata of every record batch, [count, batches] int64."""
+    def _batch_numbers(self) -> dict[str, np.ndarray]:
+        """Reads the numbers of `_positions` from the metadata of every record batch, [batches] int64 each."""
         begins, sizes = self.footer.offsets, self.footer.metadata_bytes
-        batches = len(begins)
-        numbers = np.zeros((count, batches), dtype=np.int64)
-        if batches == 0:
-            return numbers
+        if not len(begins):
+            return {}
         first = self._metadata(0)
         positions, free = self._positions(first)
-        numbers[:, 0] = _read(first, positions)
+        numbers = {name: np.zeros(len(begins), dtype=np.int64) for name in positions}
         fixed = np.ones(len(first), dtype=bool)
         for begin, end in free:
             fixed[begin:end] = False
         expected = np.frombuffer(first, dtype=np.uint8)[fixed]
-        for start in range(1, batches, _BATCHES_AT_ONCE):
-            chunk = np.arange(start, min(start + _BATCHES_AT_ONCE, batches))
+        for start in range(0, len(begins), _BATCHES_AT_ONCE):
+            chunk = np.arange(start, min(start + _BATCHES_AT_ONCE, len(begins)))
             alike = chunk[sizes[chunk] == len(first)]
             # batches L (bytes of metadata)
             metadata = self.content[begins[alike][:, None] + np.arange(len(first))]
             same = (metadata[:, fixed] == expected).all(axis=1)
             alike, metadata = alike[same], metadata[same]
-            for number, at in enumerate(positions):
-                numbers[number, alike] = np.ascontiguousarray(metadata[:, at : at + 8]).view("<i8")[:, 0]
+            for name, at in positions.items():
+                numbers[name][alike] = np.ascontiguousarray(metadata[:, at : at + 8]).view("<i8")[:, 0]
             for batch in np.setdiff1d(chunk, alike, assume_unique=True):
                 single = self._metadata(batch)
-                numbers[:, batch] = _read(single, self._positions(single)[0])
+                for name, at in self._positions(single)[0].items():
+                    numbers[name][batch] = struct.unpack_from("<q", single, at)[0]
         return numbers
 
     def _metadata(self, batch: int) -> bytes:
         begin = self.footer.offsets[batch]
         return self.content[begin : begin + self.footer.metadata_bytes[batch]].tobytes()
 
-    def _positions(self, metadata: bytes) -> tuple[list[int], list[tuple[int, int]]]:
-        """Parses a record batch's metadata: places of the wanted numbers, and all ranges of bytes that are numbers."""
+    def _positions(self, metadata: bytes) -> tuple[dict[str, int], list[tuple[int, int]]]:
+        """Parses a record batch's metadata: places of the wanted numbers, and all ranges of bytes that are numbers.
+
+        The numbers named `_at` count from the start of the batch's body.
+        """
         begin = 8 if metadata[:4] == b"\xff\xff\xff\xff" else 4  # format V4 has no continuation marker
         message = _follow(metadata, begin)
         header, kind = _field(metadata, message, 2), _field(metadata, message, 1)
@@ -211,9 +194,18 @@ class _ArrowFile:
         node, buffer = nodes + 16 * self.place.node, buffers + 16 * self.place.buffer
         # A node is (length, nulls), a buffer (offset, length). Integers have one node, and buffers (validity, values).
         if self.place.is_flat:
-            return [node, node + 8, buffer + 16, buffer + 24], free
+            return {"rows": node, "null_tokens": node + 8, "tokens_at": buffer + 16, "tokens_bytes": buffer + 24}, free
         # A list has nodes (list, values) and buffers (list's validity, list offsets, values' validity, values).
-        return [node, node + 8, node + 24, buffer, buffer + 16, buffer + 24, buffer + 48, buffer + 56], free
+        return {
+            "rows": node,
+            "null_rows": node + 8,
+            "null_tokens": node + 24,
+            "validity_at": buffer,
+            "offsets_at": buffer + 16,
+            "offsets_bytes": buffer + 24,
+            "tokens_at": buffer + 48,
+            "tokens_bytes": buffer + 56,
+        }, free
 
 
 @dataclass(frozen=True)
@@ -259,10 +251,6 @@ def _read_footer(path: str, content: np.ndarray) -> _Footer:
     if (wrong | (offsets > len(content) - metadata_bytes - body_bytes)).any():
         raise IndexError
     return _Footer(offsets, metadata_bytes, body_bytes, footer[:begin] + bytes(end - begin) + footer[end:])
-
-
-def _read(metadata: bytes, positions: list[int]) -> list[int]:
-    return [struct.unpack_from("<q", metadata, at)[0] for at in positions]
 
 
 def _follow(buffer: bytes, at: int) -> int:

@@ -3,8 +3,7 @@
     index, S, packing --count_bins, in processes--> bins before each block, for both splits --file, renamed--> mapped
 
 The file is a line of JSON, which says what the counts are of, and the numbers. It is valid for exactly one index, S and
-packing; where it is of another, or damaged, it is made again. Only counts are kept: what is in a bin follows from the
-lengths of its block again whenever it is needed.
+packing; where it is of another, or damaged, it is made again.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 
-from pretraining.config.training import Packing
+from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, new_file
+from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, write_once
 from pretraining.data.threads import usable_cores
 from pretraining.errors import DataError
 
@@ -51,48 +51,38 @@ class BinCounts:
         return int(self.bounds[split][-1])
 
 
-def build_bin_counts(
-    name: str,
-    index: Index,
-    places: Sequence[Path],
-    seq_length: int,
-    packing: Packing,
-    workers: int | None = None,
-) -> BinCounts:
-    """Returns the bins of a dataset, counted first where that was not done yet.
-
-    Args:
-        places: where its index may be; the counts are put beside it.
-        workers: processes that count at most; None = as many as cores.
+def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, workers: int | None = None) -> BinCounts:
+    """Returns the bins of a dataset, counted first where that was not done yet, by at most `workers` processes.
 
     Raises:
         DataError: a process that counts ends early, or there is no place to write the counts.
     """
-    found = find_bin_counts(index, places, seq_length, packing)
+    found = find_bin_counts(files, index, config)
     if found is not None:
         return found
+    name, seq_length, packing = files.name, config.seq_length, config.packing
     documents = f"{len(index.documents):,}"
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
-    counts = _count_in_processes(name, index, seq_length, packing, workers)
-    found = find_bin_counts(index, places, seq_length, packing)
-    if found is not None:  # another job made them meanwhile, and may have them mapped
-        return found
-    bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
-    np.cumsum(counts, axis=1, out=bounds[:, 1:])
-    content = bounds.tobytes()
-    line = json.dumps({**_header(index, seq_length, packing), "crc32": zlib.crc32(content)}).encode()
-    with new_file(_places(index, places, seq_length, packing), f"the counts of dataset '{name}'") as new:
-        new.file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
-    return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
+
+    def write(file: IO[bytes]) -> None:
+        counts = _count_in_processes(name, index, seq_length, packing, workers)
+        bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
+        np.cumsum(counts, axis=1, out=bounds[:, 1:])
+        content = bounds.tobytes()
+        line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
+        file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
+
+    find = partial(find_bin_counts, files, index, config)
+    return write_once(_places(files, index, config), f"the counts of dataset '{name}'", write, find)
 
 
-def find_bin_counts(index: Index, places: Sequence[Path], seq_length: int, packing: Packing) -> BinCounts | None:
+def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
     """Opens the counts of a dataset if there are valid ones."""
-    header = _header(index, seq_length, packing)
-    for place in _places(index, places, seq_length, packing):
+    header = _header(index, config)
+    for place in _places(files, index, config):
         bounds = _open(place, header)
         if bounds is not None:
-            return BinCounts(packing, seq_length, dict(zip(SPLITS, bounds, strict=True)))
+            return BinCounts(config.packing, config.seq_length, dict(zip(SPLITS, bounds, strict=True)))
     return None
 
 
@@ -103,16 +93,14 @@ def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end:
         split = index.split(name)
         size = split.block_documents
         for block in (np.flatnonzero(np.diff(split.block_bounds[begin : end + 1])) + begin).tolist():
-            lengths = split.lengths(block * size, min((block + 1) * size, split.document_count))
+            lengths = split.lengths(block * size, (block + 1) * size)
             row[block - begin] = len(pack_block(lengths, seq_length, packing))
     return counts
 
 
 def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packing, workers: int | None) -> np.ndarray:
-    """`count_bins` of all blocks. Python packs on one core a process, so large datasets take several.
-
-    These are programs of their own: unlike those of `multiprocessing` they never run the caller's main module again.
-    """
+    """`count_bins` of all blocks, in several processes for large datasets."""
+    # Not those of `multiprocessing`, which run the caller's main module again.
     blocks = len(index.split(SPLITS[0]).block_bounds) - 1
     processes = min(workers or usable_cores(), blocks // BLOCKS_A_PROCESS)
     if processes < 2:
@@ -139,13 +127,13 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packi
     return np.concatenate(parts, axis=1)
 
 
-def _places(index: Index, places: Sequence[Path], seq_length: int, packing: Packing) -> list[Path]:
+def _places(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]:
     """Returns where the counts may be: beside the index, else where an index could be as well."""
-    name = f"{index.path.stem}-{packing}-{seq_length}.bins"
-    return list(dict.fromkeys(place.with_name(name) for place in (index.path, *places)))
+    name = f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
+    return list(dict.fromkeys(place.with_name(name) for place in (index.path, *index_places(files, config))))
 
 
-def _header(index: Index, seq_length: int, packing: Packing) -> dict[str, Any]:
+def _header(index: Index, config: DataConfig) -> dict[str, Any]:
     """Says what counts are of."""
     # The index may have been made again from files of the same names and sizes with other documents: look at its
     # blocks' tokens, and at the documents of some blocks.
@@ -159,8 +147,8 @@ def _header(index: Index, seq_length: int, packing: Packing) -> dict[str, Any]:
         "settings": index.header["settings"],
         "files": index.header["files"],
         "documents": checksum,
-        "seq_length": seq_length,
-        "packing": packing,
+        "seq_length": config.seq_length,
+        "packing": config.packing,
     }
 
 

@@ -1,9 +1,7 @@
 """Which token files there are: `data_path/<dataset>/**/*.arrow` (or another format's), listed once a job.
 
-A `Listing` is small, picklable and the same on every host: names relative to the dataset's folder, sorted by their code
-points, with sizes. Rank 0 makes it and broadcasts it, so that a hundred thousand files are asked for once and not by
-every process. Hidden files and folders (names that start with a dot) are not data: an index or a half-written file may
-be there. Symbolic links are followed.
+Rank 0 makes the listing and broadcasts it, so that a hundred thousand files are asked for once. Hidden files and
+folders (names that start with a dot) are not data: an index may be there. Symbolic links are followed.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ _NAMES_SHOWN = 12
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """The token files of a dataset, in canonical order.
+    """The token files of a dataset, in canonical order; the same on every host.
 
     Attributes:
         name: its folder relative to data_path; `folder` is the absolute path.
-        paths: relative to the folder, with forward slashes, sorted; `sizes` are their bytes.
+        paths: relative to the folder, with forward slashes, sorted by code points; `sizes` are their bytes.
         digest: 128 bits of hexadecimal over paths and sizes.
-        file_type: their format, as `load_format` takes it.
     """
 
     name: str
@@ -47,15 +44,8 @@ class DatasetFiles:
         return f"{self.folder}/{self.paths[number]}"
 
 
-@dataclass(frozen=True)
-class Listing:
-    """Everything that a job reads, sorted by the datasets' names."""
-
-    datasets: tuple[DatasetFiles, ...]
-
-
-def list_datasets(config: DataConfig) -> Listing:
-    """Finds the token files of the configured datasets: without `datasets`, of every sub-folder that holds some.
+def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
+    """Finds the configured datasets, sorted by name: without `datasets`, every sub-folder that holds token files.
 
     Raises:
         DataError: a folder is missing, holds no token files, or files of two formats.
@@ -87,7 +77,7 @@ def list_datasets(config: DataConfig) -> Listing:
     datasets = tuple(_dataset(root, name, found[name], formats) for name in sorted(found))
     if config.token_dtype is not None and {files.file_type for files in datasets} <= {"arrow", "npy"}:
         raise ConfigError(f"--token_dtype={config.token_dtype} is for *.bin files, and there are none: leave it out")
-    return Listing(datasets)
+    return datasets
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:

@@ -3,10 +3,9 @@
     spans of many rows --index, all at once--> offset, tokens and place of each piece
                        --runs: pieces of a row that lie in one file--> read piece by piece, or as one stretch
 
-Files are read by position (`preadv`), straight into the batch where types agree, and never mapped: a truncated file or
-a failing disk is an error that names file and row, not a crash, memory stays flat, and any number of threads can share
-a file. A bounded number of files is open at a time. Where a run is of many short documents that lie near each other,
-the stretch that holds them is read at once and they are gathered from it.
+Files are read by position (`preadv`), straight into the batch where types agree, and never mapped: a truncated file is
+an error and not a crash, and any number of threads can share a file. A bounded number of files is open at a time. Short
+documents that lie near each other are gathered from a stretch that is read at once.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
-from pretraining.data.storage.token_format import TokenFormat
+from pretraining.data.storage.token_format import TokenFormat, load_format
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 
@@ -33,11 +33,7 @@ class OpenFile:
     """A file that is open for reading by position; closed when the last user lets go of it."""
 
     def __init__(self, path: str, size: int, token_format: TokenFormat) -> None:
-        """Opens a token file and checks that it is still the one that was listed.
-
-        Raises:
-            DataError: it is gone, has another size, or no longer ends as files of its format do.
-        """
+        """Opens a token file; a DataError where it is gone, has another size, or does not end as its format does."""
         self._descriptor = -1
         self.path = path
         try:
@@ -53,11 +49,7 @@ class OpenFile:
             raise DataError(f"{path} is damaged: it does not end as {token_format.title} does")
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fills `target` (bytes) from a position of the file.
-
-        Raises:
-            DataError: the file cannot be read, or ends before.
-        """
+        """Fills `target` (bytes) from a position of the file; a DataError where it cannot be read, or ends before."""
         while len(target):
             try:
                 count = os.preadv(self._descriptor, [target], offset)
@@ -78,10 +70,7 @@ OpenFiles = RecentlyUsed[OpenFile]
 
 
 def open_files(limit: int | None = None) -> OpenFiles:
-    """Makes a bounded set of open files, to be shared by all the readers of a process.
-
-    Without a limit it takes half of what the process may open, at most 4096.
-    """
+    """Makes a bounded set of open files: without a limit half of what the process may open, at most 4096."""
     if limit is None:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 2))
@@ -99,42 +88,23 @@ class _Pieces:
 
 
 class DocumentReader:
-    """Reads the tokens of a dataset's documents.
-
-    Args:
-        virtual: the tokens that the index counts before and after documents, (bos, sep); None = none.
-        vocab_size: every token is below it.
-    """
+    """Reads the tokens of a dataset's documents, all of which are below `vocab_size`."""
 
     def __init__(
-        self,
-        files: DatasetFiles,
-        token_format: TokenFormat,
-        index: Index,
-        virtual: tuple[int | None, int | None],
-        vocab_size: int,
-        opened: OpenFiles,
+        self, files: DatasetFiles, index: Index, config: DataConfig, vocab_size: int, opened: OpenFiles
     ) -> None:
         self._files = files
-        self._format = token_format
+        self._format = load_format(files.file_type, config)
         self._index = index
-        self._bos_token, self._sep_token = virtual
+        self._bos_token, self._sep_token = config.bos_token, config.sep_token
         self._vocab_size = vocab_size
         self._opened = opened
         # Virtual tokens need not fit into what files are as narrow as: 999 ends documents of single bytes, too.
-        widths = [np.min_scalar_type(token).itemsize for token in virtual if token is not None]
-        self._token_bytes = max(int(index.token_bytes.max(initial=1)), *widths, 1)
+        largest = max(config.bos_token or 0, config.sep_token or 0)
+        self._token_bytes = max(int(index.token_bytes.max(initial=1)), np.min_scalar_type(largest).itemsize)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """Fills rows of a batch with the tokens of spans, and with zeros behind them.
-
-        Args:
-            target: [batch rows, S + 1], contiguous, of an integer type that holds every id of the vocabulary.
-            rows: which rows of it to fill, [rows of spans].
-
-        Raises:
-            DataError: a file cannot be read, or holds a token beyond the vocabulary; names file and row.
-        """
+        """See `Samples.read`; `target` is contiguous, of an integer type that holds every id of the vocabulary."""
         target = target.view(f"u{target.itemsize}")
         # Where files are wider than the batch, tokens are checked before they are narrowed.
         narrowed = target.itemsize != self._token_bytes

@@ -1,8 +1,7 @@
 """Files that hold nothing but tokens: `.npy` arrays, and `.bin` files as llm.c and nanoGPT write them.
 
-Documents lie end to end and end at `sep_token`. One scan finds the ends when a file is indexed, and the index keeps
-them. A separator is a mark between documents and none of their tokens, so these are the documents that an Arrow file
-would hold: training puts a virtual separator behind each.
+Documents end at `sep_token`; one scan finds the ends when a file is indexed. A separator is a mark between documents
+and none of their tokens, so these are the documents that an Arrow file would hold.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ class NpyFormat:
         self._separator = _separator(config, self.suffix)
 
     def documents(self, path: str) -> DocumentLayout:
-        """Finds the documents of a file.
-
-        Raises:
-            DataError: it is no such array, is damaged, or holds no `sep_token`.
-        """
+        """Finds the documents of a file; see `TokenFormat`."""
         try:
             array = np.lib.format.open_memmap(path, mode="r")
         except OSError as error:
@@ -62,11 +57,7 @@ class BinFormat:
         self.identity = f"bin {self._dtype}" if self._dtype else "bin"
 
     def documents(self, path: str) -> DocumentLayout:
-        """Finds the documents of a file.
-
-        Raises:
-            DataError: its header and `token_dtype` do not say one type, it is damaged, or holds no `sep_token`.
-        """
+        """Finds the documents of a file; see `TokenFormat`."""
         content = read_bytes(path)
         if content[:4].tobytes() != BIN_MAGIC.to_bytes(4, "little"):
             return self._without_header(path, len(content))

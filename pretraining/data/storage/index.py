@@ -9,14 +9,12 @@
     trailer     length of the documents and of the header, CRC-32 of all between documents and trailer, magic number
 
 Documents have canonical numbers: files by sorted path, rows in order. A document belongs to the held-out split by a
-hash of (dataset, path, row), so adding files or rows moves no other document; to the rest of the data path the
-documents of the other split are empty ones. Tokens that are stripped from a document's ends are none of its tokens.
-What is put around every document are virtual tokens: they count in lengths and are written when tokens are read, never
+hash of (dataset, path, row), so adding files or rows moves no other document; documents of the other split count as
+empty. What is put around documents are virtual tokens: they count in lengths and are made when tokens are read, never
 stored. A document of which no stored token is left has length 0, and no virtual tokens.
 
-An index is valid for exactly one listing and one `IndexSettings`. `index_build.py` makes it. It is used for as long as
-the files stay the same, and other documents would be read without a sign if it were damaged meanwhile: it is checked
-when it is opened, but for the documents, of which each block is when it is first looked at.
+An index is valid for exactly one listing and one `settings_digest`. `index_build.py` makes it. It is checked when it is
+opened, except for the documents, of which each block is checked when it is first looked at.
 """
 
 from __future__ import annotations
@@ -29,16 +27,18 @@ import struct
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
+from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.token_format import load_format
 from pretraining.errors import DataError
+
+Made = TypeVar("Made")
 
 BLOCK_DOCUMENTS = 1024
 """Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
@@ -55,40 +55,25 @@ FILE = np.dtype([("first_document", "<i8"), ("token_bytes", "<i8")])
 VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
 
 
-@dataclass(frozen=True)
-class IndexSettings:
-    """What decides, besides the files, what is in an index. Rules that change documents at their ends belong here.
+def settings_digest(files: DatasetFiles, config: DataConfig) -> str:
+    """Returns 64 bits of hexadecimal over what decides, besides the files, which documents a dataset has."""
+    values = {
+        "block_documents": BLOCK_DOCUMENTS,
+        "dataset": files.name,
+        "column": config.col_name,
+        "sep_token": config.sep_token,
+        "held_out_fraction": float(config.held_out_fraction),
+        "bos_token": config.bos_token,
+        "strip_tokens": sorted(set(config.strip_tokens)),
+        "min_length": config.min_length,
+    }
+    identity = load_format(files.file_type, config).identity
+    return _digest({**values, "format": identity} if identity else values)
 
-    Attributes:
-        dataset: part of the hash that chooses held-out documents.
-        sep_token, bos_token: virtual tokens after and before each document that does not have them; None = none.
-        held_out_fraction: of the documents.
-        strip_tokens: removed at documents' ends before all else, ascending.
-        min_length: documents of which fewer tokens are left count as empty, virtual tokens not counted.
-        format: `TokenFormat.identity`.
-    """
 
-    dataset: str
-    column: str
-    sep_token: int | None
-    held_out_fraction: float
-    bos_token: int | None = None
-    strip_tokens: tuple[int, ...] = ()
-    min_length: int = 1
-    format: str = ""
-
-    @property
-    def digest(self) -> str:
-        """64 bits of hexadecimal that name the settings: equal ones give the same documents, whatever the format."""
-        values = asdict(self)
-        if not self.format:
-            del values["format"]  # that of Arrow files, whose indices are older than other formats
-        return _digest({"block_documents": BLOCK_DOCUMENTS, **values})
-
-    @property
-    def index_digest(self) -> str:
-        """`digest` of an index file in the present format."""
-        return _digest({"format": FORMAT_VERSION, "settings": self.digest})
+def index_digest(files: DatasetFiles, config: DataConfig) -> str:
+    """Returns the digest of the settings and of the present format of index files."""
+    return _digest({"format": FORMAT_VERSION, "settings": settings_digest(files, config)})
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -106,12 +91,7 @@ class Index:
     """
 
     def __init__(self, path: Path) -> None:
-        """Maps an index.
-
-        Raises:
-            DataError: the file is no whole index.
-            OSError: it cannot be read.
-        """
+        """Maps an index; a DataError where the file is no whole one, an OSError where it cannot be read."""
         self.path = path
         _open_indices.add(self)
         with path.open("rb") as file:
@@ -137,9 +117,9 @@ class Index:
         part = self.header["parts"][name]
         return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
 
-    def is_for(self, files: DatasetFiles, settings: IndexSettings) -> bool:
+    def is_for(self, files: DatasetFiles, config: DataConfig) -> bool:
         """Tells whether it was made from these files with these settings."""
-        return bool(self.header["files"] == files.digest and self.header["index"] == settings.index_digest)
+        return bool(self.header["files"] == files.digest and self.header["index"] == index_digest(files, config))
 
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
         """Copies the `DOCUMENT`s with these canonical numbers."""
@@ -152,7 +132,7 @@ class Index:
         """Counts blocks that were looked at, and lets go of them once they are many.
 
         What is looked at in a mapped file counts as memory of this process until it is let go; it stays in the system's
-        file cache, shared by all processes, and is mapped again when it is needed, within microseconds.
+        file cache, and is mapped again within microseconds.
         """
         self._looks += blocks
         if self._looks > _BLOCKS_MAPPED // len(_open_indices):
@@ -164,11 +144,7 @@ class Index:
             self._content.madvise(mmap.MADV_DONTNEED)
 
     def check(self, begin: int, end: int) -> None:
-        """Checks the blocks of documents [begin, end) that were not yet.
-
-        Raises:
-            DataError: one is not as it was written.
-        """
+        """Checks the blocks of documents [begin, end) that were not yet; a DataError where one is damaged."""
         for block in range(begin // BLOCK_DOCUMENTS, -(-end // BLOCK_DOCUMENTS)):
             if not self._checked[block]:
                 documents = self.documents[block * BLOCK_DOCUMENTS : (block + 1) * BLOCK_DOCUMENTS]
@@ -216,11 +192,7 @@ class Split:
         return int(self.block_bounds[-1])
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Tokens of documents [begin, end), virtual ones included, int64.
-
-        Raises:
-            DataError: the index is damaged there.
-        """
+        """Tokens of documents [begin, end), virtual ones included, int64; a DataError where the index is damaged."""
         self._index.note_looks(1)
         self._index.check(begin, end)
         return split_lengths(self._index.documents[begin:end], self._held_out)
@@ -235,26 +207,22 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
     return lengths
 
 
-def index_places(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> list[Path]:
-    """Returns where an index may be, in the order in which the places are tried.
-
-    With `index_path`, only there. Otherwise in a hidden folder of the dataset or, for data that cannot be written to,
-    in the user's cache folder.
-    """
+def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
+    """Returns where an index may be, in order: in `index_path` or, without one, beside the data or in a cache."""
     # A file of its own for each list of files: one that is mapped by a running job is never replaced under it.
-    name = f"{settings.index_digest}-{files.digest[:16]}.index"
-    if index_path is not None:
-        return [Path(index_path).expanduser().absolute() / files.name / name]
+    name = f"{index_digest(files, config)}-{files.digest[:16]}.index"
+    if config.index_path is not None:
+        return [Path(config.index_path).expanduser().absolute() / files.name / name]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
     return [Path(files.folder) / ".index" / name, cache / "pretraining" / "indices" / folder_key.hexdigest() / name]
 
 
-def find_index(files: DatasetFiles, settings: IndexSettings, index_path: str | None) -> Index | None:
+def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
     """Opens the index of a dataset if there is a valid one."""
-    for place in index_places(files, settings, index_path):
+    for place in index_places(files, config):
         index = open_any_index(place)
-        if index is not None and index.is_for(files, settings):
+        if index is not None and index.is_for(files, config):
             return index
     return None
 
@@ -267,21 +235,14 @@ def open_any_index(place: Path) -> Index | None:
         return None
 
 
-@dataclass
-class NewFile:
-    """A file that is being written at a `place`; not `is_wanted`, once another job has made it meanwhile."""
-
-    file: IO[bytes]
-    place: Path
-    is_wanted: bool = True
-
-
-@contextmanager
-def new_file(places: Sequence[Path], what: str) -> Iterator[NewFile]:
-    """Writes a file at the first of several places that can be written to: complete, or not at all.
+def write_once(
+    places: Sequence[Path], what: str, write: Callable[[IO[bytes]], None], find: Callable[[], Made | None]
+) -> Made:
+    """Writes a file at the first of several places that can be written to, complete or not at all, and opens it.
 
     Args:
         what: the file, for messages: "the index of dataset 'web'".
+        find: opens a valid one at any of the places; None where there is none.
 
     Raises:
         DataError: there is no such place, or the disk is full.
@@ -298,14 +259,19 @@ def new_file(places: Sequence[Path], what: str) -> Iterator[NewFile]:
         raise DataError(f"no place to write {what}: {'; '.join(refused)}: give --index_path")
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            new = NewFile(file, place)
-            yield new
+            write(file)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
-        if new.is_wanted:
+        # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
+        made = find()
+        if made is None:
+            Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
             Path(temporary).replace(place)
+            made = find()
     except OSError as error:
         raise DataError(f"cannot write {what} at {place}: {error.strerror or error}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+    if made is None:
+        raise DataError(f"{what} was written at {place} and cannot be read there")
+    return made

@@ -13,15 +13,16 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 import numpy as np
 
+from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.storage.dataset_files import COUNTS_FILES, DatasetFiles, describe_changes
 from pretraining.data.storage.index import (
@@ -35,20 +36,22 @@ from pretraining.data.storage.index import (
     VIRTUAL_BOS,
     VIRTUAL_SEP,
     Index,
-    IndexSettings,
     find_index,
+    index_digest,
     index_places,
-    new_file,
     open_any_index,
+    settings_digest,
     split_lengths,
+    write_once,
 )
-from pretraining.data.storage.token_format import DocumentLayout, TokenFormat
+from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.data.threads import map_in_order, usable_cores
 from pretraining.errors import DataError
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+_FileDocuments = tuple[np.ndarray, int, int]
+"""The documents of a file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
 
 _PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
@@ -56,57 +59,49 @@ _FILES_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 24  # of tiny files, handing over each
 _LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may come on top
 
 
-def build_index(
-    files: DatasetFiles,
-    token_format: TokenFormat,
-    settings: IndexSettings,
-    index_path: str | None = None,
-    workers: int | None = None,
-) -> Index:
+def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index:
     """Returns the dataset's index, made first where there is no valid one.
 
-    Args:
-        index_path: folder for indices; None = the places of `index_places`.
-        workers: threads that look at files; None = as many as cores, at most 32.
+    `workers` are threads that look at files; None = as many as cores, at most 32.
 
     Raises:
         DataError: a file cannot be used, or there is no place to write the index.
     """
-    index = find_index(files, settings, index_path)
+    index = find_index(files, config)
     if index is not None:
         return index
-    places = index_places(files, settings, index_path)
-    change = _what_changed(files, settings, places)
+    change = _what_changed(files, config)
     if change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
-    with new_file(places, f"the index of dataset '{files.name}'") as new:
-        documents = _in_parallel(partial(_read_file, files, token_format, settings), files, workers)
-        held = _write_index(new.file, files, settings, change, documents)
-        # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
-        index = find_index(files, settings, index_path)
-        new.is_wanted = index is None
+    held: dict[str, tuple[int, int]] = {}
+
+    def write(file: IO[bytes]) -> None:
+        held.update(_write_index(file, files, config, change, _read_files(files, config, workers)))
+
+    find = partial(find_index, files, config)
+    index = write_once(index_places(files, config), f"the index of dataset '{files.name}'", write, find)
     contradictions = describe_contradictions(files, held)
     if contradictions:
         log.info(contradictions)
-    return index or Index(new.place)
+    return index
 
 
-def held_out_mask(settings: IndexSettings, path: str, rows: int) -> np.ndarray:
+def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:
     """Tells which rows of a file are held out, [rows] bool: those whose hash is below the fraction."""
-    threshold = int(settings.held_out_fraction * 2**64)
+    threshold = int(fraction * 2**64)
     if threshold == 0:
         return np.zeros(rows, dtype=bool)
     if threshold >= 2**64:
         return np.ones(rows, dtype=bool)
-    key = derive_key(Purpose.HELD_OUT, text_key(settings.dataset, path))
+    key = derive_key(Purpose.HELD_OUT, text_key(dataset, path))
     return hash64(key, np.arange(rows)) < np.uint64(threshold)
 
 
-def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Path]) -> str:
+def _what_changed(files: DatasetFiles, config: DataConfig) -> str:
     """Says which files differ from those of the newest older index at one of the places."""
-    for place in places:
-        found = place.parent.glob(f"{settings.index_digest}-*.index")
+    for place in index_places(files, config):
+        found = place.parent.glob(f"{index_digest(files, config)}-*.index")
         for older_place in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
             older = open_any_index(older_place)
             if older is not None:
@@ -117,11 +112,11 @@ def _what_changed(files: DatasetFiles, settings: IndexSettings, places: list[Pat
 def _write_index(
     file: IO[bytes],
     files: DatasetFiles,
-    settings: IndexSettings,
+    config: DataConfig,
     change: str,
-    documents_of_files: Iterable[tuple[np.ndarray, int, int]],
+    documents_of_files: Iterable[_FileDocuments],
 ) -> dict[str, tuple[int, int]]:
-    """Writes a whole index of what `_read_file` gives; returns documents and tokens that each file holds, by path."""
+    """Writes a whole index; returns documents and tokens that each file holds, by path."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -152,8 +147,8 @@ def _write_index(
     names = json.dumps(dict(zip(files.paths, files.sizes, strict=True))).encode()
     write("names", names, len(names))
     header = {
-        "index": settings.index_digest,
-        "settings": settings.digest,
+        "index": index_digest(files, config),
+        "settings": settings_digest(files, config),
         "files": files.digest,
         "changes": change,
         "parts": parts,
@@ -167,10 +162,7 @@ def _write_index(
     return held
 
 
-def _read_file(
-    files: DatasetFiles, token_format: TokenFormat, settings: IndexSettings, number: int
-) -> tuple[np.ndarray, int, int]:
-    """Returns the documents of one file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
+def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> _FileDocuments:
     path = files.path(number)
     layout = token_format.documents(path)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
@@ -179,8 +171,9 @@ def _read_file(
         raise DataError(
             f"{path}, row {row}: a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})"
         )
-    documents = documents_as_trained(layout, settings)
-    documents["flags"][held_out_mask(settings, files.paths[number], len(documents))] |= HELD_OUT
+    documents = documents_as_trained(layout, config)
+    held_out = held_out_mask(files.name, config.held_out_fraction, files.paths[number], len(documents))
+    documents["flags"][held_out] |= HELD_OUT
     return documents, layout.width, int(layout.lengths.sum())
 
 
@@ -201,19 +194,22 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
     return bounds, np.array(checksums, dtype="<u4")
 
 
-def _in_parallel(look: Callable[[int], Result], files: DatasetFiles, workers: int | None) -> Iterator[Result]:
-    """Yields what `_read_file` returns for each file, in order, and reads not many files ahead.
+def _read_files(files: DatasetFiles, config: DataConfig, workers: int | None) -> Iterator[_FileDocuments]:
+    """Yields the documents of each file, in order; a DataError names files that cannot be used, up to a number."""
+    token_format = load_format(files.file_type, config)
 
-    Raises:
-        DataError: naming every file that cannot be used, up to a number of them.
-    """
-
-    def look_at(numbers: range) -> list[Result | DataError]:
-        return [_result_or_problem(look, number) for number in numbers]
+    def read(numbers: range) -> list[_FileDocuments | DataError]:
+        found: list[_FileDocuments | DataError] = []
+        for number in numbers:
+            try:
+                found.append(_read_file(files, config, token_format, number))
+            except DataError as problem:
+                found.append(problem)
+        return found
 
     problems: list[str] = []
     threads = workers or min(32, usable_cores())
-    with closing(map_in_order(look_at, _groups(files.sizes), threads)) as groups:
+    with closing(map_in_order(read, _groups(files.sizes), threads)) as groups:
         for result in chain.from_iterable(groups):
             if isinstance(result, DataError):
                 problems.append(str(result))
@@ -223,13 +219,6 @@ def _in_parallel(look: Callable[[int], Result], files: DatasetFiles, workers: in
                 break
     if problems:
         raise DataError("\n".join(problems))
-
-
-def _result_or_problem(look: Callable[[int], Result], number: int) -> Result | DataError:
-    try:
-        return look(number)
-    except DataError as problem:
-        return problem
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[range]:
@@ -247,23 +236,20 @@ def _groups(sizes: Sequence[int]) -> Iterator[range]:
 _LOOKED_AT_ONCE = 1 << 20
 
 
-def documents_as_trained(layout: DocumentLayout, settings: IndexSettings) -> np.ndarray:
-    """The documents of a file as the index has them, [n] `DOCUMENT`, but for the split that they belong to.
+def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarray:
+    """Returns the documents of a file as the index has them, [n] `DOCUMENT`, without the flag of their split.
 
-        stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
-        kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document
-
-    Nothing is written: what is kept is a range of what is stored, and virtual tokens are flags in the index. Only the
-    ends of documents are read, those of all the documents of a file together.
+    stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
+    kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
-    begins, ends = _strip(tokens, begins, begins + layout.lengths, settings.strip_tokens)
-    kept = np.flatnonzero(ends - begins >= max(settings.min_length, 1))
+    begins, ends = _strip(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
+    kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
     for token, places, flag in (
-        (settings.bos_token, begins, VIRTUAL_BOS),
-        (settings.sep_token, ends - 1, VIRTUAL_SEP),
+        (config.bos_token, begins, VIRTUAL_BOS),
+        (config.sep_token, ends - 1, VIRTUAL_SEP),
     ):
         if token is not None:
             documents["flags"][kept[~_is_any_of(tokens[places[kept]], [token])]] |= flag
@@ -319,12 +305,8 @@ _FILES_SHOWN = 3
 def describe_contradictions(files: DatasetFiles, held: Mapping[str, tuple[int, int]]) -> str | None:
     """Says in a line how the counts files contradict what a dataset's files hold; None where nothing does.
 
-    fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`,
-    and takes the documents of each file from it. Here everything is counted in the files themselves. Where there is
-    such a table, it tells of files that were cut short, swapped or lost since it was made.
-
-    Args:
-        held: documents and tokens that are stored in each file, by path.
+    fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`.
+    It tells of files that were cut short, swapped or lost since it was made. `held` are documents and tokens by path.
     """
     lines = []
     for place, dataset in _places(files):

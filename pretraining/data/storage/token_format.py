@@ -2,8 +2,8 @@
 
     --file_type --load_format--> a TokenFormat --documents(path), once a file--> DocumentLayout --> index
 
-A format says where the documents of a file lie, when the file is indexed. Training then reads tokens by byte offset,
-and looks at a format only for how a sound file ends. docs/data.md shows how to write one of your own.
+A format says where the documents of a file lie, when the file is indexed. Training then reads tokens by byte offset.
+docs/extending.md shows how to write one of your own.
 """
 
 from __future__ import annotations
@@ -58,26 +58,14 @@ class TokenFormat(Protocol):
     identity: str
 
     def __init__(self, config: DataConfig) -> None:
-        """Takes what the format needs of the settings.
-
-        Raises:
-            ConfigError: one is missing.
-        """
+        """Takes what the format needs of the settings; a ConfigError where one is missing."""
 
     def documents(self, path: str) -> DocumentLayout:
-        """Finds the documents of a file.
-
-        Raises:
-            DataError: it is damaged, or no file of this format; names it.
-        """
+        """Finds the documents of a file; a DataError names one that is damaged, or not of this format."""
 
 
 def format_class(file_type: str) -> type[TokenFormat]:
-    """The class of a format: one of `TOKEN_FORMATS`, or a user's own as `package.module:Class`.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Returns the class of a format: one of `TOKEN_FORMATS`, or a user's own as `package.module:Class`."""
     found: type[TokenFormat] = load_plugin("file_type", TOKEN_FORMATS.get(file_type, file_type))
     return found
 
@@ -92,11 +80,7 @@ def load_format(file_type: str, config: DataConfig) -> TokenFormat:
 
 
 def read_bytes(path: str) -> np.ndarray:
-    """The bytes of a file, [size] uint8; a large one is mapped.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Returns the bytes of a file, [size] uint8, a large one mapped; a DataError where it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:

@@ -18,7 +18,6 @@ class RankReport:
     """What one rank has measured.
 
     Attributes:
-        host: its machine.
         facts: by name, in words.
         warnings: what is bad there, in sentences.
         rates: of its device, and of the disk where it is the one that measures that.
@@ -34,7 +33,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything: of each rank, between them, and what stands out, in sentences."""
+    """What was measured on each rank and between them, and what stands out, in sentences."""
 
     ranks: list[RankReport]
     collectives: list[CollectiveTime]
@@ -74,12 +73,7 @@ def find_what_is_slow(ranks: list[RankReport], links: dict[Link, float], factor:
 
 
 def find_slow(rates: Mapping[Who, float], factor: float) -> dict[Who, float]:
-    """Those whose rate is `factor` times lower than the median of the others or worse, with how many times.
-
-    Args:
-        rates: the higher, the faster.
-        factor: above 1.
-    """
+    """Those that are `factor` (above 1) times slower than the median of the others or worse, with how many times."""
     found = {}
     for who, rate in rates.items():
         others = [value for other, value in rates.items() if other != who]

@@ -16,12 +16,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import ConfigError
 from pretraining.tools.doctor.environment import last_level_cache_bytes, memory_bytes
 
@@ -39,14 +41,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rate:
-    """Something measured on one rank; the higher, the faster.
-
-    Attributes:
-        name: what.
-        value: how much a second.
-        unit: of the value.
-        counted: what a call was taken for, in words.
-    """
+    """Something measured on one rank; the higher, the faster. `counted` says what a call was taken for."""
 
     name: str
     value: float
@@ -99,10 +94,7 @@ def _measure_copies(device: torch.device, size: int) -> list[Rate]:
 
 
 def measure_disk(folder: Path, mib: int, name: str) -> list[Rate]:
-    """Writes a file to a folder and to its disk, and read it again past the memory that keeps files; it is removed.
-
-    Args:
-        name: of the file, which no other process may use.
+    """Writes a file to disk and reads it again, past the memory that keeps files; no other process may use its name.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -147,12 +139,7 @@ def _read_seconds(path: Path) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """Two ranks that exchange messages.
-
-    Attributes:
-        one, other: the ranks, the smaller one first.
-        is_inside: whether both are on one machine.
-    """
+    """Two ranks that exchange messages, the smaller one first; `is_inside` a machine, or between two."""
 
     one: int
     other: int
@@ -164,7 +151,6 @@ class CollectiveTime:
     """A collective over all ranks.
 
     Attributes:
-        name: all-reduce, all-gather or reduce-scatter.
         size: bytes of the whole tensor.
         seconds: of a call, on the slowest rank.
         bus_gib_per_second: what the slowest link must have carried each way, whatever the number of ranks: the rule
@@ -187,38 +173,29 @@ def message_sizes(largest: int) -> list[int]:
 
 def measure_collectives(device: torch.device, largest_bytes: int) -> list[CollectiveTime]:
     """All-reduce, all-gather and reduce-scatter by size; a collective call, with the same result on all ranks."""
+    ranks, times = dist.get_world_size(), []
     with warnings.catch_warnings():
         # PyTorch 2.13 calls two of them by other names, which 2.11 does not have.
         warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
-        return _measure_collectives(device, largest_bytes)
-
-
-def _measure_collectives(device: torch.device, largest_bytes: int) -> list[CollectiveTime]:
-    ranks, times = dist.get_world_size(), []
-    for size in message_sizes(largest_bytes):
-        piece = torch.zeros(max(1, size // 4 // ranks), dtype=torch.float32, device=device)
-        whole = piece.repeat(ranks)
-        kinds: list[tuple[str, Callable[[], object], int]] = [
-            ("all-reduce", lambda whole=whole: dist.all_reduce(whole), 2),  # type: ignore[misc]
-            ("all-gather", lambda whole=whole, piece=piece: dist.all_gather_into_tensor(whole, piece), 1),  # type: ignore[misc]
-            ("reduce-scatter", lambda whole=whole, piece=piece: dist.reduce_scatter_tensor(piece, whole), 1),  # type: ignore[misc]
-        ]
-        for name, call, passes in kinds:
-            barrier()
-            seconds = _slowest(seconds_of(call, device, together=True))
-            bus = whole.nbytes * passes * (ranks - 1) / ranks / seconds / 2**30
-            times.append(CollectiveTime(name, whole.nbytes, seconds, bus))
+        for size in message_sizes(largest_bytes):
+            piece = torch.zeros(max(1, size // 4 // ranks), dtype=torch.float32, device=device)
+            whole = piece.repeat(ranks)
+            kinds: list[tuple[str, Callable[[], object], int]] = [
+                ("all-reduce", partial(dist.all_reduce, whole), 2),
+                ("all-gather", partial(dist.all_gather_into_tensor, whole, piece), 1),
+                ("reduce-scatter", partial(dist.reduce_scatter_tensor, piece, whole), 1),
+            ]
+            for name, call, passes in kinds:
+                barrier()
+                seconds = _slowest(seconds_of(call, device, together=True))
+                bus = whole.nbytes * passes * (ranks - 1) / ranks / seconds / GIB
+                times.append(CollectiveTime(name, whole.nbytes, seconds, bus))
     return times
 
 
 def measure_links(device: torch.device, size: int, hosts: list[str]) -> dict[Link, float]:
-    """GiB/s each way between pairs of ranks, all pairs of a round at once; a collective call, the same on all ranks.
-
-    Args:
-        size: bytes of a message.
-        hosts: machine of each rank.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """GiB/s each way between pairs of ranks, by messages of `size` bytes; a collective call, the same on all ranks."""
+    rank = dist.get_rank()
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     own: dict[Pair, float] = {}
@@ -230,8 +207,7 @@ def measure_links(device: torch.device, size: int, hosts: list[str]) -> dict[Lin
             continue
         own[mine] = size / GIB / exchange_seconds(sent, received, other=sum(mine) - rank)
     synchronize(device)
-    everyone: list[dict[Pair, float]] = [{}] * world_size
-    dist.all_gather_object(everyone, own)
+    everyone = gather_from_every_rank(lambda: own)
     return {
         Link(one, other, hosts[one] == hosts[other]): min(everyone[one][one, other], everyone[other][one, other])
         for one, other in sorted({pair for each in everyone for pair in each})

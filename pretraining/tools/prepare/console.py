@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from pretraining.observability.display import format_seconds
 from pretraining.tools.prepare.records import PrepareSummary, read_summaries
@@ -32,36 +31,52 @@ def encoding_progress(total_bytes: int, done_bytes: int, who: str = "") -> Itera
     Args:
         total_bytes: size of the input on disk; 0 = unknown.
         done_bytes: of it, done by an earlier call.
-        who: of whom this is the progress, where that is one process of several.
+        who: whose progress this is, where that is one process of several.
 
     Yields:
-        a function to call with what was done, after every step; it draws a few times a second at most.
+        a function to call with what was done, after every step.
     """
-    meter = _Meter(f"encoding{who}", total_bytes, done_bytes, time.monotonic())
+    meter = _Meter(f"encoding{who}", total_bytes, done_bytes)
     if sys.stderr.isatty():
         with _bar(meter) as draw:
             yield draw
     else:
-        yield _lines(meter)
+        yield meter.log_now_and_then
 
 
-@dataclass
 class _Meter:
     """What was done since it began, and how fast."""
 
-    title: str
-    total_bytes: int
-    done_bytes: int
-    began: float
-    done: Counts = field(default_factory=Counts)
+    def __init__(self, title: str, total_bytes: int, done_bytes: int) -> None:
+        self.title = title
+        self.total_bytes = total_bytes
+        self.read_bytes = done_bytes
+        self._began = self._shown_at = time.monotonic()
+        self._done = Counts()
+
+    def add(self, more: Counts) -> None:
+        self._done += more
+        self.read_bytes += more.input_bytes
 
     def rates(self) -> str:
-        done, seconds = self.done, max(time.monotonic() - self.began, 1e-9)
+        done, seconds = self._done, max(time.monotonic() - self._began, 1e-9)
         speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # token ids are no text
         return (
             f"{done.documents:,} documents ({done.documents / seconds:,.0f}/s), "
             f"{done.tokens:,} tokens ({done.tokens / seconds:,.0f}/s){speed}"
         )
+
+    def log_now_and_then(self, more: Counts) -> None:
+        self.add(more)
+        if time.monotonic() - self._shown_at < LINE_INTERVAL_SECONDS:
+            return
+        self._shown_at = time.monotonic()
+        share, left = "", ""
+        if self.total_bytes:
+            share = f"{self.read_bytes / self.total_bytes:.0%} of the input, "
+            bytes_a_second = max(self._done.input_bytes, 1) / (self._shown_at - self._began)
+            left = f", {format_seconds((self.total_bytes - self.read_bytes) / bytes_a_second)} left"
+        log.info("%s: %s%s%s", self.title, share, self.rates(), left)
 
 
 @contextmanager
@@ -77,42 +92,17 @@ def _bar(meter: _Meter) -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(meter.title, total=meter.total_bytes or None, completed=meter.done_bytes, rates="")
+        task = bar.add_task("", total=meter.total_bytes or None, completed=meter.read_bytes, rates="")
 
         def draw(more: Counts) -> None:
-            meter.done += more
-            bar.update(task, completed=meter.done_bytes + meter.done.input_bytes, rates=meter.rates())
+            meter.add(more)
+            bar.update(task, completed=meter.read_bytes, rates=meter.rates())
 
         yield draw
 
 
-def _lines(meter: _Meter) -> Report:
-    shown_at = meter.began
-
-    def line(more: Counts) -> None:
-        nonlocal shown_at
-        meter.done += more
-        if time.monotonic() - shown_at < LINE_INTERVAL_SECONDS:
-            return
-        shown_at = time.monotonic()
-        left_bytes = meter.total_bytes - meter.done_bytes - meter.done.input_bytes
-        share, left = "", ""
-        if meter.total_bytes:
-            share = f"{1 - left_bytes / meter.total_bytes:.0%} of the input, "
-            seconds = (shown_at - meter.began) * left_bytes / max(meter.done.input_bytes, 1)
-            left = f", {format_seconds(seconds)} left"
-        log.info("%s: %s%s%s", meter.title, share, meter.rates(), left)
-
-    return line
-
-
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
-    """Prints a dataset, the other datasets of its root, and how to train on it.
-
-    Args:
-        done: of the dataset, what this call encoded; None where it was there already.
-        seconds: that this took.
-    """
+    """Prints a dataset, with what this call did of it, the other datasets of its root, and how to train on it."""
     print(describe(summary, done, seconds))
     summaries = read_summaries(summary.folder.parent)
     if len(summaries) > 1:
@@ -121,7 +111,12 @@ def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: 
 
 
 def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> str:
-    """A dataset in a few lines; arguments as for `print_summary`."""
+    """A dataset in a few lines.
+
+    Args:
+        done: what this call encoded of it; None where it was there already.
+        seconds: that this took.
+    """
     empty = f" ({summary.empty_documents:,} empty ones left out)" if summary.empty_documents else ""
     lengths = f"{summary.tokens / max(summary.documents, 1):,.0f} a document"
     if summary.median_document_tokens is not None:

@@ -22,10 +22,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from itertools import chain
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenize
 from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.console import Report
-from pretraining.tools.prepare.records import Encoding, UnitRecord, WorkFolder
+from pretraining.tools.prepare.records import Encoding, WorkFolder
 from pretraining.tools.prepare.text import Piece
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, Counts, TokenWriter
 from pretraining.tools.prepare.units import Unit, read_part
@@ -47,30 +48,24 @@ BATCH_CHARACTERS = 1 << 19
 _CHARACTERS_PER_TOKEN = 4
 
 
-def encode_units(
-    units: Sequence[Unit],
-    encoding: Encoding,
-    tokenizer: Tokenizer | None,
-    work: WorkFolder,
-    threads: int,
-    report: Report,
-) -> None:
+def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
     """Writes the token files of units, as far as they are not there.
 
     Args:
-        tokenizer: of the encoding, the one in the work folder; None where the input holds token ids.
+        work: has the tokenizer of the encoding.
         threads: that encode, over all processes.
         report: is told what was done; what it raises ends the work.
 
     Raises:
-        DataError: the input cannot be read or the output cannot be written, or a process was killed.
+        DataError: the input cannot be read, or holds what cannot be written; or a process was killed.
+        OSError: the output cannot be written.
     """
     processes = min(len(units), -(-threads // THREADS_A_PROCESS))
     if processes > 1:
         _encode_in_processes(units, encoding, work, processes, -(-threads // processes), report)
         return
     for unit in units:
-        encode_unit(unit, encoding, tokenizer, work, threads, report)
+        encode_unit(unit, encoding, work, threads, report)
 
 
 def _encode_in_processes(
@@ -79,8 +74,8 @@ def _encode_in_processes(
     context = multiprocessing.get_context("spawn")
     counters = context.Array(ctypes.c_int64, len(astuple(Counts())))
     theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(processes, context, _begin_process, (encoding, work, threads, counters, theirs))
-    pending = {pool.submit(_encode_in_process, unit) for unit in units}
+    pool = ProcessPoolExecutor(processes, context, _begin_process, (counters, theirs))
+    pending = {pool.submit(_encode_in_process, unit, encoding, work, threads) for unit in units}
     workers = multiprocessing.active_children()
     shown = Counts()
     try:
@@ -100,7 +95,7 @@ def _encode_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def _killed(workers: Sequence[Any]) -> Exception:
+def _killed(workers: Sequence[Any]) -> DataError:
     """The error for a process of the pool that ended early; the pool ends the others by SIGTERM."""
     for process in workers:
         if process.exitcode not in (None, 0, -signal.SIGTERM):
@@ -112,33 +107,15 @@ def _killed(workers: Sequence[Any]) -> Exception:
     return DataError("a process that encodes was ended. The same command goes on from the files that are complete")
 
 
-@dataclass
-class _Process:
-    """What a process of the pool works with."""
-
-    encoding: Encoding
-    work: WorkFolder
-    threads: int
-    counters: Any  # a shared array of int64, one a field of Counts
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        return None if self.encoding.tokenizer is None else load_tokenizer(self.work.path)
-
-    def report(self, counts: Counts) -> None:
-        with self.counters.get_lock():
-            for index, count in enumerate(astuple(counts)):
-                self.counters[index] += count
+_counters: Any
+"""In a process of the pool: an array of int64 that all of them share, one a field of `Counts`."""
 
 
-_process: _Process
-
-
-def _begin_process(encoding: Encoding, work: WorkFolder, threads: int, counters: Any, parent: Connection) -> None:
-    global _process
+def _begin_process(counters: Any, parent: Connection) -> None:
+    global _counters
+    _counters = counters
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends its processes
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _process = _Process(encoding, work, threads, counters)
 
 
 def _end_with(parent: Connection) -> None:
@@ -147,82 +124,57 @@ def _end_with(parent: Connection) -> None:
     os._exit(0)
 
 
-def _encode_in_process(unit: Unit) -> None:
-    with output_errors(_process.work.root):
-        encode_unit(unit, _process.encoding, _process.tokenizer, _process.work, _process.threads, _process.report)
+def _encode_in_process(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int) -> None:
+    with output_errors(work.root):
+        encode_unit(unit, encoding, work, threads, _add_to_counters)
 
 
-class _Encoded(NamedTuple):
-    """A piece as tokens, and how long its text was."""
-
-    tokens: np.ndarray
-    piece: Piece
-    characters: int
-    text_bytes: int
+def _add_to_counters(counts: Counts) -> None:
+    with _counters.get_lock():
+        for index, count in enumerate(astuple(counts)):
+            _counters[index] += count
 
 
-def encode_unit(
-    unit: Unit, encoding: Encoding, tokenizer: Tokenizer | None, work: WorkFolder, threads: int, report: Report
-) -> None:
-    """Writes the token files of a unit, as far as they are not there; arguments as for `encode_units`.
-
-    Raises:
-        DataError: the input cannot be read, or holds what cannot be written.
-        OSError: the output cannot be written.
-    """
-    record = work.read_record(unit, encoding.key(unit))
-    done = replace(record.counts)
-    writer = TokenWriter(
-        work.files, np.dtype(encoding.dtype), encoding.tokens_per_file, f"part_{unit.number:06d}_", record.files
-    )
+def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
+    """Writes the token files of a unit, as far as they are not there, in this process."""
+    record = work.read_record(unit, encoding)
+    done, dtype = record.counts, np.dtype(encoding.dtype)
+    writer = TokenWriter(work.files, dtype, encoding.tokens_per_file, f"part_{unit.number:06d}_", record.files)
     all_pieces = chain.from_iterable(read_part(part, encoding.text_field) for part in unit.parts)
     pieces = _skip_documents(all_pieces, done.documents + done.empty_documents)
-    parts: list[np.ndarray] = []
-    document_tokens = 0
+    parts, length = list[np.ndarray](), 0
     # A thread a batch, not the library's own threads: then the number of threads means what it says.
     with writer, library_threads(False):
-        for batch in map_in_order(_encoder(encoding, tokenizer), _batches(pieces), threads):
+        for batch in map_in_order(_encoder(encoding, work), _batches(pieces), threads):
             before = replace(done)
-            for tokens, piece, characters, text_bytes in batch:
-                done.characters += characters
-                done.text_bytes += text_bytes
-                done.input_bytes += piece.bytes_read
+            for piece, tokens in batch:
+                done.add_input(piece.content, piece.bytes_read)
                 parts.append(tokens)
-                document_tokens += len(tokens)
-                if document_tokens > LARGEST_DOCUMENT_TOKENS:
+                length += len(tokens)
+                if length > LARGEST_DOCUMENT_TOKENS:
                     raise _too_long(piece)
                 if not piece.ends_document:
                     continue
                 document = parts[0] if len(parts) == 1 else np.concatenate(parts)
-                parts, document_tokens = [], 0
-                if _write(document, writer, record, done):
+                parts, length = [], 0
+                if not len(document):
+                    done.empty_documents += 1
+                    continue
+                record.count(len(document), int(document.max()))
+                if writer.write(document):
                     work.write_record(unit, record)
             report(done - before)
     rest = Counts(input_bytes=unit.size - done.input_bytes)  # what readers did not see pass by, such as a file's end
-    _update(record, writer, done + rest)
-    record.finished = True
+    record.counts, record.finished = done + rest, True
     work.write_record(unit, record)
     report(rest)
 
 
-def _write(document: np.ndarray, writer: TokenWriter, record: UnitRecord, done: Counts) -> bool:
-    """Writes and counts a document; returns whether this finished a file, which the record then names."""
-    if not len(document):
-        done.empty_documents += 1
-        return False
-    done.documents += 1
-    done.tokens += len(document)
-    record.count(len(document))
-    record.largest_token = max(record.largest_token, int(document.max()))
-    if not writer.write(document):
-        return False
-    _update(record, writer, done)
-    return True
-
-
-def _update(record: UnitRecord, writer: TokenWriter, counts: Counts) -> None:
-    record.files = list(writer.files)
-    record.counts = replace(counts)
+@functools.lru_cache(maxsize=1)
+def _load_tokenizer(folder: Path, sha256: str) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.sha256 == sha256
+    return tokenizer
 
 
 def _too_long(piece: Piece) -> DataError:
@@ -257,21 +209,18 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _encoder(encoding: Encoding, tokenizer: Tokenizer | None) -> Callable[[list[Piece]], list[_Encoded]]:
+def _encoder(encoding: Encoding, work: WorkFolder) -> Callable[[list[Piece]], list[tuple[Piece, np.ndarray]]]:
     """The function that makes tokens of a batch of pieces."""
     dtype = np.dtype(encoding.dtype)
     if not encoding.encodes_text:
-        return lambda batch: [_Encoded(_checked(piece, encoding, dtype), piece, 0, 0) for piece in batch]
-    assert tokenizer is not None and tokenizer.sha256 == encoding.tokenizer
+        return lambda batch: [(piece, _checked(piece, encoding)) for piece in batch]
+    assert encoding.tokenizer is not None
+    tokenizer = _load_tokenizer(work.path, encoding.tokenizer)
 
-    def encode(batch: list[Piece]) -> list[_Encoded]:
+    def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
         texts = [_text_of(piece, encoding) for piece in batch]
-        return [
-            _Encoded(
-                np.array(ids, dtype=dtype), piece, len(text), len(text) if text.isascii() else len(text.encode("utf-8"))
-            )
-            for piece, text, ids in zip(batch, texts, tokenizer.encode_batch(texts), strict=True)
-        ]
+        tokens = [np.array(ids, dtype) for ids in tokenizer.encode_batch(texts)]
+        return list(zip(batch, tokens, strict=True))
 
     return encode
 
@@ -287,12 +236,12 @@ def _mixed(piece: Piece, encoding: Encoding, what: str) -> DataError:
     return DataError(f"{piece.place}: {field!r} holds {what} in other inputs: prepare them as two datasets")
 
 
-def _checked(piece: Piece, encoding: Encoding, dtype: np.dtype) -> np.ndarray:
+def _checked(piece: Piece, encoding: Encoding) -> np.ndarray:
     """Token ids that were given, in the files' type."""
     ids = piece.content
     if isinstance(ids, str):
         if not ids:  # rows of a column without any value have no type
-            return np.zeros(0, dtype)
+            return np.zeros(0, encoding.dtype)
         raise _mixed(piece, encoding, "text here, but token ids")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
         wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
@@ -305,4 +254,4 @@ def _checked(piece: Piece, encoding: Encoding, dtype: np.dtype) -> np.ndarray:
             f"{piece.place}: token {wrong:,} of the document is {int(ids[wrong])}, but ids go from 0 to "
             f"{encoding.largest_vocabulary - 1}: {why}"
         )
-    return ids.astype(dtype)
+    return ids.astype(encoding.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare.inputs import fingerprint
+from pretraining.tools.prepare.inputs import even_cuts, fingerprint
 from pretraining.tools.prepare.tables import ROWS_AT_ONCE, field_type, pieces_of_rows
 from pretraining.tools.prepare.text import Piece
 
@@ -44,8 +45,8 @@ class HubShards:
     """How a split can be cut.
 
     Attributes:
-        ranges: (begin, end, bytes) of each shard or range of rows, in order; 0 bytes are unknown.
-        fingerprint: hash of what the split is made of: files with their sizes, revision of the Hub.
+        ranges: (begin, end, bytes) of each shard or range of rows; 0 bytes where the size is unknown.
+        fingerprint: of the files with their sizes, and of the revision of the Hub.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -53,10 +54,7 @@ class HubShards:
 
 
 def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
-    """Finds out what a split consists of.
-
-    Args:
-        wanted_bytes: size of a range of rows, where the split is cut by rows.
+    """Finds out what a split consists of; ranges of rows have about the wanted bytes.
 
     Raises:
         DataError: the library is missing, or there is no such dataset, configuration or split.
@@ -65,10 +63,10 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
     opened = _open_split(split)
     if not _is_streamed(opened):
         size = sum(Path(file["filename"]).stat().st_size for file in opened.cache_files)
-        rows, ranges = opened.num_rows, max(-(-size // wanted_bytes), 1)
-        cuts = [rows * i // ranges for i in range(ranges + 1)]
-        bounds = tuple((cuts[i], cuts[i + 1], size * (i + 1) // ranges - size * i // ranges) for i in range(ranges))
-        return HubShards(bounds, fingerprint([(opened._fingerprint, rows)]))
+        ranges = max(-(-size // wanted_bytes), 1)
+        bounds = zip(even_cuts(opened.num_rows, ranges), even_cuts(size, ranges), strict=True)
+        cuts = tuple((begin, end, after - before) for (begin, end), (before, after) in bounds)
+        return HubShards(cuts, fingerprint([(opened._fingerprint, opened.num_rows)]))
     files = _data_files(split)
     sizes, shards = [size for _, size in files], opened.num_shards
     if len(sizes) != shards:  # archives have more shards than files
@@ -77,56 +75,52 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
 
 
 def column_type_of(split: HubSplit, column: str) -> pa.DataType:
-    """The type of a split's column; null where the split has no rows.
-
-    Raises:
-        DataError: there is no such column, or the split cannot be read.
-    """
+    """The type of a split's column; null where the split has no rows."""
     for table in _tables(split, _open_split(split), column, 1):
         return table.schema.types[0]
     return pa.null()
 
 
 def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Piece]:
-    """Reads some shards (streamed) or rows (saved to disk) of a split.
-
-    Args:
-        size: bytes on disk that they stand for.
+    """Reads some shards (streamed) or rows (saved to disk) of a split; they are `size` bytes on disk.
 
     Raises:
         DataError: they cannot be read, or the column holds neither text nor token ids.
     """
     opened = _open_split(split)
-    if not _is_streamed(opened):
-        done = begin
-        for table in _tables(split, opened.select(range(begin, end)), column, ROWS_AT_ONCE):
-            read = size * len(table) // max(end - begin, 1)
-            yield from _pieces(table, column, str(split), done, read)
-            done += len(table)
-        return
-    for shard in range(begin, end):
-        done = 0
-        only = opened.shard(num_shards=opened.num_shards, index=shard)
-        for table in _tables(split, only, column, ROWS_AT_ONCE):
-            yield from _pieces(table, column, f"{split}, shard {shard}", done, 0)
-            done += len(table)
+    if _is_streamed(opened):
+        for number in range(begin, end):
+            shard = opened.shard(num_shards=opened.num_shards, index=number)
+            yield from _pieces(split, shard, column, f"{split}, shard {number}", 0, 0)
+    elif end > begin:
+        yield from _pieces(split, opened.select(range(begin, end)), column, str(split), begin, size / (end - begin))
 
 
-def _pieces(table: pa.Table, column: str, place: str, first_row: int, bytes_read: int) -> Iterator[Piece]:
-    for chunk in table.column(0).chunks:
-        yield from pieces_of_rows(chunk, column, place, first_row, bytes_read)
-        first_row, bytes_read = first_row + len(chunk), 0
+def _pieces(
+    split: HubSplit, opened: Dataset | IterableDataset, column: str, place: str, first_row: int, row_bytes: float
+) -> Iterator[Piece]:
+    for table in _tables(split, opened, column, ROWS_AT_ONCE):
+        for chunk in table.column(0).chunks:
+            yield from pieces_of_rows(chunk, column, place, first_row, int(row_bytes * len(chunk)))
+            first_row += len(chunk)
 
 
 def _tables(split: HubSplit, opened: Dataset | IterableDataset, column: str, rows: int) -> Iterator[pa.Table]:
     """The column of a split, some rows at a time."""
     if opened.features is not None:  # else the first rows tell
         field_type(opened.features.arrow_schema, column, str(split))
-    with_column = opened.select_columns([column]).with_format("arrow")
+    with _errors_named(f"{split} cannot be read"):
+        yield from opened.select_columns([column]).with_format("arrow").iter(batch_size=rows)
+
+
+@contextmanager
+def _errors_named(problem: str, way_out: str = "") -> Iterator[None]:
+    """Turns any error into one for users: the library, its file formats and the Hub raise errors of many kinds."""
     try:
-        yield from with_column.iter(batch_size=rows)
-    except Exception as error:  # a file format's reader and the network raise errors of many kinds
-        raise DataError(f"{split} cannot be read: {_first_line(error)}") from error
+        yield
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise DataError(f"{problem}: {type(error).__name__}: {first_line}{way_out}") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -139,15 +133,11 @@ def _open_split(split: HubSplit) -> Any:
             f"--hf_dataset={split.path} needs the `datasets` package ({error}): pip install 'pretraining[hf]'"
         ) from error
     folder = Path(split.path).expanduser()
-    try:
+    way_out = ". Look at --hf_dataset (a name on the Hub or a folder), --hf_config and --hf_split"
+    with _errors_named(f"the dataset {split} cannot be opened", way_out):
         if not any((folder / name).exists() for name in _SAVED_TO_DISK):
             return datasets.load_dataset(_place(split), split.config, split=split.split, streaming=True)
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library raises errors of many kinds, the Hub's among them
-        raise DataError(
-            f"the dataset {split} cannot be opened: {_first_line(error)}. Look at --hf_dataset (a name on the Hub or a "
-            "folder), --hf_config and --hf_split"
-        ) from error
     if isinstance(loaded, datasets.Dataset):  # a single split, whatever it was called
         return loaded
     if split.split not in loaded:
@@ -161,15 +151,13 @@ def _data_files(split: HubSplit) -> list[tuple[str, int]]:
     import fsspec
 
     folder = Path(split.path).expanduser()
-    try:
+    found = []
+    with _errors_named(f"the files of {split} cannot be listed"):
         builder = datasets.load_dataset_builder(_place(split), split.config)
-        found = []
         for url in (builder.config.data_files or {}).get(split.split, ()):
             system, path = fsspec.core.url_to_fs(url)
             name = Path(url).relative_to(folder.absolute()).as_posix() if folder.is_dir() else url
             found.append((name, int(system.size(path) or 0)))
-    except Exception as error:  # as above
-        raise DataError(f"the files of {split} cannot be listed: {_first_line(error)}") from error
     return found
 
 
@@ -180,7 +168,3 @@ def _place(split: HubSplit) -> str:
 
 def _is_streamed(opened: Dataset | IterableDataset) -> bool:
     return hasattr(opened, "num_shards")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from pretraining.config.commands import COMPRESSED_ENDINGS
@@ -39,7 +40,7 @@ class InputFile:
 
     Attributes:
         name: path below the input that it was found under, with `/`: the same on every machine.
-        size: bytes on disk.
+        size: in bytes, on disk.
     """
 
     path: Path
@@ -74,7 +75,7 @@ def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFi
         extensions: endings, without the first dot, of the files to take from folders; `.gz` and `.zst` may follow.
 
     Raises:
-        DataError: an input does not exist, cannot be read, or matches no file.
+        DataError: an input does not exist, cannot be read, or gives no file.
     """
     files: list[InputFile] = []
     seen: set[tuple[int, int]] = set()
@@ -105,6 +106,11 @@ def fingerprint(names_and_sizes: Sequence[tuple[str, int]]) -> str:
     """A hash of names, sizes and order: what an input is recognised by without reading it."""
     listing = "".join(f"{name}\0{size}\n" for name, size in names_and_sizes)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def even_cuts(length: int, pieces: int) -> list[tuple[int, int]]:
+    """Cuts a length into (begin, end) of almost equal ranges."""
+    return list(pairwise(length * i // pieces for i in range(pieces + 1)))
 
 
 def _paths_of(given: str, extensions: Sequence[str]) -> Iterator[tuple[Path, str]]:
@@ -152,17 +158,15 @@ def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
 def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALLEST_CORPUS_BYTES) -> list[InputFile]:
     """Lists the modules of Python's standard library worth learning from, by name: text that every machine has.
 
-    It is for trying things out: some ten megabytes of well-written code and English (docstrings, comments), where a
-    model of a few million parameters visibly learns within minutes on a CPU. One module is one document. The text
-    depends on the version of Python. Only modules that Python itself names as its own count, so that installed
-    packages beside them are never taken.
+    It is for trying things out: some ten megabytes of well-written code and English, on which a model of a few million
+    parameters visibly learns within minutes on a CPU. One module is one document. The text depends on the version of
+    Python. Only modules that Python names as its own are taken, no packages installed beside them.
 
     Args:
         root: the library's folder; None = the running Python's.
-        smallest_bytes: the least text to accept.
 
     Raises:
-        DataError: there is less text than that, as in a Python that came without sources.
+        DataError: there is less text than `smallest_bytes`, as in a Python that came without sources.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     files = (

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from pathlib import Path
 from pretraining.config.commands import PrepareConfig
 from pretraining.config.rules import check_config
 from pretraining.data.threads import usable_cores
-from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
 from pretraining.files import flush_folder, output_errors
 from pretraining.launch.layout import ProcessLayout
@@ -50,11 +51,11 @@ log = logging.getLogger(__name__)
 def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> PrepareSummary:
     """Makes a dataset of token files, and a tokenizer where there is none.
 
-    An identical call on a finished dataset finds it and returns at once. In a job of several processes all of them
-    return when the dataset is there; rank 0 prints what is in it.
+    A call on a finished dataset with the same settings returns at once. In a job of several processes all return when
+    the dataset is there; rank 0 prints what is in it.
 
     Args:
-        layout: which process of a job this is; None = the only one.
+        layout: None = the only process.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -62,45 +63,37 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
             already with other settings, or another process of the job has failed.
     """
     check_config(config)
-    root = Path(config.output_path).expanduser()
+    work = WorkFolder(Path(config.output_path).expanduser(), config.dataset_name)
     rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
     threads = config.num_workers or _cores_of_this_process(layout)
-    with output_errors(root), Team(root / f".{config.dataset_name}.team", rank, size) as team:
+    with output_errors(work.root), Team(work.root / f".{config.dataset_name}.team", rank, size) as team:
         if rank == 0:
-            return _lead(config, root, team, threads)
-        return _follow(config, root, team, threads)
+            return _lead(config, work, team, threads)
+        return _follow(config, work, team, threads)
 
 
 @dataclass
 class _Plan:
-    """What all processes of the job do.
-
-    Attributes:
-        settings: what the dataset depends on besides the tokenizer.
-    """
+    """What all processes of the job do."""
 
     found: Input
-    settings: dict[str, object]
     encoding: Encoding
-    tokenizer: Tokenizer | None
     work: WorkFolder
 
     def read_records(self) -> list[UnitRecord]:
-        return [self.work.read_record(unit, self.encoding.key(unit)) for unit in self.found.units]
+        return [self.work.read_record(unit, self.encoding) for unit in self.found.units]
 
 
-def _lead(config: PrepareConfig, root: Path, team: Team, threads: int) -> PrepareSummary:
+def _lead(config: PrepareConfig, work: WorkFolder, team: Team, threads: int) -> PrepareSummary:
     """Rank 0: decides what is to be done, does its share, and puts the whole together."""
     began = time.monotonic()
-    folder, work = root / config.dataset_name, WorkFolder(root, config.dataset_name)
     found = find_input(config)
-    settings = _settings(config, found)
-    tokenizer = find_tokenizer(config, root)
-    finished = read_finished(folder, settings, tokenizer)
+    tokenizer = find_tokenizer(config, work.root)
+    finished = read_finished(work.dataset, found.settings, tokenizer)
     if finished is not None:
         work.remove()
         team.publish("plan", None)
-        log.info("%s is prepared already: nothing to do.", folder)
+        log.info("%s is prepared already: nothing to do.", work.dataset)
         print_summary(finished)
         return finished
 
@@ -109,40 +102,38 @@ def _lead(config: PrepareConfig, root: Path, team: Team, threads: int) -> Prepar
     work.create()
     if tokenizer is not None:
         tokenizer.save(work.path)
-    plan = _Plan(found, settings, _encoding(config, found, tokenizer), tokenizer, work)
+    plan = _Plan(found, _encoding(config, found, tokenizer), work)
     earlier = plan.read_records()
-    team.publish("plan", {"settings": settings, "encoding": asdict(plan.encoding)})
-    _announce(plan, folder, earlier)
+    team.publish("plan", {"settings": found.settings, "encoding": asdict(plan.encoding)})
+    _announce(plan, tokenizer, earlier)
     _encode_share(plan, team, threads)
     _wait_for_all(plan, team)
     records = plan.read_records()
-    summary = _merge(config, plan, records, folder)
+    _merge(config, plan, tokenizer, records)
     team.publish("done", None)
+    summary = read_summary(work.dataset)
     print_summary(summary, counts_of(records) - counts_of(earlier), time.monotonic() - began)
     return summary
 
 
-def _follow(config: PrepareConfig, root: Path, team: Team, threads: int) -> PrepareSummary:
+def _follow(config: PrepareConfig, work: WorkFolder, team: Team, threads: int) -> PrepareSummary:
     """Any other process: does its share of what rank 0 has decided."""
     published = team.receive("plan")
     if published is not None:
         found = find_input(config)
-        settings = _settings(config, found)
-        differences = describe_differences(published["settings"], settings)
+        differences = describe_differences(published["settings"], found.settings)
         if differences:
             raise DataError(
                 "this process was started with other settings than rank 0, or sees other input (rank 0 has it, this "
                 "process asks for it):\n" + "\n".join(differences)
             )
-        work, encoding = WorkFolder(root, config.dataset_name), Encoding(**published["encoding"])
-        tokenizer = None if encoding.tokenizer is None else load_tokenizer(work.path)
-        _encode_share(_Plan(found, settings, encoding, tokenizer, work), team, threads)
+        _encode_share(_Plan(found, Encoding(**published["encoding"]), work), team, threads)
         team.receive("done")
-    return read_summary(root / config.dataset_name)
+    return read_summary(work.dataset)
 
 
 def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
-    """Encodes the units of this process, as far as they are not done; rank 0 shows its progress."""
+    """Encodes the units of this process that are not finished; rank 0 shows its progress."""
     mine = slice(team.rank, None, team.size)
     share, records = plan.found.units[mine], plan.read_records()[mine]
     left = [unit for unit, record in zip(share, records, strict=True) if not record.finished]
@@ -154,27 +145,28 @@ def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
             shown(counts)
             team.check()
 
-        encode_units(left, plan.encoding, plan.tokenizer, plan.work, threads, report)
+        encode_units(left, plan.encoding, plan.work, threads, report)
 
 
 def _wait_for_all(plan: _Plan, team: Team) -> None:
     """Waits until the units of other processes are done."""
-    units = plan.found.units
-    keys = [plan.encoding.key(unit) for unit in units]
-    done = 0
+    left = deque(plan.found.units)
 
     def all_there() -> bool:
-        nonlocal done
-        while done < len(units) and plan.work.read_record(units[done], keys[done]).finished:
-            done += 1
-        return done == len(units)
+        while left and plan.work.read_record(left[0], plan.encoding).finished:
+            left.popleft()
+        return not left
 
-    team.wait(all_there, lambda: f"unit {done} of {len(units)}, which rank {done % team.size} encodes")
+    def what() -> str:
+        number = left[0].number
+        return f"unit {number} of {len(plan.found.units)}, which rank {number % team.size} encodes"
+
+    team.wait(all_there, what)
 
 
-def _merge(config: PrepareConfig, plan: _Plan, records: Sequence[UnitRecord], folder: Path) -> PrepareSummary:
+def _merge(config: PrepareConfig, plan: _Plan, tokenizer: Tokenizer | None, records: Sequence[UnitRecord]) -> None:
     """Makes the dataset of what all units gave."""
-    work, tokenizer = plan.work, plan.tokenizer
+    work = plan.work
     if not counts_of(records).documents:
         work.remove()
         named = config.hf_dataset or ", ".join(config.input_path)
@@ -184,22 +176,12 @@ def _merge(config: PrepareConfig, plan: _Plan, records: Sequence[UnitRecord], fo
         (work.files / leftover).unlink()
     largest_token = max(record.largest_token for record in records)
     vocab_size = tokenizer.vocab_size if tokenizer else config.vocab_size or largest_token + 1
-    write_manifest(work.files, plan.settings, tokenizer, vocab_size, plan.encoding.dtype, records)
+    write_manifest(work.files, plan.found.settings, tokenizer, vocab_size, plan.encoding.dtype, records)
     if tokenizer is not None:
         keep_tokenizer(work.root, tokenizer)
-    work.files.rename(folder)
+    work.files.rename(work.dataset)
     flush_folder(work.root)
     work.remove()
-    summary = read_finished(folder, plan.settings, tokenizer)
-    assert summary is not None
-    return summary
-
-
-def _settings(config: PrepareConfig, found: Input) -> dict[str, object]:
-    """What the dataset depends on besides the tokenizer."""
-    if found.token_type is None:
-        return found.settings
-    return {**found.settings, "vocab_size": config.vocab_size}  # of text it is the tokenizer's
 
 
 def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) -> Encoding:
@@ -220,13 +202,13 @@ def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) 
     )
 
 
-def _announce(plan: _Plan, folder: Path, earlier: Sequence[UnitRecord]) -> None:
+def _announce(plan: _Plan, tokenizer: Tokenizer | None, earlier: Sequence[UnitRecord]) -> None:
     """Says what begins now."""
     found = plan.found
     verb = "Encoding" if found.token_type is None else "Copying the token ids of"
-    using = "" if plan.tokenizer is None else f" with a tokenizer of {plan.tokenizer.vocab_size:,} entries"
+    using = "" if tokenizer is None else f" with a tokenizer of {tokenizer.vocab_size:,} entries"
     size = f" ({found.size / 1e6:,.1f} MB)" if found.size else ""
-    log.info("%s", f"{verb} {plan.settings['input_files']:,} files{size} into {folder}{using}.")
+    log.info("%s", f"{verb} {found.settings['input_files']:,} files{size} into {plan.work.dataset}{using}.")
     before = counts_of(earlier)
     if before.documents:
         finished = sum(record.finished for record in earlier)

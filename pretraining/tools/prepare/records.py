@@ -8,9 +8,9 @@
       files/part_000003_000000.arrow           the first token file of unit 3
       files/prepare.json                       written last; then `files` is renamed to the dataset's folder
 
-A record names a token file only once that is complete and on disk. So after a stop at any moment, the documents of a
-unit are those in the files of its record, and all that follow. prepare.json says nothing of when, where and how fast
-the dataset was made: the same input gives the same file.
+A record names a token file only once that is complete and on disk: a call that was stopped at any moment goes on behind
+the files of its records. prepare.json does not say when, where and how fast the dataset was made, so the same input
+gives the same file.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ class PrepareSummary:
     """A prepared dataset, as its prepare.json has it.
 
     Attributes:
-        folder: of the dataset, in the root that training takes as data_path; the root has the tokenizer.
-        empty_documents: of the input, without any text; they are in no file.
+        folder: in the root that training takes as data_path; the root has the tokenizer.
+        empty_documents: those without any text; they are in no file.
         characters, text_bytes: of the text, the bytes in UTF-8; 0 where the input was token ids.
         median_document_tokens: about, within 3 per cent; None where an older release made it.
-        files, token_bytes: token files and their size on disk.
         tokenizer: its hash; None where token ids came without one.
         vocab_size: every id is below it.
-        end_of_text: token that ends a document, if there is one.
     """
 
     folder: Path
@@ -69,10 +67,8 @@ class Encoding:
     """What the tokens of a unit depend on, besides its input.
 
     Attributes:
-        dtype: of a token, `uint16` or `uint32`.
         tokenizer: its hash; None where ids are taken as they are, without one.
         largest_vocabulary: every id is below it.
-        encodes_text: whether the input is text, and not token ids.
     """
 
     text_field: str
@@ -95,11 +91,9 @@ class UnitRecord:
 
     Attributes:
         key: of the unit and its encoding.
-        files: complete token files.
-        counts: up to the end of the last of them.
+        files: complete token files; `counts` goes up to the end of the last of them.
         lengths: number of documents by their tokens, a length rounded down to its five leading bits.
-        largest_token: of all written; -1 where there are none.
-        finished: whether that is everything.
+        largest_token: -1 where no token is written.
     """
 
     key: str
@@ -109,8 +103,11 @@ class UnitRecord:
     largest_token: int = -1
     finished: bool = False
 
-    def count(self, length: int) -> None:
-        """Takes a document's length into `lengths`."""
+    def count(self, length: int, largest_token: int) -> None:
+        """Counts a document that is written, of `length` tokens."""
+        self.counts.documents += 1
+        self.counts.tokens += length
+        self.largest_token = max(self.largest_token, largest_token)
         low_bits = max(length.bit_length() - 5, 0)
         rounded = length >> low_bits << low_bits
         self.lengths[rounded] = self.lengths.get(rounded, 0) + 1
@@ -121,33 +118,27 @@ class WorkFolder:
 
     def __init__(self, root: Path, dataset: str) -> None:
         self.root = root
+        self.dataset = root / dataset
         self.path = root / f".{dataset}.preparing"
         self.files = self.path / "files"
         self._units = self.path / "units"
-        self._plan = self.path / "plan.json"
+        self.plan = self.path / "plan.json"
 
     def create(self) -> None:
-        """Makes the folder if it is not there, and clear away what was half written."""
+        """Makes the folder if it is not there, and clears away what was half written."""
         for folder in (self.files, self._units):
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob("*.tmp"):
                 leftover.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes the folder with all that is in it; it was made here."""
+        """Removes the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def read_plan(self) -> dict[str, Any]:
-        """plan.json; empty where there is none that can be read."""
-        return _read_object(self._plan)
-
-    def write_plan(self, plan: dict[str, Any]) -> None:
-        """Writes plan.json."""
-        write_atomic(self._plan, json.dumps(plan))
-
-    def read_record(self, unit: Unit, key: str) -> UnitRecord:
+    def read_record(self, unit: Unit, encoding: Encoding) -> UnitRecord:
         """How far a unit is; an empty record where nothing was made of it, or of other input, or files are gone."""
-        content = _read_object(self._record(unit))
+        key = encoding.key(unit)
+        content = read_object(self._record(unit))
         if content.get("key") != key:
             return UnitRecord(key)
         files = [TokenFile(**entry) for entry in content["files"]]
@@ -175,10 +166,8 @@ def write_manifest(
     """Writes prepare.json.
 
     Args:
-        folder: with the token files in it.
         settings: what the content depends on besides the tokenizer; an equal call has equal ones.
-        tokenizer: that encoded it; None where the input was token ids of an unknown one.
-        vocab_size: every id is below it.
+        tokenizer: None where the input was token ids of an unknown one.
     """
     counts = counts_of(records)
     content = {
@@ -208,7 +197,7 @@ def counts_of(records: Sequence[UnitRecord]) -> Counts:
 
 
 def median_length(records: Sequence[UnitRecord]) -> int:
-    """The median of the documents' tokens, within 3 per cent: the middle of the range that the median lies in."""
+    """The median number of tokens a document, within 3 per cent: the middle of the range that it lies in."""
     lengths = sum((Counter(record.lengths) for record in records), Counter[int]())
     left = lengths.total()
     for length in sorted(lengths):
@@ -219,17 +208,12 @@ def median_length(records: Sequence[UnitRecord]) -> int:
 
 
 def read_summary(folder: Path) -> PrepareSummary:
-    """What a dataset's prepare.json says.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
-        DataError: it cannot be read.
-    """
+    """What a dataset's prepare.json says; a FileNotFoundError or NotADirectoryError where there is none."""
     return _read(folder)[0]
 
 
 def read_summaries(root: Path) -> list[PrepareSummary]:
-    """All datasets in a root that have a prepare.json, by name; raises as `read_summary`."""
+    """All datasets in a root that have a prepare.json, by name."""
     folders = sorted(path.parent for path in root.glob(f"*/{MANIFEST_FILE}"))
     return [read_summary(folder) for folder in folders if not folder.name.startswith(".")]
 
@@ -238,10 +222,6 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
     """The summary of a finished dataset made with the same settings; None where the folder is not there, or empty.
 
     Reads names and sizes only.
-
-    Args:
-        settings: as for `write_manifest`.
-        tokenizer: to be used; None where the root has none and none is given.
 
     Raises:
         DataError: the folder holds something else, was made with other settings, or has changed since.
@@ -296,7 +276,11 @@ def _size(path: Path) -> int | None:
 
 
 def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]]:
-    """Summary, settings and files."""
+    """Summary, settings and files that prepare.json names.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     file = folder / MANIFEST_FILE
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -323,7 +307,7 @@ def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]
         raise DataError(f"{file} cannot be read ({type(error).__name__}: {error}). {_way_out(folder)}") from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON object that was written here; empty where it is missing, or a failing disk has spoilt it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

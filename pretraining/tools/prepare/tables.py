@@ -26,11 +26,7 @@ _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_
 
 
 def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
-    """Reads the documents of a table.
-
-    Args:
-        begin: first row group (Parquet) or record batch (Arrow) to read.
-        end: the one after the last; None = to the end.
+    """Reads the documents of a table, or of its row groups (Parquet) or record batches (Arrow) from begin to end.
 
     Raises:
         DataError: the file cannot be read, has no such column, or the column holds something else.
@@ -81,11 +77,7 @@ def ranges_of_table(file: InputFile, wanted_bytes: int) -> list[tuple[int, int |
 
 
 def field_type(schema: pa.Schema, column: str, place: str) -> pa.DataType:
-    """The type of a column.
-
-    Raises:
-        DataError: there is none of that name, or several.
-    """
+    """The type of a column; a DataError where none or several have that name."""
     if schema.names.count(column) != 1:
         columns = ", ".join(f"{field.name!r} ({field.type})" for field in schema) or "none"
         count = "several columns" if column in schema.names else "no column"
@@ -97,11 +89,7 @@ def field_type(schema: pa.Schema, column: str, place: str) -> pa.DataType:
 
 
 def token_type(kind: pa.DataType, column: str, place: str) -> pa.DataType | None:
-    """The type of the token ids in a column; None where it holds text.
-
-    Raises:
-        DataError: it holds neither.
-    """
+    """The type of the token ids in a column; None where it holds text; a DataError where it holds neither."""
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if any(is_text(value) for is_text in _TEXT_TYPES) or pa.types.is_null(kind):
         return None
@@ -119,8 +107,8 @@ def pieces_of_rows(rows: pa.Array, column: str, place: str, first_row: int, byte
 
     Args:
         place: what the rows are of, for messages.
-        first_row: number of the first one.
-        bytes_read: bytes on disk that the rows stand for.
+        first_row: its number there.
+        bytes_read: size of the rows on disk.
 
     Raises:
         DataError: a row is no text, or has missing tokens.

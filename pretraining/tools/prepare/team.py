@@ -9,8 +9,8 @@
     removes the folder
 
 What an earlier job left in the folder is never taken for this one's: a process goes on only after rank 0 has named it,
-and by then rank 0 has cleared the folder. No network is used, so that it works wherever the output can be written, and
-no clock but the own one is trusted.
+and by then rank 0 has cleared the folder. No network is used: it works wherever the output can be written. Only the own
+clock is trusted.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ SILENT_SECONDS = 300.0
 
 
 class Team:
-    """This process among those of its job; a context, in which they have found each other.
-
-    Attributes:
-        rank: number of this process; 0 leads.
-        size: processes of the job. One alone needs no folder.
-    """
+    """This process among the `size` of its job; a context, in which they have found each other. One needs no folder."""
 
     def __init__(self, folder: Path, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rank = rank
@@ -53,6 +48,7 @@ class Team:
         self._folder = folder
         self._clock = clock
         self._checked = self._listened = clock()
+        self._is_together = False  # before that, failures may be an earlier job's
         self._heard: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
 
@@ -63,6 +59,7 @@ class Team:
                 self._gather()
             else:
                 self._join()
+            self._is_together = True
             threading.Thread(target=self._keep_heartbeat, daemon=True).start()
         return self
 
@@ -81,16 +78,12 @@ class Team:
             self._ended.set()
 
     def publish(self, name: str, content: Any) -> None:
-        """Rank 0: hand something to the others, who `receive` it; JSON."""
+        """Rank 0: hands something that JSON can say to the others, who `receive` it."""
         if self.size > 1:
             write_atomic(self._folder / f"{name}.json", json.dumps(content))
 
     def receive(self, name: str) -> Any:
-        """Others: wait for what rank 0 publishes.
-
-        Raises:
-            DataError: another process has failed.
-        """
+        """Others: wait for what rank 0 publishes."""
         path = self._folder / f"{name}.json"
         self.wait(path.exists, lambda: f"rank 0: {name}")
         return json.loads(path.read_text(encoding="utf-8"))
@@ -99,27 +92,25 @@ class Team:
         """Waits until something is ready, and says now and then for what.
 
         Raises:
-            DataError: another process has failed.
+            DataError: another process has failed; or the others have not come in time.
         """
-        self._wait(ready, what, self._look_after_others)
-
-    def _wait(self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None]) -> None:
-        noted = self._clock()
+        began = noted = self._clock()
         while not ready():
-            check()
+            self.check()
             now = self._clock()
+            if not self._is_together and now - began > JOIN_SECONDS:
+                raise DataError(
+                    f"rank {self.rank} waited {JOIN_SECONDS:.0f} s for {what()}, in vain. Start all {self.size} "
+                    "processes together; --output_path must name a folder that all machines see"
+                )
             if now - noted > NOTE_SECONDS:
                 noted = now
                 log.warning("waits for %s (in %s)", what(), self._folder)
             time.sleep(POLL_SECONDS)
 
     def check(self) -> None:
-        """Looks whether another process has failed, at most every `POLL_SECONDS`; cheap enough to be called often.
-
-        Raises:
-            DataError: one has.
-        """
-        if self.size > 1 and self._clock() - self._checked > POLL_SECONDS:
+        """Raises a DataError if another process has failed; looks every `POLL_SECONDS`, so it may be called often."""
+        if self._is_together and self._clock() - self._checked >= POLL_SECONDS:
             self._checked = self._clock()
             self._look_after_others()
 
@@ -132,11 +123,11 @@ class Team:
         def missing() -> list[int]:
             return sorted({*range(1, self.size)}.difference(self._present()))
 
-        self._wait_to_begin(lambda: not missing(), lambda: f"ranks {_listed(missing())} to begin")
+        self.wait(lambda: not missing(), lambda: f"ranks {_listed(missing())} to begin")
         self.publish("joined", {rank: self._member(rank).read_text() for rank in range(1, self.size)})
 
     def _join(self) -> None:
-        """Others: write a name of their own, again where rank 0 cleared it away, until rank 0 has seen it."""
+        """Others: writes a name of its own, again if rank 0 has cleared it away, until rank 0 has seen it."""
         name = f"{platform.node()} {os.getpid()} {time.time_ns()}"
         joined = self._folder / "joined.json"
 
@@ -148,28 +139,15 @@ class Team:
                     write_atomic(self._member(self.rank), name)
             return False
 
-        self._wait_to_begin(is_named, lambda: "rank 0 to begin")
-
-    def _wait_to_begin(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Waits without looking for failures, which may be an earlier job's, but not for ever."""
-        began = self._clock()
-
-        def check() -> None:
-            if self._clock() - began > JOIN_SECONDS:
-                raise DataError(
-                    f"rank {self.rank} waited {JOIN_SECONDS:.0f} s for {what()}, in vain. Start all {self.size} "
-                    "processes together; --output_path must name a folder that all machines see"
-                )
-
-        self._wait(ready, what, check)
+        self.wait(is_named, lambda: "rank 0 to begin")
 
     def _fail(self, error: BaseException) -> None:
         """Tells the others, unless one of them told us."""
+        text = f"{type(error).__name__}: {error}"
         if isinstance(error, PretrainError):
             if error.is_everywhere:
                 return
-            error.rank = self.rank or None
-        text = str(error) if isinstance(error, PretrainError) else f"{type(error).__name__}: {error}"
+            error.rank, text = self.rank or None, str(error)
         if self._folder.is_dir():
             write_atomic(self._folder / f"failed_{self.rank}", text)
 

@@ -1,7 +1,7 @@
 """Text files and JSON lines as pieces, unpacked on the way.
 
-A piece is what every reader hands on: a document, or a part of a long one. A text longer than half a million
-characters comes in several pieces, so that one of any size passes through a bounded amount of memory.
+A piece is a document, or a part of a long one. A text longer than half a million characters comes in several pieces, so
+that a text of any length takes a bounded amount of memory.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ class Piece(NamedTuple):
 
 
 def read_text(file: InputFile) -> Iterator[Piece]:
-    """Reads a file as one document.
-
-    Raises:
-        DataError: the file cannot be read or unpacked, or is not UTF-8; says where.
-    """
+    """Reads a file as one document; a DataError says where it cannot be read or unpacked, or is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     text, unpacked, begun = "", 0, False
     try:
@@ -80,11 +76,10 @@ def read_text(file: InputFile) -> Iterator[Piece]:
 
 
 def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
-    """Reads a file with a document a line, and skip blank lines.
+    """Reads a file with a document a line; blank lines are skipped.
 
     Args:
-        text_field: key of the text in the objects.
-        begin: read the lines that begin at this byte or later; 0 where the file is compressed.
+        begin: the lines that begin at this byte or later are read; 0 where the file is compressed.
         end: and before this one; None = to the end.
 
     Raises:

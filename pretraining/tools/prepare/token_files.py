@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -31,10 +30,9 @@ class Counts:
     """How much was read and written.
 
     Attributes:
-        documents, tokens: written.
         empty_documents: without any text; they are not written.
         characters, text_bytes: of the text encoded; the bytes in UTF-8.
-        input_bytes: of the input on disk, read for it.
+        input_bytes: on disk, read for it.
     """
 
     documents: int = 0
@@ -43,6 +41,13 @@ class Counts:
     characters: int = 0
     text_bytes: int = 0
     input_bytes: int = 0
+
+    def add_input(self, content: str | np.ndarray, bytes_read: int) -> None:
+        """Counts a piece of the input; of token ids there is no text."""
+        self.input_bytes += bytes_read
+        if isinstance(content, str):
+            self.characters += len(content)
+            self.text_bytes += len(content) if content.isascii() else len(content.encode("utf-8"))
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -68,12 +73,8 @@ class TokenWriter:
     It is a context: leaving it finishes the last file, or removes it after an error.
 
     Args:
-        dtype: of a token, uint16 or uint32.
         tokens_per_file: a file is finished once it holds this many.
-        files: finished earlier, with the same prefix; numbering goes on behind them.
-
-    Attributes:
-        files: those finished.
+        files: finished earlier, with the same prefix; those finished here are added to the list.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class TokenWriter:
         dtype: np.dtype,
         tokens_per_file: int,
         prefix: str = "part_",
-        files: Sequence[TokenFile] = (),
+        files: list[TokenFile] | None = None,
     ) -> None:
-        self.files: list[TokenFile] = list(files)
+        self.files: list[TokenFile] = [] if files is None else files
         self._folder = folder
         self._dtype = dtype
         self._tokens_per_file = tokens_per_file
@@ -92,7 +93,6 @@ class TokenWriter:
         self._schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(dtype)))])
         # Of this writer alone: a worker may outlive its killed parent for a moment.
         self._temporary = folder / f".{prefix}{secrets.token_hex(4)}.tmp"
-        self._sink: pa.OSFile | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
         self._file_documents = self._file_tokens = 0
         self._pending: list[np.ndarray] = []
@@ -102,8 +102,7 @@ class TokenWriter:
         """Adds a document, ids [T] of the writer's type; returns whether this finished a file."""
         assert len(tokens) <= LARGEST_DOCUMENT_TOKENS and tokens.dtype == self._dtype
         if self._writer is None:
-            self._sink = pa.OSFile(str(self._temporary), "wb")
-            self._writer = pa.ipc.new_file(self._sink, self._schema)
+            self._writer = pa.ipc.new_file(str(self._temporary), self._schema)
         self._pending.append(tokens)
         self._pending_tokens += len(tokens)
         self._file_documents += 1
@@ -122,8 +121,7 @@ class TokenWriter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._finish_file()
-        elif self._sink is not None:
-            self._sink.close()
+        else:
             self._temporary.unlink(missing_ok=True)
 
     def _flush(self) -> None:
@@ -138,11 +136,10 @@ class TokenWriter:
 
     def _finish_file(self) -> None:
         """Closes the current file, flushes it to disk and gives it its name."""
-        if self._writer is None or self._sink is None:
+        if self._writer is None:
             return
         self._flush()
         self._writer.close()
-        self._sink.close()
         with self._temporary.open("rb+") as written:
             os.fsync(written.fileno())
         checksum, size = file_checksum(self._temporary)
@@ -150,7 +147,7 @@ class TokenWriter:
         self._temporary.replace(self._folder / name)
         flush_folder(self._folder)
         self.files.append(TokenFile(name, self._file_documents, self._file_tokens, size, checksum))
-        self._sink = self._writer = None
+        self._writer = None
         self._file_documents = self._file_tokens = 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +18,7 @@ import pyarrow as pa
 from pretraining.config.commands import PrepareConfig
 from pretraining.errors import DataError
 from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
-from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files, standard_library_files
+from pretraining.tools.prepare.inputs import InputFile, even_cuts, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
 from pretraining.tools.prepare.text import Piece, read_lines, read_text
 
@@ -29,13 +28,12 @@ UNIT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or a range of one.
+    """A file or a split of a Hugging Face dataset, or a range of it.
 
     Attributes:
-        source: the file; or a split of a Hugging Face dataset.
         begin: byte (JSON lines), row group (Parquet), record batch (Arrow), shard or row (Hugging Face).
         end: the one after the last; None = to the end.
-        size: bytes on disk that it stands for; 0 where that is unknown.
+        size: bytes on disk; 0 where that is unknown.
         version: of the source, where name and size do not tell.
     """
 
@@ -76,9 +74,8 @@ class Input:
     """Everything that is to be read.
 
     Attributes:
-        size: bytes on disk.
-        token_type: type of the token ids that it holds; None where it holds text.
-        settings: what it is recognised by, for prepare.json.
+        token_type: of the token ids that it holds; None where it holds text.
+        settings: what the dataset depends on besides the tokenizer, for prepare.json.
     """
 
     units: tuple[Unit, ...]
@@ -108,22 +105,20 @@ def find_input(config: PrepareConfig) -> Input:
         count, recognised_by = len(files), fingerprint([(file.name, file.size) for file in files])
         has_fields = any(file.kind != "text" for file in files)
     size = sum(part.size for part in parts)
-    settings = {
+    settings: dict[str, Any] = {
         "input_files": count,
         "input_bytes": size,
         "input_fingerprint": recognised_by,
         "text_field": column if has_fields else None,
         "tokens_per_file": config.tokens_per_file,
     }
+    if tokens is not None:
+        settings["vocab_size"] = config.vocab_size  # of text it is the tokenizer's
     return Input(tuple(cut_units(parts)), size, tokens, settings)
 
 
 def read_part(part: Part, text_field: str) -> Iterator[Piece]:
-    """Reads the documents of a part.
-
-    Raises:
-        DataError: it cannot be read; says where.
-    """
+    """Reads the documents of a part; a DataError says where it cannot be read."""
     source = part.source
     if isinstance(source, HubSplit):
         assert part.end is not None
@@ -136,7 +131,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Piece]:
 
 
 def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
-    """Puts parts that follow each other together, as long as they fit into a unit; what has no known size is one."""
+    """Puts neighbouring parts together as long as they fit into a unit; a part of unknown size is a unit by itself."""
     number, together, size = 0, list[Part](), 0
     for part in parts:
         is_unknown = part.size == 0 and isinstance(part.source, HubSplit)
@@ -153,16 +148,15 @@ def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
 def _parts_of(file: InputFile) -> list[Part]:
     """A file as a whole, or in ranges where it is large and can be cut."""
     if file.size > UNIT_BYTES and file.kind == "lines" and file.compression is None:
-        ranges = -(-file.size // UNIT_BYTES)
-        cuts = [file.size * i // ranges for i in range(ranges + 1)]
-        return [Part(file, begin, end, end - begin) for begin, end in pairwise(cuts)]
+        cuts = even_cuts(file.size, -(-file.size // UNIT_BYTES))
+        return [Part(file, begin, end, end - begin) for begin, end in cuts]
     if file.size > UNIT_BYTES and file.kind in ("parquet", "arrow"):
         return [Part(file, *bounds) for bounds in ranges_of_table(file, UNIT_BYTES)]
     return [Part(file, 0, None, file.size)]
 
 
 def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
-    """The type of the token ids in the files; None where they hold text. Only the first table is looked at."""
+    """The type of the token ids in the files, from the first table; None where they hold text."""
     tables = [file for file in files if file.kind in ("parquet", "arrow")]
     tokens = token_type(column_type(tables[0], column), column, str(tables[0].path)) if tables else None
     texts = [file for file in files if file.kind in ("text", "lines")]

@@ -5,6 +5,7 @@ All datasets of a root share it; once it is there it is used and never replaced.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +15,8 @@ from pathlib import Path
 from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.tools.prepare.records import WorkFolder, read_summaries
+from pretraining.files import write_atomic
+from pretraining.tools.prepare.records import WorkFolder, read_object, read_summaries
 from pretraining.tools.prepare.text import PIECE_CHARACTERS
 from pretraining.tools.prepare.units import Input, read_part
 
@@ -67,7 +69,7 @@ def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> 
             "one: give that by --tokenizer_path, or another --output_path"
         )
     trained_on = {"vocab_size": wanted, **found.settings}
-    plan = work.read_plan()
+    plan = read_object(work.plan)
     if plan.get("trained_on") == trained_on:
         with suppress(DataError):
             earlier = load_tokenizer(work.path)
@@ -84,16 +86,12 @@ def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> 
         )
     work.create()
     tokenizer.save(work.path)
-    work.write_plan({"trained_on": trained_on, "tokenizer": tokenizer.sha256})
+    write_atomic(work.plan, json.dumps({"trained_on": trained_on, "tokenizer": tokenizer.sha256}))
     return tokenizer
 
 
 def keep_tokenizer(root: Path, tokenizer: Tokenizer) -> None:
-    """Makes a tokenizer that of a root.
-
-    Raises:
-        DataError: there is another one by now.
-    """
+    """Puts a tokenizer into a root, unless another one has come there: that is a DataError."""
     if not (root / TOKENIZER_FILE).exists():
         tokenizer.save(root)
     elif load_tokenizer(root).sha256 != tokenizer.sha256:

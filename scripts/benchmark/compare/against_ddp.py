@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.fsdp import MicroBatchSync
-from pretraining.distributed.grad_norm import clip_gradients, local_gradients
+from pretraining.distributed.fsdp import MicroBatchSync, clip_gradients, local_gradients
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes

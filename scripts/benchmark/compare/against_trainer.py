@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-from pretraining.config.batch import plan_batch
+from pretraining.config.batch_plan import plan_batch
 from pretraining.config.training import ALL_BLOCKS, TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype

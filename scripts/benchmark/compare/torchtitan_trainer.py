@@ -18,7 +18,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.train import Trainer
 
-from pretraining.config.batch import plan_batch
+from pretraining.config.batch_plan import plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype

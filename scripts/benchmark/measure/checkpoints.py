@@ -35,10 +35,9 @@ from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.start_point import find_checkpoint
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import resolve_shape
+from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
-from pretraining.model.flops import parameter_count
 from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer

@@ -24,11 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import MicroBatch
-from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
 from scripts.benchmark.common import ROOT, Number, announce, flag_parser, markdown_table, spread
 from scripts.benchmark.documents import (

@@ -17,7 +17,6 @@ from collections.abc import Generator
 from contextlib import closing, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from pretraining.data.batch import StepBatch
 from pretraining.observability.profiler import STEPS_OF_A_PROFILE, Profiler
@@ -58,9 +57,7 @@ class TimedProfiler(Profiler):
         self._profiler.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._profiler.__exit__(kind, error, traceback)
 
     def paced(self, batches: Generator[StepBatch, None, None]) -> Generator[StepBatch, None, None]:

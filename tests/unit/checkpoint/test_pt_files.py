@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_full_form
 
 from pretraining.checkpoint import pt_files
+from pretraining.checkpoint.headers import load_file, read_header
 from pretraining.checkpoint.manifest import (
     FULL_FILES,
     ITERATION_FILE,
@@ -23,7 +24,7 @@ from pretraining.checkpoint.manifest import (
     OPTIMIZER_FILE,
     FileEntry,
 )
-from pretraining.checkpoint.pt_files import FullSave, load_file, manifest_of_files, write_file
+from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_file
 from pretraining.checkpoint.reader import TensorFiles, file_entry
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.recipes import settings_in
@@ -97,9 +98,9 @@ def test_a_file_written_tensor_by_tensor_is_a_sound_archive(
         assert content["plain"] == [1, "two"] and content.keys() == {*tensors, "plain"}
         assert all(torch.equal(content[name], tensor) for name, tensor in tensors.items())
     with pytest.raises(CheckpointError, match="plain is no tensor"):
-        pt_files.read_header(path)
+        read_header(path)
     write_file(path, kinds_of(tensors), dict, iter(tensors.values()))
-    ours = TensorFiles(path.parent, {path.name: None}, pt_files.read_header)
+    ours = TensorFiles(path.parent, {path.name: None})
     assert all(torch.equal(ours.read(name), tensor) for name, tensor in tensors.items())
 
 
@@ -146,7 +147,7 @@ def test_parts_are_read_from_the_files(tmp_path: Path) -> None:
     source = opened(tmp_path / "c")
     assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     name = "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight"
-    assert source.dtype(name) == torch.float32
+    assert source.read(name).dtype == torch.float32
     assert torch.equal(source.read(name, Chunk((3, 1), (4, 2))), tensors[name][3:7, 1:3])
     assert torch.equal(source.read(name), tensors[name])
 
@@ -154,7 +155,7 @@ def test_parts_are_read_from_the_files(tmp_path: Path) -> None:
 def test_a_tensor_whose_elements_do_not_lie_in_a_row_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.randn(4, 3).T}, tmp_path / MODEL_FILE)
     with pytest.raises(CheckpointError, match="a is no tensor whose elements lie in a row"):
-        pt_files.read_header(tmp_path / MODEL_FILE)
+        read_header(tmp_path / MODEL_FILE)
 
 
 class Payload:
@@ -205,7 +206,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 def opened(folder: Path, entries: Mapping[str, FileEntry] | None = None) -> TensorFiles:
     """The tensors of the four files, which are compared if their entries are known."""
-    return TensorFiles(folder, entries or dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE)), pt_files.read_header)
+    return TensorFiles(folder, entries or dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE)))
 
 
 def test_the_files_alone_say_where_the_run_was(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import errno
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
-from pretraining.checkpoint import reader, writer
-from pretraining.checkpoint.manifest import FileEntry, read_document
-from pretraining.checkpoint.reader import Header, TensorFiles, check_files, file_entry, load_tensors, share_of_files
+from pretraining.checkpoint import headers, reader, writer
+from pretraining.checkpoint.headers import Header
+from pretraining.checkpoint.manifest import FileEntry
+from pretraining.checkpoint.reader import TensorFiles, check_files, file_entry, load_tensors, share_of_files
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
+from pretraining.distributed import processes
 from pretraining.errors import CheckpointError, DamagedError
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -57,7 +60,7 @@ def test_any_part_is_read_from_any_pieces(
     folder = tmp_path_factory.mktemp("pieces")
     tensors = {"a": torch.randn(7, 5, 3), "b": torch.randn(9).bfloat16()}
     source = TensorFiles(folder, dict.fromkeys(write_pieces(folder, tensors, rows)))
-    assert source.shapes() == {"a": (7, 5, 3), "b": (9,)} and source.dtype("b") == torch.bfloat16
+    assert source.shapes() == {"a": (7, 5, 3), "b": (9,)} and source.read("b").dtype == torch.bfloat16
     for name, tensor in tensors.items():
         assert torch.equal(source.read(name), tensor)
         box = data.draw(boxes(tuple(tensor.shape)))
@@ -120,12 +123,12 @@ def test_tensors_are_converted_where_that_is_asked_for_and_what_does_not_fit_is_
     values = torch.randn(8, 2)
     files = dict.fromkeys(write_pieces(tmp_path, {"a": values.bfloat16()}, 3))
     target = torch.zeros(8, 2)
-    load_tensors(tmp_path, files, {"a": target}, converts=True)
+    load_tensors(tmp_path, files, {"a": target})
     assert torch.equal(target, values.bfloat16().float())
     with pytest.raises(CheckpointError, match=r"of b it holds nothing, and 1 x torch\.float32 in 1 dims are needed"):
-        load_tensors(tmp_path, files, {"b": torch.zeros(1)}, converts=True)
+        load_tensors(tmp_path, files, {"b": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"a cannot be loaded: it has the shape \(8, 2\), not \(2, 8\)"):
-        load_tensors(tmp_path, files, {"a": torch.zeros(2, 8)}, converts=True)
+        load_tensors(tmp_path, files, {"a": torch.zeros(2, 8)})
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -211,6 +214,20 @@ def test_every_damaged_file_is_named_once(two_files: Path) -> None:
             flip_byte(shard, place)
 
 
+def test_what_one_rank_alone_finds_wrong_is_an_error(two_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = processes.gather_from_every_rank
+
+    def with_another_rank(function: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        (own,) = gather(function)
+        others = {name: f"{name} is damaged" for name, fault in own.items() if fault is None}
+        return [others, own] if others else [own]
+
+    monkeypatch.setattr(reader, "gather_from_every_rank", with_another_rank)
+    with pytest.raises(DamagedError) as raised:
+        load(two_files, tensors(0.0))
+    assert str(raised.value).count(" is damaged") == 2
+
+
 def test_a_file_that_is_shorter_than_it_was_is_damaged(two_files: Path) -> None:
     shard = shards_of(two_files)[0]
     size = shard.stat().st_size
@@ -242,14 +259,15 @@ def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_fi
         load(folder, {**tensors(0.0), name: value})
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, 5)
 
     def unreadable(path: Path) -> Header:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
+    monkeypatch.setattr(headers, "_safetensors_header", unreadable)
     with pytest.raises(CheckpointError, match=r"safetensors cannot be read: Permission denied"):
-        load_tensors(folder, read_document(folder).files, tensors(0.0), read_header=unreadable)
+        load(folder, tensors(0.0))
 
 
 def failing(times: int) -> object:

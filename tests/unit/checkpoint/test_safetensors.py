@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pretraining.checkpoint import reader, writer
-from pretraining.checkpoint.reader import ReadItem, file_entry, read_chunk, read_header
+from pretraining.checkpoint.headers import read_header
+from pretraining.checkpoint.reader import ReadItem, file_entry, read_chunk
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.errors import CheckpointError
 

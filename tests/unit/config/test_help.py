@@ -12,11 +12,13 @@ import pytest
 
 from pretraining.config.assignments import ALIASES
 from pretraining.config.fields import required, sections_of, setting, settings_of
-from pretraining.config.help import configurations_page, help_text
+from pretraining.config.help import help_text, with_new_tables
+from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 
 ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "configurations.md").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -32,24 +34,25 @@ class Small:
 
 
 def test_docs_are_current() -> None:
-    page = (ROOT / "docs" / "configurations.md").read_text(encoding="utf-8")
-    command = "python -m pretraining.config.help > docs/configurations.md"
-    assert page == configurations_page() + "\n", f"run `{command}`"
+    command = "python -m pretraining.config.help docs/configurations.md"
+    assert with_new_tables(PAGE) == PAGE, f"run `{command}`"
 
 
-def test_the_module_prints_the_page() -> None:
-    command = [sys.executable, "-m", "pretraining.config.help"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout == configurations_page() + "\n"
+def test_the_module_makes_the_tables_again_and_leaves_the_text_above_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.partition("## Settings")[0], encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "pretraining.config.help", str(page)], cwd=ROOT, check=True)
+    assert page.read_text(encoding="utf-8") == PAGE
 
 
-def test_the_page_names_every_setting_variant_and_alias() -> None:
-    page = configurations_page()
+def test_the_page_names_every_setting_variant_alias_and_recipe() -> None:
     for name in (*settings_of(TrainConfig), *ALIASES):
-        assert f"| `{name}` |" in page
+        assert f"| `{name}` |" in PAGE
     for variant in VARIANTS:
-        assert f"| {variant} |" in page
+        assert f"| {variant} |" in PAGE
     for section in sections_of(TrainConfig):
-        assert f"### {section}\n" in page
+        assert f"### {section}\n" in PAGE
+    assert f"shipped recipes: {', '.join(f'`{name}`' for name in shipped_recipes())}." in PAGE
 
 
 def test_help_explains_every_flag() -> None:

@@ -16,8 +16,9 @@ import numpy as np
 from unit.data.token_files import opened, plan, rows, write_documents
 
 from pretraining.config.training import DataConfig
-from pretraining.data.dataset import SplitName, build_loader
+from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
+from pretraining.data.samples import SplitName
 
 FILES = {"web": ("b.arrow", "a/z.arrow", "a.arrow"), "code": ("x.arrow",), "books": ("é.arrow", "Z.arrow")}
 STEPS = (0, 1, 2, 50, 10**4, 10**9)

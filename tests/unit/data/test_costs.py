@@ -15,7 +15,8 @@ import pytest
 from unit.data.token_files import opened, plan, write_documents
 
 from pretraining.config.training import DataConfig
-from pretraining.data.dataset import OpenedDatasets, build_loader
+from pretraining.data.dataset import build_loader
+from pretraining.data.samples import OpenedDatasets
 from pretraining.data.sampling.token_stream import order_cache
 from pretraining.data.storage.document_reader import open_files
 from pretraining.data.storage.index import Split

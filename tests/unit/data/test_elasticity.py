@@ -20,7 +20,8 @@ from unit.data.token_files import make_root, opened, plan, rows
 
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import IGNORED_LABEL
-from pretraining.data.dataset import OpenedDatasets, build_loader
+from pretraining.data.dataset import build_loader
+from pretraining.data.samples import OpenedDatasets
 
 STEPS, BATCH = 24, 11
 RANKS, WORKERS = (1, 2, 3, 4, 6, 7, 8), (0, 1, 2, 5)

@@ -91,7 +91,7 @@ def test_every_document_is_trained_on_once_a_pass(root: Path) -> None:
 
 
 def test_without_names_the_folders_of_data_path_are_the_datasets_and_meta_is_none(root: Path) -> None:
-    (dataset,) = list_datasets(DataConfig(data_path=str(root))).datasets
+    (dataset,) = list_datasets(DataConfig(data_path=str(root)))
     assert dataset.name == "lang=en" and len(dataset.paths) == 4
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from unit.data.token_files import opened, plan, write_documents
 
 from pretraining.config.training import DataConfig
-from pretraining.data.dataset import SplitName, build_loader
+from pretraining.data.dataset import build_loader
+from pretraining.data.samples import SplitName
 
 FILES = ("a.arrow", "b/c.arrow", "m.arrow", "z.arrow")
 Place = tuple[str, str, int]  # dataset, file, row

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pretraining.config.batch import BatchPlan
+from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
-from pretraining.data.dataset import OpenedDatasets, build_indices, build_loader, open_datasets
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
 
 

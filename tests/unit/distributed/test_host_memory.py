@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from pretraining.distributed import host_memory
+from pretraining.distributed.processes import keep_freed_memory
 
 # Blocks of more than 2 GiB are not written: the system hands out pages when they are.
 PROGRAM = """
 import resource
 import torch
-from pretraining.distributed.host_memory import keep_freed_memory
+from pretraining.distributed.processes import keep_freed_memory
 
 def pages_taken_from_the_system():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -53,10 +53,10 @@ def test_freed_blocks_are_taken_again_without_asking_the_system_unless_the_user_
 def test_an_allocator_that_the_user_has_set_up_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"MALLOC_{name}_", "131072")
     monkeypatch.setattr(ctypes, "CDLL", lambda library: pytest.fail("it was asked"))
-    assert not host_memory.keep_freed_memory()
+    assert not keep_freed_memory()
 
 
 def test_a_system_without_glibc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda library: object())
-    assert not host_memory.keep_freed_memory()
+    assert not keep_freed_memory()

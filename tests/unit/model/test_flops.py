@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretraining.config.variants import VARIANTS, LlamaShape
+from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count
 from pretraining.model.flops import (
     flops_per_token,
     matmul_parameters,
-    parameter_count,
     recomputed_flops_per_token,
 )
 from pretraining.model.llama import Llama

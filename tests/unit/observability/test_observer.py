@@ -56,9 +56,10 @@ def observe(
     recomputed_share: float = 0.0,
 ) -> Observer:
     """Observes steps of 10 tokens and 2 seconds with the given mean losses."""
+    state = TrainState(len(losses), len(losses), 10, Progress(0, 0))
     observer = Observer(
+        state=state,
         interval=Interval(Duration(every, "steps"), None),
-        total_steps=len(losses),
         flops_per_token=lambda span: span * 1e11,
         recomputed_flops_per_token=lambda span: span * recomputed_share * 1e11,
         peak_tflops=20.0,
@@ -68,7 +69,6 @@ def observe(
         trackers=Trackers({"recorder": recorder}),
         stragglers=StragglerWatch(None, Activity()),
     )
-    state = TrainState(len(losses), len(losses), 10, Progress(0, 0))
     with observer:
         for index, loss in enumerate(losses):
             recorder.now += 2.0

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.observability.trace_events import divide_time, length, subtract, unite
+from pretraining.observability.trace_events import divide_time
 
 WINDOW = (0.0, 40.0)
 spans = st.lists(st.tuples(st.integers(-5, 45), st.integers(0, 9)).map(lambda at: (at[0], at[0] + at[1])), max_size=8)
@@ -13,16 +13,6 @@ spans = st.lists(st.tuples(st.integers(-5, 45), st.integers(0, 9)).map(lambda at
 def moments(stretches: list[tuple[float, float]]) -> set[int]:
     """The whole microseconds that spans of whole numbers cover inside the window."""
     return {moment for start, end in stretches for moment in range(int(start), int(end)) if 0 <= moment < 40}
-
-
-@given(spans, spans)
-def test_united_and_subtracted_spans_cover_the_moments_that_sets_would(
-    ones: list[tuple[float, float]], others: list[tuple[float, float]]
-) -> None:
-    united, excluded = unite(ones, WINDOW), unite(others, WINDOW)
-    assert moments(united) == moments(ones) and length(united) == len(moments(ones))
-    left = subtract(united, excluded)
-    assert moments(left) == moments(ones) - moments(others) and length(left) == len(moments(left))
 
 
 @given(spans, spans, spans)

@@ -22,7 +22,6 @@ from unit.checkpoint.checkpoint_files import (
     write_sharded,
 )
 
-from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, read_manifest
 from pretraining.checkpoint.reader import TensorFiles, file_entry
 from pretraining.config.commands import ExportConfig
@@ -196,7 +195,7 @@ def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
     run_export(tmp_path, format="full")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*FULL_FILES, MANIFEST}
     manifest = read_manifest(tmp_path / "out")
-    source = TensorFiles(tmp_path / "out", manifest.files, pt_files.read_header)
+    source = TensorFiles(tmp_path / "out", manifest.files)
     assert source.shapes().keys() == tensors.keys()
     assert all(torch.equal(source.read(name), value) for name, value in tensors.items())
     original = read_manifest(tmp_path / "run" / "checkpoints" / "step_3_ckp")

@@ -236,9 +236,9 @@ def test_progress_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO, "pretraining")
     times = iter([0.0, LINE_INTERVAL_SECONDS / 2, LINE_INTERVAL_SECONDS])
     progress = verify_module._Progress(3 * 10**9, clock=lambda: next(times))
-    progress.add(10**9)
+    progress.add(verify_module.FileReport(bytes=10**9))
     assert not caplog.messages
-    progress.add(5 * 10**8)
+    progress.add(verify_module.FileReport(bytes=5 * 10**8))
     assert caplog.messages == ["verifying: 50% of 3.00 GB, 100 MB/s"]
 
 

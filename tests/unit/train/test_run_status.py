@@ -130,7 +130,7 @@ def test_other_ranks_write_nothing_and_neither_does_a_start_that_never_began(tmp
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CheckpointError, match="cannot be written"):
         StatusKeeper(2, is_writer=True).begin(tmp_path / "missing", 0)
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
         (run / STATUS_FILE).unlink()
         run.rmdir()
         raise ValueError("what matters")
-    assert "run_status.json cannot be written" in capsys.readouterr().err
+    assert "run_status.json cannot be written" in caplog.text
 
 
 def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: Path) -> None:

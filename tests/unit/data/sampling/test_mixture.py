@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pretraining.data.sampling import mixture
-from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, WeightTree, integer_weights
+from pretraining.data.sampling.mixture import Mixture, Phase, WeightTree, integer_weights
 from pretraining.errors import ConfigError
 
 WEIGHTS = st.lists(st.one_of(st.just(0), st.integers(1, 10), st.integers(1, 10**9)), min_size=1, max_size=40).filter(
@@ -134,7 +134,7 @@ def test_weights_that_are_all_zero_are_refused() -> None:
 
 def test_a_phase_goes_on_where_the_one_before_ended() -> None:
     first = Phase.first(4, {"a": 1, "b": 1})
-    second = first.followed_by(5, 6, {"a": 3, "c": 1}, Skipped())
+    second = Mixture([first]).phase_from(5, Phase.first(6, {"a": 3, "c": 1}))
     assert second == Phase(5, 20, 6, {"a": 3, "c": 1}, {"a": 10, "b": 10, "c": 0})
     both = Mixture([first, second])
     assert both.names == ("a", "b", "c")
@@ -155,7 +155,7 @@ def test_through_any_phases_each_dataset_is_consumed_in_order_and_within_two_sam
     step = 0
     for steps, batch, weights in wanted:
         phases.append(
-            phases[-1].followed_by(step, batch, weights, Skipped()) if phases else Phase.first(batch, weights)
+            Mixture(phases).phase_from(step, Phase.first(batch, weights)) if phases else Phase.first(batch, weights)
         )
         step += steps
     mixture, ends = Mixture(phases), [*(phase.first_step for phase in phases[1:]), step]

@@ -19,7 +19,8 @@ from unit.data.token_files import loader, make_root, opened, plan, random_docume
 from pretraining.config.fields import settings_of
 from pretraining.config.training import DataConfig, Packing, TrainConfig
 from pretraining.data.batch import IGNORED_LABEL
-from pretraining.data.dataset import SplitName, build_loader
+from pretraining.data.dataset import build_loader
+from pretraining.data.samples import SplitName
 from pretraining.data.sampling.packing import PACKINGS, BinCache, PackedStream, bin_cache, cut_blocks, pack_block
 from pretraining.data.sampling.token_stream import Lengths, Spans, order_cache
 from pretraining.data.storage.index import BLOCK_DOCUMENTS

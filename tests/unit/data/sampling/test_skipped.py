@@ -44,7 +44,7 @@ def test_ranges_are_sets_of_samples(
 def skipping_loader(weights: dict[str, int], batch: int, skip: list[tuple[int, int]]) -> Loader:
     made = numbers_loader(weights, batch)
     state = made.state_dict()
-    made._order_of_new_run["skipped"] = [list(each) for each in skip]  # as build_loader describes it
+    made._new_run.order["skipped"] = [list(each) for each in skip]  # as build_loader describes it
     made.load_state_dict(state)
     return made
 
@@ -111,7 +111,7 @@ def test_other_samples_keep_their_datasets_and_numbers() -> None:
     assert len(after) == 60 and not after.keys() & {*range(7, 12), *range(25, 45)}
     assert all(before[sample] == place for sample, place in after.items() if sample in before)
     taken = list(skipping.taken(0, 6))
-    assert sum(end - begin for stretch in taken for begin, end in stretch.values()) == 60 and len(taken) == 3
+    assert sum(end - begin for _, ranges in taken for begin, end in ranges.values()) == 60 and len(taken) == 3
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class EqualLengths:
         self.block_bounds = np.append(np.arange(0, documents, 1024, dtype=np.int64), documents) * length
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        return np.full(end - begin, self._length)
+        return np.full(min(end, self.document_count) - begin, self._length)
 
 
 def places(spans: Spans) -> list[Place]:

@@ -16,7 +16,7 @@ from pretraining.config.training import DataConfig, Packing
 from pretraining.data.dataset import build_indices, open_datasets
 from pretraining.data.storage import bin_counts
 from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
-from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
 from pretraining.errors import DataError
 
@@ -43,12 +43,22 @@ def index_of(settings: DataConfig) -> Index:
     return open_datasets(listing, settings).datasets[0].index
 
 
-def build(index: Index, packing: Packing = "best_fit", workers: int | None = 1) -> BinCounts:
-    return build_bin_counts("web", index, [index.path], SEQ_LENGTH, packing, workers)
+def files_of(index: Index) -> DatasetFiles:
+    return DatasetFiles("web", str(index.path.parent.parent), (), (), "0" * 32, "arrow")
 
 
-def find(index: Index, seq_length: int = SEQ_LENGTH, packing: Packing = "best_fit") -> BinCounts | None:
-    return find_bin_counts(index, [index.path], seq_length, packing)
+def build(
+    index: Index, packing: Packing = "best_fit", workers: int | None = 1, index_path: str | None = None
+) -> BinCounts:
+    settings = DataConfig(seq_length=SEQ_LENGTH, packing=packing, index_path=index_path)
+    return build_bin_counts(files_of(index), index, settings, workers)
+
+
+def find(
+    index: Index, seq_length: int = SEQ_LENGTH, packing: Packing = "best_fit", index_path: str | None = None
+) -> BinCounts | None:
+    settings = DataConfig(seq_length=seq_length, packing=packing, index_path=index_path)
+    return find_bin_counts(files_of(index), index, settings)
 
 
 def file_of(index: Index) -> Path:
@@ -109,7 +119,7 @@ def test_other_lengths_and_packings_have_counts_of_their_own(index: Index) -> No
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
 def test_damaged_counts_are_made_anew(index: Index, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    counts = build(index)
+    expected = bounds_of(build(index))  # before the file, which is mapped, is written over
     content = file_of(index).read_bytes()
     if damage == "of others":
         build(index, "greedy")
@@ -126,7 +136,7 @@ def test_damaged_counts_are_made_anew(index: Index, damage: str, caplog: pytest.
     file_of(index).write_bytes(content_now)
     assert find(index) is None
     caplog.set_level(logging.INFO, "pretraining")
-    assert bounds_of(build(index)) == bounds_of(counts) and caplog.messages
+    assert bounds_of(build(index)) == expected and caplog.messages
     assert file_of(index).read_bytes() == content
 
 
@@ -149,11 +159,11 @@ def test_counts_of_read_only_data_lie_beside_the_other_index_place(index: Index,
     taken = tmp_path / "taken"
     taken.write_text("a file, where nothing can be put")
     index.path = taken / index.path.name
-    elsewhere = tmp_path / "cache" / "web" / index.path.name
-    build_bin_counts("web", index, [index.path, elsewhere], SEQ_LENGTH, "greedy", 1)
-    assert find_bin_counts(index, [index.path, elsewhere], SEQ_LENGTH, "greedy") is not None
+    build(index, "greedy", index_path=str(tmp_path / "cache"))
+    assert find(index, packing="greedy", index_path=str(tmp_path / "cache")) is not None
+    assert list((tmp_path / "cache/web").glob("*.bins"))
     with pytest.raises(DataError, match=r"no place to write the counts of dataset 'web': .*taken .*give --index_path"):
-        build(index)
+        build(index, index_path=str(taken))
 
 
 def test_a_full_disk_leaves_nothing_behind(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

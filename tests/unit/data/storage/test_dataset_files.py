@@ -34,24 +34,24 @@ def test_every_sub_folder_with_token_files_is_a_dataset(tmp_path: Path) -> None:
     put(tmp_path / ".hidden/x.arrow")
     put(tmp_path / "web/.part.arrow")
     listing = list_datasets(config(tmp_path))
-    assert [dataset.name for dataset in listing.datasets] == ["code", "web"]
-    assert listing.datasets[1].paths == ("a.arrow", "a/z.arrow", "b.arrow")
-    assert listing.datasets[1].path(1) == str(tmp_path / "web/a/z.arrow")
+    assert [dataset.name for dataset in listing] == ["code", "web"]
+    assert listing[1].paths == ("a.arrow", "a/z.arrow", "b.arrow")
+    assert listing[1].path(1) == str(tmp_path / "web/a/z.arrow")
 
 
 def test_a_folder_of_counts_is_no_dataset(tmp_path: Path) -> None:
     for name in ("web/1.arrow", "meta/1.arrow"):
         put(tmp_path / name)
-    assert [dataset.name for dataset in list_datasets(config(tmp_path)).datasets] == ["meta", "web"]
+    assert [dataset.name for dataset in list_datasets(config(tmp_path))] == ["meta", "web"]
     put(tmp_path / "meta/combined_counts.csv")
-    assert [dataset.name for dataset in list_datasets(config(tmp_path)).datasets] == ["web"]
+    assert [dataset.name for dataset in list_datasets(config(tmp_path))] == ["web"]
 
 
 def test_datasets_may_be_nested_and_are_sorted_by_name(tmp_path: Path) -> None:
     put(tmp_path / "lang=en/dataset=x/1.arrow")
     put(tmp_path / "lang=en/dataset=y/1.arrow")
     listing = list_datasets(config(tmp_path, datasets=("lang=en/dataset=y/", "lang=en/dataset=x")))
-    assert [dataset.name for dataset in listing.datasets] == ["lang=en/dataset=x", "lang=en/dataset=y"]
+    assert [dataset.name for dataset in listing] == ["lang=en/dataset=x", "lang=en/dataset=y"]
 
 
 def test_links_are_followed_but_not_round_in_circles(tmp_path: Path) -> None:
@@ -60,18 +60,18 @@ def test_links_are_followed_but_not_round_in_circles(tmp_path: Path) -> None:
     (tmp_path / "root/web/linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root/web/circle").symlink_to(tmp_path / "root/web")
     listing = list_datasets(config(tmp_path / "root"))
-    assert listing.datasets[0].paths == ("2.arrow", "linked/1.arrow")
+    assert listing[0].paths == ("2.arrow", "linked/1.arrow")
 
 
 def test_a_listing_does_not_depend_on_the_place_and_can_be_sent(tmp_path: Path) -> None:
     for place, names in (("here", "abc"), ("there", "cab")):
         for name in names:
             put(tmp_path / place / "web" / f"{name}.arrow", b"12" * ord(name))
-    here, there = (list_datasets(config(tmp_path / place)).datasets[0] for place in ("here", "there"))
+    here, there = (list_datasets(config(tmp_path / place))[0] for place in ("here", "there"))
     assert here.digest == there.digest and here.sizes == there.sizes
     assert pickle.loads(pickle.dumps(here)) == here
     put(tmp_path / "here/web/a.arrow", b"1")
-    assert list_datasets(config(tmp_path / "here")).datasets[0].digest != here.digest
+    assert list_datasets(config(tmp_path / "here"))[0].digest != here.digest
 
 
 def test_changes_are_named() -> None:

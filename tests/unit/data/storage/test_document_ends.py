@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,14 +17,14 @@ from unit.data.token_files import write_batches, write_documents
 from pretraining.config.training import DataConfig
 from pretraining.data.storage import index_build as document_ends
 from pretraining.data.storage.arrow import ArrowFormat
-from pretraining.data.storage.index import VIRTUAL_BOS, VIRTUAL_SEP, IndexSettings, split_lengths
+from pretraining.data.storage.index import VIRTUAL_BOS, VIRTUAL_SEP, split_lengths
 from pretraining.data.storage.index_build import documents_as_trained
 
 BOS, SEP, PAD, OTHER = 1, 2, 3, 7
 FEW_TOKENS = st.lists(st.sampled_from([BOS, SEP, PAD, OTHER]), max_size=12)
 
 
-def trained(path: Path, ends: IndexSettings) -> list[list[int]]:
+def trained(path: Path, ends: DataConfig) -> list[list[int]]:
     """What an index says is trained on of a file's documents, virtual tokens put where its flags say."""
     layout = ArrowFormat(DataConfig()).documents(str(path))
     documents = documents_as_trained(layout, ends)
@@ -63,7 +62,7 @@ def test_documents_are_those_of_the_oracle(
     root = tmp_path_factory.mktemp("ends")
     write_documents(root / "rows.arrow", documents, pa.list_(kind), batch_documents)
     write_batches(root / "batches.arrow", documents, kind)
-    ends = IndexSettings("web", "tokens", sep_token, 0.0, bos_token, tuple(sorted(strip_tokens)), min_length)
+    ends = DataConfig(sep_token=sep_token, bos_token=bos_token, strip_tokens=tuple(strip_tokens), min_length=min_length)
     expected = [as_trained(document, sep_token, bos_token, strip_tokens, min_length) for document in documents]
     assert trained(root / "rows.arrow", ends) == expected
     assert trained(root / "batches.arrow", ends) == expected
@@ -85,7 +84,7 @@ def test_documents_are_those_of_the_oracle(
 )
 def test_what_the_settings_mean(tmp_path: Path, ends: dict[str, Any], expected: list[list[int]]) -> None:
     write_documents(tmp_path / "x.arrow", [[], [SEP], [BOS, 7], [7, SEP], [PAD, 7, SEP, 7, PAD]])
-    made = replace(IndexSettings("web", "tokens", None, 0.0), **ends)
+    made = DataConfig(**ends)
     assert trained(tmp_path / "x.arrow", made) == expected
 
 
@@ -93,7 +92,7 @@ def test_long_runs_are_stripped_in_few_looks(tmp_path: Path, monkeypatch: pytest
     documents = [[PAD] * 5000 + [OTHER, PAD, OTHER] + [PAD] * length for length in (0, 1, 4095, 4096, 4097)]
     documents += [[PAD] * 100_000, [OTHER]]
     write_documents(tmp_path / "x.arrow", documents)
-    ends = IndexSettings("web", "tokens", None, 0.0, strip_tokens=(PAD,))
+    ends = DataConfig(strip_tokens=(PAD,))
     looks = Mock(wraps=document_ends._is_any_of)
     monkeypatch.setattr(document_ends, "_is_any_of", looks)
     for at_once in (1 << 20, 1 << 13):

@@ -19,7 +19,6 @@ from pretraining.data.storage import document_reader as reader_module
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_reader import DocumentReader, OpenFile, open_files
-from pretraining.data.storage.index import IndexSettings
 from pretraining.data.storage.index_build import build_index
 from pretraining.errors import DataError
 
@@ -29,9 +28,9 @@ ARROW = ArrowFormat(DataConfig())
 def reader(
     root: Path, sep_token: int | None = None, vocab_size: int = 1000, limit: int | None = None
 ) -> DocumentReader:
-    files = list_datasets(DataConfig(data_path=str(root), datasets=("web",))).datasets[0]
-    index = build_index(files, ARROW, IndexSettings("web", "tokens", sep_token, 0.0))
-    return DocumentReader(files, ARROW, index, (None, sep_token), vocab_size, open_files(limit))
+    config = DataConfig(data_path=str(root), datasets=("web",), sep_token=sep_token)
+    (files,) = list_datasets(config)
+    return DocumentReader(files, build_index(files, config), config, vocab_size, open_files(limit))
 
 
 Piece = tuple[int, int, int]  # document, start, length

@@ -15,21 +15,20 @@ from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage import index_build
-from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
     Index,
-    IndexSettings,
     find_index,
+    index_digest,
     index_places,
     open_any_index,
+    settings_digest,
 )
 from pretraining.data.storage.index_build import build_index, held_out_mask
 from pretraining.errors import DataError
 
-ARROW = ArrowFormat(DataConfig())
-SETTINGS = IndexSettings("web", "tokens", None, 0.0)
+CONFIG = DataConfig()
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +43,7 @@ def make_folder(path: Path) -> Path:
 
 
 def files(root: Path) -> DatasetFiles:
-    return list_datasets(DataConfig(data_path=str(root), datasets=("web",))).datasets[0]
+    return list_datasets(DataConfig(data_path=str(root), datasets=("web",)))[0]
 
 
 def lengths_of(index: Index, split: str = "train") -> list[int]:
@@ -57,7 +56,7 @@ def test_it_holds_every_document_in_canonical_order(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/a/x.arrow", [[], [1, 2, 3]], batch_documents=1)
     write_documents(tmp_path / "web/empty.arrow", [])
     write_documents(tmp_path / "web/z.arrow", [[5] * 9])
-    index = build_index(files(tmp_path), ARROW, SETTINGS)
+    index = build_index(files(tmp_path), CONFIG)
     assert lengths_of(index) == [0, 3, 1, 2, 9]
     assert index.first_documents.tolist() == [0, 2, 4, 4, 5]
     assert [index.place(document) for document in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
@@ -67,10 +66,10 @@ def test_it_holds_every_document_in_canonical_order(tmp_path: Path) -> None:
 def test_blocks_are_totals_of_their_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = random_documents(2 * BLOCK_DOCUMENTS + 100, largest=5)
     write_documents(tmp_path / "web/x.arrow", documents)
-    settings = dataclasses.replace(SETTINGS, held_out_fraction=0.3)
+    config = dataclasses.replace(CONFIG, held_out_fraction=0.3)
     for at_once in (4096, 1):
         monkeypatch.setattr(index_build, "_BLOCKS_AT_ONCE", at_once)
-        index = build_index(files(tmp_path), ARROW, settings, index_path=str(tmp_path / f"index{at_once}"))
+        index = build_index(files(tmp_path), dataclasses.replace(config, index_path=str(tmp_path / f"index{at_once}")))
         for split in ("train", "held_out"):
             starts = np.concatenate(([0], np.cumsum(lengths_of(index, split))))
             expected = [*starts[:-1:BLOCK_DOCUMENTS].tolist(), int(starts[-1])]
@@ -79,49 +78,45 @@ def test_blocks_are_totals_of_their_documents(tmp_path: Path, monkeypatch: pytes
 
 def test_a_separator_is_counted_where_it_is_not_there_already(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 9], [1, 2], [], [9]])
-    index = build_index(files(tmp_path), ARROW, dataclasses.replace(SETTINGS, sep_token=9))
+    index = build_index(files(tmp_path), dataclasses.replace(CONFIG, sep_token=9))
     assert lengths_of(index) == [2, 3, 0, 1]
 
 
 def test_splits_share_no_document_and_lose_none(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]] * 4000)
-    index = build_index(files(tmp_path), ARROW, dataclasses.replace(SETTINGS, held_out_fraction=0.1, sep_token=5))
+    index = build_index(files(tmp_path), dataclasses.replace(CONFIG, held_out_fraction=0.1, sep_token=5))
     train, held_out = np.array(lengths_of(index)), np.array(lengths_of(index, "held_out"))
     assert ((train == 2) ^ (held_out == 2)).all() and (train + held_out == 2).all()
     assert 300 < np.count_nonzero(held_out) < 500
 
 
 def test_held_out_documents_stay_so_when_files_and_rows_are_added(tmp_path: Path) -> None:
-    settings = dataclasses.replace(SETTINGS, held_out_fraction=0.2)
+    config = dataclasses.replace(CONFIG, held_out_fraction=0.2)
     documents = [[1]] * 300
     write_documents(tmp_path / "web/m.arrow", documents)
-    before = lengths_of(build_index(files(tmp_path), ARROW, settings), "held_out")
+    before = lengths_of(build_index(files(tmp_path), config), "held_out")
     write_documents(tmp_path / "web/a.arrow", documents[:50])
     write_documents(tmp_path / "web/m.arrow", documents * 2)
-    after = lengths_of(build_index(files(tmp_path), ARROW, settings), "held_out")
+    after = lengths_of(build_index(files(tmp_path), config), "held_out")
     assert after[50:350] == before
-    assert held_out_mask(settings, "m.arrow", 300).tolist() == [length == 1 for length in before]
+    assert held_out_mask("web", 0.2, "m.arrow", 300).tolist() == [length == 1 for length in before]
 
 
 def test_more_is_held_out_as_the_fraction_grows() -> None:
-    few, more, everything = (
-        held_out_mask(dataclasses.replace(SETTINGS, held_out_fraction=fraction), "x", 1000)
-        for fraction in (0.1, 0.5, 1.0)
-    )
+    few, more, everything = (held_out_mask("web", fraction, "x", 1000) for fraction in (0.1, 0.5, 1.0))
     assert (few <= more).all() and more.sum() > few.sum() and everything.all()
 
 
 def test_which_documents_are_held_out_is_the_same_in_every_release() -> None:
-    settings = dataclasses.replace(SETTINGS, held_out_fraction=0.1)
-    assert np.flatnonzero(held_out_mask(settings, "part.arrow", 60)).tolist() == [5, 17, 51]
+    assert np.flatnonzero(held_out_mask("web", 0.1, "part.arrow", 60)).tolist() == [5, 17, 51]
 
 
 def test_it_is_built_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
     caplog.set_level(logging.INFO, "pretraining")
-    first = build_index(files(tmp_path), ARROW, SETTINGS)
+    first = build_index(files(tmp_path), CONFIG)
     changed = first.path.stat().st_mtime_ns
-    assert build_index(files(tmp_path), ARROW, SETTINGS).path.stat().st_mtime_ns == changed
+    assert build_index(files(tmp_path), CONFIG).path.stat().st_mtime_ns == changed
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("indexing dataset 'web': 1 files")
 
 
@@ -129,30 +124,31 @@ def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
     write_documents(tmp_path / "web/y.arrow", [[1]], column="ids")
     different = [
-        SETTINGS,
-        dataclasses.replace(SETTINGS, sep_token=0),
-        dataclasses.replace(SETTINGS, held_out_fraction=0.1),
-        dataclasses.replace(SETTINGS, column="ids"),
-        dataclasses.replace(SETTINGS, dataset="code"),
-        dataclasses.replace(SETTINGS, bos_token=0),
-        dataclasses.replace(SETTINGS, strip_tokens=(0,)),
-        dataclasses.replace(SETTINGS, min_length=2),
+        CONFIG,
+        dataclasses.replace(CONFIG, sep_token=0),
+        dataclasses.replace(CONFIG, held_out_fraction=0.1),
+        dataclasses.replace(CONFIG, col_name="ids"),
+        dataclasses.replace(CONFIG, bos_token=0),
+        dataclasses.replace(CONFIG, strip_tokens=(0,)),
+        dataclasses.replace(CONFIG, min_length=2),
     ]
-    assert len({settings.digest for settings in different}) == len(different)
+    listed = files(tmp_path)
+    digests = {settings_digest(listed, config) for config in different}
+    assert len(digests | {settings_digest(dataclasses.replace(listed, name="code"), CONFIG)}) == len(different) + 1
     (tmp_path / "web/y.arrow").unlink()
-    build_index(files(tmp_path), ARROW, SETTINGS)
-    assert find_index(files(tmp_path), different[1], None) is None
+    build_index(files(tmp_path), CONFIG)
+    assert find_index(files(tmp_path), different[1]) is None
 
 
 def test_changed_files_are_indexed_anew_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
     write_documents(tmp_path / "web/y.arrow", [[1]])
-    build_index(files(tmp_path), ARROW, SETTINGS)
+    build_index(files(tmp_path), CONFIG)
     write_documents(tmp_path / "web/x.arrow", [[1] * 999])
     (tmp_path / "web/y.arrow").rename(tmp_path / "web/z.arrow")
-    assert find_index(files(tmp_path), SETTINGS, None) is None
+    assert find_index(files(tmp_path), CONFIG) is None
     caplog.set_level(logging.INFO, "pretraining")
-    index = build_index(files(tmp_path), ARROW, SETTINGS)
+    index = build_index(files(tmp_path), CONFIG)
     change = "added: z.arrow; removed: y.arrow; changed in size: x.arrow"
     assert caplog.messages[0] == f"dataset 'web': files changed since it was indexed ({change})"
     assert index.header["changes"] == change and lengths_of(index) == [999, 1]
@@ -161,23 +157,23 @@ def test_changed_files_are_indexed_anew_and_named(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize("keep", [0, 5, 40, -1])
 def test_a_damaged_index_is_made_anew(tmp_path: Path, keep: int) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 2]])
-    path = build_index(files(tmp_path), ARROW, SETTINGS).path
+    path = build_index(files(tmp_path), CONFIG).path
     path.write_bytes(path.read_bytes()[:keep])
-    assert find_index(files(tmp_path), SETTINGS, None) is None
-    assert lengths_of(build_index(files(tmp_path), ARROW, SETTINGS)) == [2]
+    assert find_index(files(tmp_path), CONFIG) is None
+    assert lengths_of(build_index(files(tmp_path), CONFIG)) == [2]
 
 
 def test_a_flipped_bit_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
     for name in ("x", "y"):
         write_documents(tmp_path / f"web/{name}.arrow", [[1, 2], [3], []] * 5)
-    path = build_index(files(tmp_path), ARROW, SETTINGS).path
+    path = build_index(files(tmp_path), CONFIG).path
     content = path.read_bytes()
     for at in range(len(content)):
         damaged = tmp_path / f"{at}.index"
         damaged.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         index = open_any_index(damaged)
         if index is not None:
-            assert index.is_for(files(tmp_path), SETTINGS)  # documents are looked at when they are needed
+            assert index.is_for(files(tmp_path), CONFIG)  # documents are looked at when they are needed
             with pytest.raises(DataError, match=rf"index .*/{at}\.index is damaged: delete it, and it is made anew"):
                 index.split("train").lengths(0, 30)
 
@@ -185,15 +181,15 @@ def test_a_flipped_bit_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
 def test_indices_of_read_only_data_lie_in_the_cache_folder(tmp_path: Path, cache_folder: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 2]])
     (tmp_path / "web/.index").write_text("a file where the folder would be: it cannot be written to")
-    index = build_index(files(tmp_path), ARROW, SETTINGS)
+    index = build_index(files(tmp_path), CONFIG)
     assert cache_folder in index.path.parents
-    found = find_index(files(tmp_path), SETTINGS, None)
+    found = find_index(files(tmp_path), CONFIG)
     assert found is not None and found.path == index.path
 
 
 def test_index_path_decides_the_place(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 2]])
-    index = build_index(files(tmp_path), ARROW, SETTINGS, index_path=str(tmp_path / "indices"))
+    index = build_index(files(tmp_path), dataclasses.replace(CONFIG, index_path=str(tmp_path / "indices")))
     assert index.path.parent == tmp_path / "indices/web" and not (tmp_path / "web/.index").exists()
 
 
@@ -201,7 +197,7 @@ def test_no_place_for_an_index_is_an_error_that_names_the_flag(tmp_path: Path) -
     write_documents(tmp_path / "web/x.arrow", [[1, 2]])
     (tmp_path / "taken").write_text("")
     with pytest.raises(DataError, match=r"no place to write the index of dataset 'web': .*taken/web.*--index_path"):
-        build_index(files(tmp_path), ARROW, SETTINGS, index_path=str(tmp_path / "taken"))
+        build_index(files(tmp_path), dataclasses.replace(CONFIG, index_path=str(tmp_path / "taken")))
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +208,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match=r"cannot write the index .*: No space left on device"):
-        build_index(files(tmp_path), ARROW, SETTINGS)
+        build_index(files(tmp_path), CONFIG)
     assert list((tmp_path / "web/.index").iterdir()) == []
 
 
@@ -220,16 +216,14 @@ def test_several_may_build_at_once(tmp_path: Path) -> None:
     for number in range(10):
         write_documents(tmp_path / f"web/{number}.arrow", random_documents(20, seed=number))
     listed, built = files(tmp_path), []
-    threads = [
-        threading.Thread(target=lambda: built.append(build_index(listed, ARROW, SETTINGS, workers=2))) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: built.append(build_index(listed, CONFIG, workers=2))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len({tuple(lengths_of(index)) for index in built}) == 1 and len(built) == 4
     names = [path.name for path in (tmp_path / "web/.index").iterdir()]
-    assert names == [f"{SETTINGS.index_digest}-{listed.digest[:16]}.index"]
+    assert names == [f"{index_digest(listed, CONFIG)}-{listed.digest[:16]}.index"]
 
 
 def test_the_index_of_the_job_that_is_done_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,21 +234,21 @@ def test_the_index_of_the_job_that_is_done_first_stays(tmp_path: Path, monkeypat
     def slow(*arguments: Any) -> Any:
         with monkeypatch.context() as other_job:
             other_job.setattr(index_build, "_write_index", real)
-            places.append(build_index(files(tmp_path), ARROW, SETTINGS).path.stat().st_ino)
+            places.append(build_index(files(tmp_path), CONFIG).path.stat().st_ino)
         return real(*arguments)
 
     monkeypatch.setattr(index_build, "_write_index", slow)
-    index = build_index(files(tmp_path), ARROW, SETTINGS)
+    index = build_index(files(tmp_path), CONFIG)
     assert [index.path.stat().st_ino] == places and lengths_of(index) == [2]
     assert len(list((tmp_path / "web/.index").iterdir())) == 1
 
 
 def test_a_running_job_keeps_its_index_when_another_finds_more_files(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 2]])
-    first = build_index(files(tmp_path), ARROW, SETTINGS)
+    first = build_index(files(tmp_path), CONFIG)
     content = first.path.read_bytes()
     write_documents(tmp_path / "web/y.arrow", [[3, 4, 5]])
-    second = build_index(files(tmp_path), ARROW, SETTINGS)
+    second = build_index(files(tmp_path), CONFIG)
     assert second.path != first.path and first.path.read_bytes() == content
     assert second.split("train").tokens == 5 and first.split("train").tokens == 2
 
@@ -265,10 +259,12 @@ def test_how_files_are_grouped_changes_nothing(
 ) -> None:
     for number in range(10):
         write_documents(tmp_path / f"web/{number}.arrow", random_documents(number * 20, seed=number))
-    expected = build_index(files(tmp_path), ARROW, SETTINGS, index_path=str(tmp_path / "expected")).path.read_bytes()
+    expected = build_index(
+        files(tmp_path), dataclasses.replace(CONFIG, index_path=str(tmp_path / "expected"))
+    ).path.read_bytes()
     monkeypatch.setattr(index_build, "_FILES_AT_ONCE", files_at_once)
     monkeypatch.setattr(index_build, "_BYTES_AT_ONCE", bytes_at_once)
-    assert build_index(files(tmp_path), ARROW, SETTINGS, workers=3).path.read_bytes() == expected
+    assert build_index(files(tmp_path), CONFIG, workers=3).path.read_bytes() == expected
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up where Linux shows it")
@@ -277,7 +273,7 @@ def test_however_many_documents_are_looked_at_little_of_the_index_is_mapped(tmp_
     documents = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), pa.array(np.ones(count, "u2")))
     with pa.ipc.new_file(make_folder(tmp_path / "web") / "x.arrow", pa.schema([("tokens", documents.type)])) as writer:
         writer.write_batch(pa.record_batch({"tokens": documents}))
-    index = build_index(files(tmp_path), ARROW, SETTINGS)
+    index = build_index(files(tmp_path), CONFIG)
     size = index.path.stat().st_size
 
     def mapped() -> int:
@@ -300,8 +296,8 @@ def test_all_files_that_cannot_be_used_are_named_at_once(tmp_path: Path, workers
     for number in range(9):
         write_documents(tmp_path / f"web/{number}.arrow", [[1]], column="ids" if number in (3, 7) else "tokens")
     with pytest.raises(DataError, match=r"web/3\.arrow has no column(.|\n)*web/7\.arrow has no column"):
-        build_index(files(tmp_path), ARROW, SETTINGS, workers=workers)
-    assert not index_places(files(tmp_path), SETTINGS, None)[0].exists()
+        build_index(files(tmp_path), CONFIG, workers=workers)
+    assert not index_places(files(tmp_path), CONFIG)[0].exists()
 
 
 def test_a_long_list_of_unusable_files_is_cut(tmp_path: Path) -> None:
@@ -309,7 +305,7 @@ def test_a_long_list_of_unusable_files_is_cut(tmp_path: Path) -> None:
         (tmp_path / "web").mkdir(exist_ok=True)
         (tmp_path / f"web/{number:02}.arrow").write_bytes(b"")
     with pytest.raises(DataError) as raised:
-        build_index(files(tmp_path), ARROW, SETTINGS, workers=1)
+        build_index(files(tmp_path), CONFIG, workers=1)
     assert len(str(raised.value).splitlines()) == 10
 
 
@@ -317,7 +313,7 @@ def test_a_document_longer_than_32_bits_is_refused(tmp_path: Path, monkeypatch: 
     write_documents(tmp_path / "web/x.arrow", [[1], [1] * 6])
     monkeypatch.setattr(index_build, "_LARGEST_LENGTH", 5)
     with pytest.raises(DataError, match=r"x\.arrow, row 1: a document of 6 tokens is too long"):
-        build_index(files(tmp_path), ARROW, SETTINGS)
+        build_index(files(tmp_path), CONFIG)
 
 
 def mapped_bytes(path: Path) -> int:
@@ -333,7 +329,7 @@ def mapped_bytes(path: Path) -> int:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped memory")
 def test_what_was_looked_at_in_an_index_does_not_stay_in_memory(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]] * (40 * BLOCK_DOCUMENTS))
-    index = build_index(files(tmp_path), ARROW, SETTINGS)
+    index = build_index(files(tmp_path), CONFIG)
     split, largest = index.split("train"), 0
     for _ in range(60):
         for block in range(40):

@@ -94,7 +94,7 @@ def test_datasets_of_several_formats_make_one_run(tmp_path: Path) -> None:
     make_root(tmp_path, web=40)
     write_npy(tmp_path / "code/a.npy", random_documents(40, 1, vocab_size=900))
     config = replace(CONFIG, data_path=str(tmp_path))
-    assert [files.file_type for files in list_datasets(config).datasets] == ["npy", "arrow"]
+    assert [files.file_type for files in list_datasets(config)] == ["npy", "arrow"]
     with loader(config, plan(6)) as made:
         next(made)
 
@@ -212,7 +212,7 @@ def test_two_kinds_in_one_dataset_are_refused_and_one_can_be_chosen(tmp_path: Pa
     config = replace(CONFIG, data_path=str(tmp_path))
     with pytest.raises(DataError, match=r"'web' holds files of two kinds in .*: 1 \*\.npy and 1 \*\.bin.*=npy"):
         list_datasets(config)
-    assert list_datasets(replace(config, file_type="bin")).datasets[0].paths == ("deep/y.bin",)
+    assert list_datasets(replace(config, file_type="bin"))[0].paths == ("deep/y.bin",)
 
 
 def test_a_type_for_files_that_say_theirs_is_refused(tmp_path: Path) -> None:

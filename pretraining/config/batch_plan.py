@@ -1,7 +1,7 @@
 """How a global batch is cut into the micro-batches of each data-parallel rank.
 
-`global_batch_size` is what learning sees, `batch_size` is what one GPU can hold, and the number of ranks is what the
-job was given. From these three `plan_batch` derives the rest, so the same sequences make a step on any number of ranks:
+`global_batch_size` is what learning sees, `batch_size` is what one GPU can hold. From these and the number of ranks
+`plan_batch` derives the rest, so the same sequences make a step on any number of ranks:
 
     slots of the global batch   0 ............................................ G
     shares of the ranks         | rank 0: m | rank 1: m | rank 2: m - 1 |        near-equal, contiguous
@@ -23,9 +23,9 @@ class BatchPlan:
     """The batch of one optimizer step on every rank.
 
     Attributes:
-        global_batch_size: G, sequences a step over all ranks; this and nothing else is what learning sees.
+        global_batch_size: G, sequences a step over all ranks; only this is seen by learning.
         micro_batch_size: sequences that a rank takes in one forward pass.
-        grad_accum_steps: forward and backward passes a step.
+        grad_accum_steps: micro-batches of a rank in a step.
         data_parallel_ranks: W, ranks that take different sequences.
     """
 
@@ -41,7 +41,7 @@ class BatchPlan:
 
     @property
     def padding_sequences(self) -> int:
-        """Sequences a step, over all ranks, with ignored labels: the price of the same shapes on every rank."""
+        """Sequences a step with ignored labels, over all ranks: the price of the same shapes on every rank."""
         return self.data_parallel_ranks * self.micro_batch_size * self.grad_accum_steps - self.global_batch_size
 
     def describe(self) -> str:
@@ -60,13 +60,13 @@ class BatchPlan:
 def plan_batch(
     batch: BatchConfig, data_parallel_ranks: int, restored_global_batch_size: int | None = None
 ) -> BatchPlan:
-    """Cuts the global batch for a number of ranks.
+    """Cuts the global batch for a number of ranks; without one, it is batch_size x grad_accum_steps x ranks.
 
     The largest share m = ceil(G / W) is taken in as few micro-batches as `batch_size` allows, n = ceil(m / batch_size),
     and the micro-batches are made as even as possible, ceil(m / n): this computes the least padding for that n.
 
     Args:
-        batch: the settings. Without a global batch size it is batch_size x grad_accum_steps x ranks.
+        batch: the settings.
         data_parallel_ranks: W, ranks that take different sequences.
         restored_global_batch_size: what the checkpoint was trained with. It holds unless `batch` names a global batch
             size. Accumulation is then derived, so that the same command goes on with another number of ranks.

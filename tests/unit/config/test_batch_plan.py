@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretraining.config.batch import BatchPlan, plan_batch
+from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import BatchConfig
 from pretraining.errors import ConfigError
 

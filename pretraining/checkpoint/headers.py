@@ -1,0 +1,186 @@
+"""What lies where in a file of tensors: safetensors, or one that torch.save wrote, as its name says.
+
+    a file -> `read_header` -> `Header`: which chunk of which tensor begins at which byte
+
+The values are read from there by `reader`, whatever the form. Reading never executes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_PREFIX
+from pretraining.checkpoint.writer import DTYPES, Chunk
+from pretraining.errors import CheckpointError, DamagedError
+from pretraining.files import with_retries
+
+T = TypeVar("T")
+
+LARGEST_HEADER_BYTES = 10**8
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk of a tensor in a file, and the byte at which it begins."""
+
+    name: str
+    dtype: torch.dtype
+    chunk: Chunk
+    file: str
+    begin: int
+
+    @property
+    def bytes(self) -> int:
+        """Length in the file."""
+        return self.chunk.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file holds.
+
+    Attributes:
+        chunks: of safetensors, in the order in which they lie there.
+        bytes: length of what stands before the first of them.
+        crc32: of these bytes, where the chunks are all the rest; None otherwise.
+    """
+
+    chunks: list[StoredChunk]
+    bytes: int = 0
+    crc32: int | None = None
+
+
+def chunks_by_name(headers: Iterable[Header]) -> dict[str, list[StoredChunk]]:
+    """What files hold together: the chunks of each tensor."""
+    chunks: dict[str, list[StoredChunk]] = {}
+    for header in headers:
+        for stored in header.chunks:
+            chunks.setdefault(stored.name, []).append(stored)
+    return chunks
+
+
+def extent(chunks: Iterable[Chunk]) -> tuple[int, ...]:
+    """The smallest shape that all chunks are inside of."""
+    return tuple(map(max, zip(*(chunk.ends for chunk in chunks), strict=True)))
+
+
+def read_header(path: Path) -> Header:
+    """Reads what a file holds.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged or of another form, or its tensors do not fill it exactly.
+    """
+    return reading(path, _pt_header if path.suffix == ".pt" else _safetensors_header)
+
+
+def reading(path: Path, action: Callable[[Path], T]) -> T:
+    """Reads from a file, with retries; a DamagedError if it cannot be read."""
+    try:
+        return with_retries(lambda: action(path), f"reading {path}")
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+# The two forms
+
+
+def _safetensors_header(path: Path) -> Header:
+    with path.open("rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if not 2 <= length <= min(end - 8, LARGEST_HEADER_BYTES):
+            raise CheckpointError(f"{path} is no safetensors file")
+        content = file.read(length)
+    try:
+        chunks = _stored_chunks(path.name, json.loads(content), 8 + length, end)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a header that makes no sense ({error})") from None
+    return Header(chunks, 8 + length, zlib.crc32(content, zlib.crc32(prefix)))
+
+
+def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end: int) -> list[StoredChunk]:
+    """The chunks of a header, in the order in which they lie in the file; any error where it makes no sense."""
+    sharding = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+    chunks = []
+    for name, entry in header.items():
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        offsets = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
+        numbers = (*shape, *offsets, begin, end)
+        if (
+            len(offsets) != len(shape)
+            or not all(isinstance(number, int) and number >= 0 for number in numbers)
+            or end - begin != prod(shape) * dtype.itemsize
+        ):
+            raise ValueError(f"tensor {name}")
+        chunks.append(StoredChunk(name, dtype, Chunk(offsets, shape), file, data_begin + begin))
+    chunks.sort(key=lambda stored: (stored.begin, stored.chunk.count))
+    at = data_begin
+    for stored in chunks:
+        if stored.begin != at:
+            raise ValueError(f"tensor {stored.name} begins at byte {stored.begin}, not {at}")
+        at += stored.bytes
+    if at != file_end:
+        raise ValueError(f"its tensors end at byte {at} of {file_end}")
+    return chunks
+
+
+def _pt_header(path: Path) -> Header:
+    with FakeTensorMode():
+        content = load_file(path)
+    if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
+        return Header([])
+    tensors = content if path.name == MODEL_FILE else _flat_optimizer_state(content, path)
+    chunks = {name: _stored_chunk(path, name, value) for name, value in tensors.items()}
+    # A tied head is the embedding under a second name.
+    head, embedding = chunks.get("lm_head.weight"), chunks.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and head.begin == embedding.begin:
+        del chunks["lm_head.weight"]
+    return Header(list(chunks.values()))
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """Reads a file of torch.save without executing anything.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged, or holds anything but tensors and plain values.
+    """
+    try:
+        content = reading(path, partial(torch.load, map_location="cpu", weights_only=True))
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch.load raises many kinds, and long texts about how to load it unsafely
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} is damaged, or holds more than tensors and plain values: {reason}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no dictionary")
+    return content
+
+
+def _flat_optimizer_state(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    state = content.get("state")
+    if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
+        raise CheckpointError(f"{path} has no state of an optimizer by parameter names")
+    return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state.items() for key, value in kept.items()}
+
+
+def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(f"{path}: {name} is no tensor")
+    begin = value.untyped_storage()._checkpoint_offset if value.layout == torch.strided else None
+    if begin is None or not value.is_contiguous():
+        raise CheckpointError(f"{path}: {name} is no tensor whose elements lie in a row, as torch.save keeps them")
+    begin += int(value.storage_offset()) * value.itemsize
+    return StoredChunk(name, value.dtype, Chunk.whole(value.shape), path.name, begin)
