@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import fire
@@ -167,6 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     wants_help = any(argument in ("--help", "-h") for argument in arguments)
     name = arguments[0] if arguments else ""
+    if name == "--version":
+        print(f"pretraining {__version__}, torch {version('torch')}, Python {platform.python_version()}")
+        return
     if name not in COMMANDS:
         _explain_commands(name, wants_help)
     command, settings, purpose = COMMANDS[name]
