@@ -6,9 +6,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.manifest import shape_of, tensor_state
-from pretraining.checkpoint.start_point import find_checkpoint, load
-from pretraining.config.training import CheckpointConfig
+from pretraining.checkpoint import start_point
 from pretraining.model.llama import Llama
 
 
@@ -27,11 +25,4 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it is of no Llama.
     """
-    found = find_checkpoint(CheckpointConfig(ckpt_save_path=str(path), ckpt_load_path=str(path)))
-    assert found is not None  # a load path without a checkpoint is an error
-    with torch.device("meta"):
-        model = Llama(shape_of(found.manifest))
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    load(found, tensor_state(dict(model.named_parameters()), None))
-    return model.to(device=device, dtype=dtype).eval()
+    return start_point.load_model(str(path), torch.device(device), dtype)[1]

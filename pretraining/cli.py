@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import fire
 from fire.decorators import SetParseFn
 
-from pretraining.config.command_line import load_train_config, parse_config, value_on_command_line
+from pretraining.config.command_line import load_train_config, parse_config, value_given, value_on_command_line
 from pretraining.config.commands import (
     DoctorConfig,
     ExportConfig,
@@ -28,6 +28,7 @@ from pretraining.config.commands import (
     InspectConfig,
     ListConfig,
     PrepareConfig,
+    SampleConfig,
     VerifyConfig,
 )
 from pretraining.config.help import help_text
@@ -65,6 +66,8 @@ def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Shows what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
     named = value_on_command_line("ckpt_load_path", overrides, flags)
+    if value_given("weights_only", overrides, flags):
+        named = None  # a new run, with the settings and the data that `train` would begin it with
     if named is None:
         config = parse_config(InspectConfig, overrides, flags)
     from pretraining.checkpoint.start_point import adopt_model, find_checkpoint, newest_run_path
@@ -81,9 +84,8 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         config = parse_config(InspectConfig, overrides, flags, beneath=settings)
     from pretraining.tools.inspect import inspect
 
-    manifest = restorable.manifest if restorable else None
-    if manifest is not None and not manifest.data:  # weights alone: the data begins with them
-        manifest = None
+    # Where the weights alone are taken, the data begins with them.
+    manifest = restorable.manifest if restorable and not restorable.weights_only else None
     inspect(config, manifest.data if manifest else None, manifest.global_batch_size if manifest else None)
 
 
@@ -93,6 +95,14 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     from pretraining.tools.list_checkpoints import list_checkpoints
 
     list_checkpoints(config)
+
+
+def sample_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Continues a prompt."""
+    config = parse_config(SampleConfig, overrides, flags)
+    from pretraining.tools.sample import sample
+
+    sample(config)
 
 
 def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -138,13 +148,14 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "prepare": (prepare_command, PrepareConfig, "turn text into token files; trains a tokenizer where none is given"),
     "inspect": (inspect_command, InspectConfig, "show what steps train on, from the settings of a run or a checkpoint"),
     "list": (list_command, ListConfig, "show the checkpoints of a run"),
+    "sample": (sample_command, SampleConfig, "continue a prompt with a trained model"),
     "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
     "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
     "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
 }
 
-LISTING_COMMANDS = ("inspect", "list", "verify", "prepare")
+LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample")
 """What they print may be piped to a program that stops reading, such as head."""
 
 # Of commands that change something.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_PREFIX
 from pretraining.checkpoint.writer import DTYPES, Chunk
@@ -28,6 +30,7 @@ from pretraining.files import with_retries
 T = TypeVar("T")
 
 LARGEST_HEADER_BYTES = 10**8
+CALLS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def read_header(path: Path) -> Header:
     """Reads what a file holds.
 
     Raises:
-        CheckpointError: it cannot be read, is damaged or of another form, or its tensors do not fill it exactly.
+        DamagedError: it cannot be read, is damaged or of another form, or its tensors do not fill it exactly.
     """
     return reading(path, _pt_header if path.suffix == ".pt" else _safetensors_header)
 
@@ -101,12 +104,12 @@ def _safetensors_header(path: Path) -> Header:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if not 2 <= length <= min(end - 8, LARGEST_HEADER_BYTES):
-            raise CheckpointError(f"{path} is no safetensors file")
+            raise DamagedError(f"{path} is no safetensors file")
         content = file.read(length)
     try:
         chunks = _stored_chunks(path.name, json.loads(content), 8 + length, end)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a header that makes no sense ({error})") from None
+        raise DamagedError(f"{path} has a header that makes no sense ({error})") from None
     return Header(chunks, 8 + length, zlib.crc32(content, zlib.crc32(prefix)))
 
 
@@ -121,7 +124,7 @@ def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end:
         numbers = (*shape, *offsets, begin, end)
         if (
             len(offsets) != len(shape)
-            or not all(isinstance(number, int) and number >= 0 for number in numbers)
+            or not all(type(number) is int and number >= 0 for number in numbers)
             or end - begin != prod(shape) * dtype.itemsize
         ):
             raise ValueError(f"tensor {name}")
@@ -155,32 +158,47 @@ def load_file(path: Path) -> dict[str, Any]:
     """Reads a file of torch.save without executing anything.
 
     Raises:
-        CheckpointError: it cannot be read, is damaged, or holds anything but tensors and plain values.
+        DamagedError: it cannot be read, is damaged, or holds anything but tensors and plain values.
     """
     try:
-        content = reading(path, partial(torch.load, map_location="cpu", weights_only=True))
+        with warnings.catch_warnings(action="ignore"):  # of pickles in the forms of other programs
+            content = reading(path, partial(torch.load, map_location="cpu", weights_only=True))
     except CheckpointError:
         raise
-    except Exception as error:  # torch.load raises many kinds, and long texts about how to load it unsafely
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors and plain values: {reason}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no dictionary")
+    except Exception:  # torch.load raises many kinds, with long texts about how to load it unsafely
+        raise DamagedError(_refusal(path)) from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise DamagedError(f"{path} holds no dictionary with names")
     return content
+
+
+def _refusal(path: Path) -> str:
+    """Says why a file was not taken, and what to do; nothing in it is executed to find out."""
+    advice = (
+        "Nothing in it was executed. Take another checkpoint, or where you trust the file's origin write it again with "
+        "torch.save, tensors and plain values only"
+    )
+    try:
+        calls = get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # no archive of torch.save, or a damaged one
+        calls = []
+    shown = ", ".join(sorted(calls)[:CALLS_SHOWN]) + (", …" if len(calls) > CALLS_SHOWN else "")
+    found = f": reading it would call {shown}" if calls else ""
+    return f"{path} is damaged, or holds more than tensors and plain values{found}. {advice}"
 
 
 def _flat_optimizer_state(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     state = content.get("state")
     if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
-        raise CheckpointError(f"{path} has no state of an optimizer by parameter names")
+        raise DamagedError(f"{path} has no state of an optimizer by parameter names")
     return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state.items() for key, value in kept.items()}
 
 
 def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:
     if not isinstance(value, torch.Tensor):
-        raise CheckpointError(f"{path}: {name} is no tensor")
+        raise DamagedError(f"{path}: {name} is no tensor")
     begin = value.untyped_storage()._checkpoint_offset if value.layout == torch.strided else None
     if begin is None or not value.is_contiguous():
-        raise CheckpointError(f"{path}: {name} is no tensor whose elements lie in a row, as torch.save keeps them")
+        raise DamagedError(f"{path}: {name} is no tensor whose elements lie in a row, as torch.save keeps them")
     begin += int(value.storage_offset()) * value.itemsize
     return StoredChunk(name, value.dtype, Chunk.whole(value.shape), path.name, begin)

@@ -26,6 +26,7 @@ from pretraining.checkpoint.manifest import (
     Manifest,
     Stateful,
     checkpoint_name,
+    distinct_name,
     read_document,
     tensor_state,
 )
@@ -85,10 +86,17 @@ class CheckpointContents:
     def restore(self, manifest: Manifest) -> None:
         """Gives the parts with a memory what a checkpoint kept of it."""
         for name, state in manifest.state.items():
-            if name in self.states:
-                self.states[name].load_state_dict(state)
-            else:
+            if name not in self.states:
                 log.info("the checkpoint holds a state of %s, which this run has not: ignored", name)
+                continue
+            try:
+                self.states[name].load_state_dict(state)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise CheckpointError(
+                    f"the checkpoint of step {manifest.step} is damaged: its state of {name} has another form "
+                    f"({type(error).__name__}: {error}). Start from an earlier one: --ckpt_load_path, with another "
+                    "--ckpt_save_path"
+                ) from error
 
     @cached_property
     def _settings(self) -> str:
@@ -239,14 +247,14 @@ class CheckpointManager:
         taken = False
         with suppress(CheckpointError):  # what nobody can read may go
             taken = folder.exists() and read_document(folder).step != manifest.step
-        return folder.with_name(f"{folder.name}.step_{manifest.step}") if taken else folder
+        return folder.with_name(distinct_name(folder.name, manifest.step)) if taken else folder
 
     def _restore(self, restored: CheckpointRef) -> None:
         self._evaluation_loss = restored.manifest.evaluation_loss
         self._best_evaluation_loss = restored.manifest.best_evaluation_loss
         self.newest = restored.path
         self._contents.restore(restored.manifest)
-        if restored.is_own:  # a kill may have come after its commit and before this
+        if restored.is_own and restored.manifest.files:  # a kill may have come after its commit and before this
             on_rank_zero(lambda: tidy_up(self._run, restored.path, self._config.keep_last))
 
 

@@ -5,22 +5,27 @@
     manifest    step, tokens, losses, position in the data, states of parts of the run, model, world, config; size and
                 checksum of every file
 
-    <run>/checkpoints/step_1000_ckp/             committed: it has a manifest
+    <run>/checkpoints/step_1000_ckp/             committed: it has a manifest, or is damaged
     <run>/checkpoints/step_1040_ckp.preempt/     the same; goes once a newer one is committed
     <run>/checkpoints/best -> step_900_ckp       the lowest evaluation loss
     <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
+    <run>/checkpoints/<any other name>/          the user's own: a checkpoint if it has a manifest; never removed
 
 Neither depends on the number of processes: tensors are global, and the job has one position in the data. Names of
-folders are for people: what a checkpoint is stands in its manifest.
+folders are for people: what a checkpoint is stands in its manifest. Only what has the name that a save gave it is ever
+removed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import reprlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +33,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pretraining.config.variants import LlamaShape, RopeScaling
-from pretraining.errors import CheckpointError
+from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape
+from pretraining.errors import CheckpointError, ConfigError
 
 FORMAT_VERSION = 2
 
@@ -47,8 +52,15 @@ SCHEDULE_FILE = "lr_state_dict.pt"
 ITERATION_FILE = "iter_state_dict.pt"
 FULL_FILES = (MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE, ITERATION_FILE)
 
-_STEP_NAME = re.compile(r"step_(\d+)_ckp(\.preempt)?")
-_ANY_NAME = re.compile(r"(step_\d+_ckp|tokens\(.*_ckpt).*")
+KINDS = ("interval", "final", "preempt", "best")
+
+_SAVE_NAME = (
+    r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
+    r"(\.preempt)?(\.step_(?P<also>\d+))?"
+)
+"""What `checkpoint_name` and `distinct_name` give."""
+_COMMITTED = re.compile(_SAVE_NAME)
+_UNFINISHED = re.compile(rf"{_SAVE_NAME}(\.[0-9a-f]{{4}})?\.tmp")
 _NOT_COMPUTED_WITH = ("max_position_embeddings",)
 """Dimensions in which two models with the same weights may differ."""
 
@@ -112,9 +124,9 @@ class Manifest:
         if not isinstance(document, dict) or "format_version" not in document:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint: it has no format_version")
         version = document["format_version"]
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} has format version {version}; this version of pretraining reads {FORMAT_VERSION}. "
+                f"{path} has format version {_shown(version)}; this version of pretraining reads {FORMAT_VERSION}. "
                 "Use the version that wrote it"
             )
         names = Manifest.__dataclass_fields__.keys()
@@ -124,11 +136,15 @@ class Manifest:
         values = {name: document[name] for name in names}
         if document["checksum"] != _checksum(values):
             raise CheckpointError(f"{path} is damaged: its content does not have the checksum that stands in it")
-        foreign = sorted(name for name, form in _FORMS.items() if not isinstance(values[name], form))
-        entries = values["files"].values() if "files" not in foreign else ()
-        if foreign or not all(isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"} for entry in entries):
-            raise CheckpointError(f"{path} is damaged: {', '.join(foreign) or 'files'} has another form")
-        files = {name: FileEntry(int(entry["bytes"]), str(entry["crc32"])) for name, entry in values["files"].items()}
+        return Manifest.of_values(values, path)
+
+    @staticmethod
+    def of_values(values: Mapping[str, Any], path: str) -> Manifest:
+        """Makes a manifest of the value of every field; a CheckpointError that names each that no run writes."""
+        foreign = [f"{name} {problem}" for name in values if (problem := _problem(name, values[name]))]
+        if foreign:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(sorted(foreign))}")
+        files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
         return Manifest(**{**values, "files": files})
 
     def document(self) -> dict[str, Any]:
@@ -137,12 +153,101 @@ class Manifest:
         return {**values, "checksum": _checksum(values)}
 
 
-_FORMS: dict[str, Any] = {
-    **dict.fromkeys(("step", "tokens_seen", "global_batch_size"), int),
-    **dict.fromkeys(("data", "state", "model", "world", "files"), dict),
-    **dict.fromkeys(("kind", "config", "torch_version"), str),
-    "seconds": int | float,
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= LARGEST_COUNT)
+
+
+def _is_duration(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is a JSON object, and finite numbers, texts, lists and objects are all that is in it."""
+    try:
+        return type(value) is dict and json.loads(json.dumps(value, allow_nan=False)) == value
+    except (ValueError, TypeError, RecursionError):
+        return False
+
+
+def _is_data_state(value: Any) -> bool:
+    """Whether a value has the parts of the data's state that are read here; `data.resume` looks at the rest."""
+    if not _is_object(value) or not value:
+        return _is_object(value)
+    phases, datasets, counts = (value.get(name) for name in ("phases", "datasets", "counts"))
+    return (
+        _is_count(value.get("next_sample"))
+        and (isinstance(phases, list) and bool(phases) and all(_is_phase(phase) for phase in phases))
+        and (isinstance(counts, dict) and all(map(_is_count, counts.values())))
+        and (isinstance(datasets, dict) and all(_is_dataset(each) for each in datasets.values()))
+        and datasets.keys() >= phases[-1]["weights"].keys() <= counts.keys()
+    )
+
+
+def _is_phase(value: Any) -> bool:
+    weights = value.get("weights") if isinstance(value, dict) else None
+    return isinstance(weights, dict) and all(map(_is_count, weights.values())) and _is_count(value.get("first_step"))
+
+
+def _is_dataset(value: Any) -> bool:
+    return isinstance(value, dict) and _is_count(value.get("tokens", 0))
+
+
+def _is_list_of_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(entry, dict)
+        and entry.keys() == {"bytes", "crc32"}
+        and _is_count(entry["bytes"])
+        and _is_text(entry["crc32"])
+        for entry in value.values()
+    )
+
+
+LARGEST_COUNT = 2**62
+"""Of steps, tokens and bytes: more than any run has."""
+
+_Form = tuple[Callable[[Any], bool], str]
+_COUNT: _Form = _is_count, f"a whole number from 0 to {LARGEST_COUNT}"
+_LOSS: _Form = _is_loss, "a finite number or null"
+_OBJECT: _Form = _is_object, "an object of plain, finite values"
+_TEXT: _Form = _is_text, "a text"
+
+_FORMS: dict[str, _Form] = {
+    **dict.fromkeys(("format_version", "step", "tokens_seen", "global_batch_size"), _COUNT),
+    **dict.fromkeys(("loss", "evaluation_loss", "best_evaluation_loss"), _LOSS),
+    **dict.fromkeys(("state", "model", "world"), _OBJECT),
+    **dict.fromkeys(("config", "torch_version"), _TEXT),
+    "seconds": (_is_duration, "a finite number from 0"),
+    "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
+    "data": (_is_data_state, "a position in the data"),
+    "files": (_is_list_of_files, "a list of files with sizes and checksums"),
 }
+"""What each field may be, as a test and in words."""
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """Says what is wrong with a field's value, if anything; never the whole of a long one."""
+    fits, wanted = _FORMS[name]
+    return None if fits(value) else f"has another form, {_shown(value)}, not {wanted}"
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, on one line."""
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a huge number"
 
 
 def _checksum(values: dict[str, Any]) -> str:
@@ -158,10 +263,11 @@ def read_document(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
     path = folder / MANIFEST
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        return Manifest.parse(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is damaged: it has lost its {MANIFEST}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return Manifest.parse(document, str(path))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -186,9 +292,9 @@ def size_fault(path: Path, written: FileEntry) -> str | None:
     return None if size == written.bytes else f"{path} has {size:,} bytes in place of {written.bytes:,}"
 
 
-def misnamed_files(folder: Path, manifest: Manifest, suffixes: Sequence[str] = (SHARD_SUFFIX,)) -> Iterator[str]:
+def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Says which files the manifest does not name, and which it names that may lie anywhere."""
-    here = {path.name for suffix in suffixes for path in folder.glob(f"*{suffix}")}
+    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")}
     for name in sorted(here - manifest.files.keys()):
         yield f"{folder / name} is no part of the checkpoint: its manifest does not name it"
     for name in manifest.files:
@@ -200,21 +306,30 @@ def misnamed_files(folder: Path, manifest: Manifest, suffixes: Sequence[str] = (
 
 
 def committed_checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, the highest step last; what is incomplete does not count."""
-    found = [path for path in _folders(run) if (path / MANIFEST).is_file() and path.suffix != UNFINISHED_SUFFIX]
-    # Of one step's two, a preemption checkpoint was saved first.
-    return sorted(found, key=lambda path: (step_of(path), path.suffix != PREEMPT_SUFFIX, path.name))
+    """The checkpoints of a run, the highest step last; what a save has not committed does not count.
+
+    One that lost its manifest is among them: its name says that it was committed.
+    """
+    found = [path for path in _folders(run) if is_committed(path)]
+    # Of one step's two, a preemption checkpoint was saved first; a user's copy comes before what it is of.
+    return sorted(
+        found, key=lambda path: (step_of(path), path.suffix != PREEMPT_SUFFIX, has_save_name(path), path.name)
+    )
 
 
-def incomplete_checkpoints(run: Path) -> list[Path]:
-    """What interrupted saves have left in a run."""
-    complete = set(committed_checkpoints(run))
-    return sorted(path for path in _folders(run) if _ANY_NAME.fullmatch(path.name) and path not in complete)
+def is_committed(path: Path) -> bool:
+    """Whether a folder is a checkpoint that was committed, be it damaged: it has a manifest, or the name of one."""
+    return path.suffix != UNFINISHED_SUFFIX and ((path / MANIFEST).is_file() or has_save_name(path))
+
+
+def has_save_name(path: Path) -> bool:
+    """Whether a folder has a name that only saves give."""
+    return _COMMITTED.fullmatch(path.name) is not None
 
 
 def unfinished_saves(run: Path) -> list[Path]:
-    """Folders of saves that are under way, or never ended."""
-    return [path for path in _folders(run) if path.suffix == UNFINISHED_SUFFIX and not path.is_symlink()]
+    """Folders of saves that are under way, or never ended, in order; the next save removes them."""
+    return sorted(path for path in _folders(run) if _UNFINISHED.fullmatch(path.name) and not path.is_symlink())
 
 
 def run_of(path: Path) -> Path:
@@ -243,15 +358,31 @@ def checkpoint_name(style: str, manifest: Manifest) -> str:
     return f"tokens({mantissa}e{int(exponent)}){told}_ckpt{suffix}"
 
 
+def distinct_name(name: str, step: int) -> str:
+    """The name for a step where another step's checkpoint has taken the usual one: by rounding they may be the same."""
+    return f"{name}.step_{step}"
+
+
+def is_as_saved(path: Path, manifest: Manifest) -> bool:
+    """Whether a checkpoint has the name that its save gave it; otherwise a user has copied or renamed it."""
+    names = {checkpoint_name(style, manifest) for style in ("step", "tokens")}
+    return path.name in names | {distinct_name(name, manifest.step) for name in names}
+
+
 def step_of(path: Path) -> int:
-    """The step of a checkpoint; -1 where neither its name nor its manifest says."""
-    match = _STEP_NAME.fullmatch(path.name)
-    if match:
-        return int(match.group(1))
+    """The step of a checkpoint: that of its manifest; where none can be read, of its name; -1 where neither says."""
     try:
-        return read_document(path).step
-    except CheckpointError:
-        return -1
+        status = (path / MANIFEST).stat()
+        return _step_in(path, status.st_mtime_ns, status.st_size, status.st_ino)
+    except (OSError, CheckpointError):
+        match = _COMMITTED.fullmatch(path.name)
+        return int((match["step"] or match["also"] or -1) if match else -1)
+
+
+@lru_cache(maxsize=4096)
+def _step_in(path: Path, modified_ns: int, size: int, inode: int) -> int:
+    # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
+    return read_document(path).step
 
 
 # Tensors and dimensions
@@ -278,9 +409,34 @@ def shape_of(manifest: Manifest) -> LlamaShape:
     """The dimensions of a checkpoint's model; a CheckpointError if this version knows others."""
     try:
         scaling = manifest.model["rope_scaling"]
-        return LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}") from None
+        shape = LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+        problem = next(_dimension_problems(shape), None)
+        if problem is None and resolve_shape(model_settings(shape)) == shape:
+            return shape
+        error: Exception = ValueError(problem or "its dimensions do not fit each other")
+    except (KeyError, TypeError, ConfigError) as raised:
+        error = raised
+    raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}")
+
+
+_LARGEST_DIMENSIONS = {"num_hidden_layers": 10_000, "rope_theta": 1e300, "rms_norm_eps": 1.0}
+_LARGEST_DIMENSION = 2**28
+
+
+def _dimension_problems(shape: LlamaShape) -> Iterator[str]:
+    """Says which dimensions no model has: checked before anything is built with them."""
+    scaling = {} if shape.rope_scaling is None else asdict(shape.rope_scaling)
+    for name, value in {**vars(shape), **scaling}.items():
+        if name == "rope_scaling":
+            continue
+        if name == "tie_word_embeddings":
+            fits = type(value) is bool
+        elif name in ("rope_theta", "rms_norm_eps", "factor", "low_freq_factor", "high_freq_factor"):
+            fits = _is_number(value) and 0 < value <= _LARGEST_DIMENSIONS.get(name, _LARGEST_DIMENSION)
+        else:
+            fits = _is_count(value) and 0 < value <= _LARGEST_DIMENSIONS.get(name, _LARGEST_DIMENSION)
+        if not fits:
+            yield f"{name} is {_shown(value)}"
 
 
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:

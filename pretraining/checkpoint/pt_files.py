@@ -244,4 +244,4 @@ def manifest_of_files(folder: Path) -> Manifest:
     missing = sorted(names - content.keys())
     if missing:
         raise CheckpointError(f"{folder / ITERATION_FILE} lacks {', '.join(missing)}: it is of another program")
-    return Manifest(**{name: content[name] for name in names}, files={})
+    return Manifest.of_values({**{name: content[name] for name in names}, "files": {}}, str(folder / ITERATION_FILE))

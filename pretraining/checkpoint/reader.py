@@ -27,14 +27,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pretraining.checkpoint.completeness import tensor_faults
 from pretraining.checkpoint.headers import Header, StoredChunk, chunks_by_name, extent, read_header, reading
-from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, crc32_text, size_fault
+from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Manifest, crc32_text, size_fault
 from pretraining.checkpoint.writer import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import file_checksum
 
 READING_THREADS = 4
+FAULTS_SHOWN = 3
 
 Files = Mapping[str, FileEntry | None]
 """Names of a folder's files, and where they are known, size and checksum."""
@@ -108,21 +110,27 @@ class TensorFiles:
 # All processes: every tensor in one pass
 
 
-def load_tensors(folder: Path, files: Files, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_tensors(
+    folder: Path, files: Files, tensors: Mapping[str, torch.Tensor], manifest: Manifest | None = None
+) -> None:
     """Reads files into `tensors`, in place, whatever the layout that wrote them; a collective call.
 
-    Files that other programs write, too (.pt, and all without a manifest), may hold other types: these are converted.
+    Files that other programs write, too (.pt, and all without a manifest), may hold other floating-point types: these
+    are converted.
 
     Args:
         files: all of them; those with size and checksum are compared, also where no tensor of them is asked for.
         tensors: the same names on every rank.
+        manifest: of a checkpoint; its files must hold all of its model. None = the tensors that are asked for.
 
     Raises:
-        DamagedError: names every file that is not what was written; the tensors hold anything.
+        DamagedError: names every file that is not what was written, or what the files lack; the tensors hold anything.
         CheckpointError: a tensor is missing, or of another shape or type.
     """
     try:
         headers = _read_headers(folder, sorted(files))
+        if manifest is not None:
+            _check_complete(folder, headers, manifest)
         results = gather_from_every_rank(lambda: _fill(folder, files, headers, tensors))
     except CheckpointError:
         check_files(folder, files)  # a damaged header may seem to be of other tensors
@@ -131,6 +139,16 @@ def load_tensors(folder: Path, files: Files, tensors: Mapping[str, torch.Tensor]
     # Several ranks may have read the same file, and one of them alone what was not written.
     faults = dict.fromkeys(fault for of_rank in results for fault in of_rank.values() if fault is not None)
     check_files(folder, {name: entry for name, entry in files.items() if name not in compared}, faults)
+
+
+def _check_complete(folder: Path, headers: Mapping[str, Header], manifest: Manifest) -> None:
+    """Refuses files that do not hold each tensor of a model once, with a DamagedError; a collective call."""
+    stored = chunks_by_name(headers[name] for name in sorted(headers))
+    shares = gather_from_every_rank(lambda: tensor_faults(folder, stored, manifest, *_place()))
+    faults = [fault for share in shares for fault in share]
+    if faults:
+        more = f"; and {len(faults) - FAULTS_SHOWN} more: `pretrain verify {folder}`" * (len(faults) > FAULTS_SHOWN)
+        raise DamagedError("; ".join(faults[:FAULTS_SHOWN]) + more)
 
 
 def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:
@@ -235,7 +253,8 @@ def _fill(
 def _check_fits(folder: Path, name: str, chunks: Sequence[StoredChunk], tensor: torch.Tensor, converts: bool) -> None:
     held: dict[tuple[torch.dtype, int], int] = {}
     for stored in chunks:
-        kind = tensor.dtype if converts else stored.dtype, len(stored.chunk.sizes)
+        is_converted = converts and stored.dtype.is_floating_point and tensor.dtype.is_floating_point
+        kind = tensor.dtype if is_converted else stored.dtype, len(stored.chunk.sizes)
         held[kind] = held.get(kind, 0) + stored.chunk.count
     needed = {(tensor.dtype, tensor.dim()): tensor.numel()}
     if held != needed:

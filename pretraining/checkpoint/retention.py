@@ -4,7 +4,8 @@
     kept           the newest `keep_last` of those saved on an interval, all of them by default
     superseded     a preemption checkpoint by any newer one, a checkpoint that was the best by the next best
 
-Only what is committed counts, up to the step that was saved last: the start passed over newer ones as damaged.
+Only what is committed counts, up to the step that was saved last: the start passed over newer ones as damaged. A copy,
+or one under another name than its save gave it, is the user's: it neither counts nor goes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints, read_document
+from pretraining.checkpoint.manifest import (
+    BEST,
+    CHECKPOINTS,
+    MANIFEST,
+    committed_checkpoints,
+    is_as_saved,
+    read_document,
+)
 from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError
 from pretraining.files import link_atomic
@@ -25,12 +33,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """What retention needs to know of a checkpoint."""
+    """What retention needs to know of a checkpoint.
+
+    Attributes:
+        as_saved: whether it has the name that its save gave it.
+    """
 
     path: Path
     step: int
     kind: str
     evaluation_loss: float | None
+    as_saved: bool = True
 
 
 def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
@@ -42,9 +55,8 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
         newest: the checkpoint that was just committed, or that the run goes on from.
         keep_last: how many to keep; None = all.
     """
-    records = list_records(run)
-    own = next(record for record in records if record.path == newest)
-    records = [record for record in records if record.step <= own.step]
+    own = _record_at(newest)
+    records = [record for record in list_records(run) if record.step <= own.step]
     best = best_of(records)
     try:
         point_to_best(run, best)
@@ -73,21 +85,27 @@ def best_of(records: Sequence[Record]) -> Record | None:
 
 
 def list_records(run: Path) -> list[Record]:
-    """Every committed checkpoint of a run whose manifest can be read, in the order of their steps."""
+    """Every checkpoint that saves have left in a run and whose manifest can be read, in the order of their steps."""
     records = []
     for path in committed_checkpoints(run):
         try:
-            records.append(_record(path, (path / MANIFEST).stat().st_mtime_ns))
+            record = _record_at(path)
         except (OSError, CheckpointError):
             continue  # a start names what is damaged; it is nobody's to remove
+        if record.as_saved:
+            records.append(record)
     return sorted(records, key=lambda record: record.step)
+
+
+def _record_at(path: Path) -> Record:
+    return _record(path, (path / MANIFEST).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)
 def _record(path: Path, modified_ns: int) -> Record:
     # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
     manifest = read_document(path)
-    return Record(path, manifest.step, manifest.kind, manifest.evaluation_loss)
+    return Record(path, manifest.step, manifest.kind, manifest.evaluation_loss, is_as_saved(path, manifest))
 
 
 def point_to_best(run: Path, best: Record | None) -> None:

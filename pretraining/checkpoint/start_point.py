@@ -32,10 +32,12 @@ from pretraining.checkpoint.manifest import (
     OPTIMIZER_FILE,
     Manifest,
     committed_checkpoints,
+    is_committed,
     read_document,
     read_manifest,
     run_of,
     shape_of,
+    tensor_state,
 )
 from pretraining.checkpoint.pt_files import manifest_of_files
 from pretraining.checkpoint.reader import Files, TensorFiles, load_tensors
@@ -44,8 +46,9 @@ from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.distributed.processes import on_rank_zero
-from pretraining.errors import CheckpointError, ConfigError
+from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.files import run_not_writable, write_atomic
+from pretraining.model.llama import Llama
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -198,7 +201,7 @@ def find_checkpoint(
         try:
             if path in damaged:
                 raise CheckpointError(damaged[path])
-            manifest = on_rank_zero(partial(_manifest_at, path))
+            manifest = on_rank_zero(partial(manifest_at, path))
         except CheckpointError as error:
             faults.append(str(error))
         else:
@@ -224,7 +227,7 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     if config.ckpt_load_path is None:
         return LOAD_PATH, []
     source = Path(config.ckpt_load_path)
-    if (source / MANIFEST).is_file() or (source / ITERATION_FILE).is_file() or is_hugging_face_folder(source):
+    if is_checkpoint(source) or is_hugging_face_folder(source):
         return LOAD_PATH, [source]
     found = committed_checkpoints(run_of(source))
     if not found:
@@ -235,10 +238,34 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     return LOAD_PATH, found[::-1]
 
 
-def _manifest_at(path: Path) -> Manifest:
+def manifest_at(path: Path) -> Manifest:
+    """Reads what a checkpoint is: from its manifest, from its four .pt files, or from a Hugging Face folder.
+
+    Names and sizes of its files are compared; their content is not read.
+
+    Raises:
+        CheckpointError: it is damaged, or of no form that is read here.
+    """
+    return read_manifest(path) if (path / MANIFEST).is_file() else document_at(path)
+
+
+def document_at(path: Path) -> Manifest:
+    """As `manifest_at`, without a look at the files that the manifest names."""
     if (path / MANIFEST).is_file():
-        return read_manifest(path)
-    return manifest_of_files(path) if (path / ITERATION_FILE).is_file() else manifest_of_folder(path)
+        return read_document(path)
+    if (path / ITERATION_FILE).is_file():
+        return manifest_of_files(path)
+    return manifest_of_folder(path) if is_hugging_face_folder(path) else read_document(path)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, be it damaged, and not a run."""
+    return path.is_dir() and (is_committed(path) or _is_of_ours(path))
+
+
+def _is_of_ours(path: Path) -> bool:
+    """Whether a folder holds a checkpoint, and not the model of another program."""
+    return (path / MANIFEST).is_file() or (path / ITERATION_FILE).is_file()
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
@@ -280,17 +307,44 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
     """Reads tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
-    load_tensors(checkpoint.path, _files_of(checkpoint), tensors)
+    manifest = checkpoint.manifest if _is_of_ours(checkpoint.path) else None
+    load_tensors(checkpoint.path, files_of(checkpoint), tensors, manifest)
+
+
+def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[CheckpointRef, Llama]:
+    """Loads a model into one process: of a checkpoint, of a run's newest sound one, or of a Hugging Face folder.
+
+    Returns:
+        Where it comes from, and the model in evaluation mode.
+
+    Raises:
+        CheckpointError: there is no checkpoint, all are damaged, or it is of no Llama.
+    """
+    damaged: dict[Path, str] = {}
+    while True:
+        found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path), damaged)
+        assert found is not None  # a load path without a checkpoint is an error
+        with torch.device("meta"):
+            model = Llama(shape_of(found.manifest))
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        try:
+            load(found, tensor_state(dict(model.named_parameters()), None))
+        except DamagedError as error:
+            damaged[found.path] = str(error)
+        else:
+            return found, model.to(device=device, dtype=dtype).eval()
 
 
 def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
     """The tensors of a checkpoint, compared with the manifest's checksums before use; raises as `TensorFiles`."""
-    return TensorFiles(checkpoint.path, _files_of(checkpoint))
+    return TensorFiles(checkpoint.path, files_of(checkpoint))
 
 
-def _files_of(checkpoint: CheckpointRef) -> Files:
+def files_of(checkpoint: CheckpointRef) -> Files:
+    """The files that hold a checkpoint's tensors, with sizes and checksums where it has a manifest."""
     path = checkpoint.path
-    if checkpoint.manifest.files:
+    if checkpoint.manifest.files or (path / MANIFEST).is_file():
         return checkpoint.manifest.files
     if (path / ITERATION_FILE).is_file():
         return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))

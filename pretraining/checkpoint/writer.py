@@ -119,12 +119,17 @@ def save_checkpoint(
 
 def remove_checkpoint(folder: Path) -> None:
     """Removes a checkpoint so that one half removed never looks like one."""
-    if folder.is_symlink():
-        folder.unlink()
-        return
     unfinished = _temporary_name(folder)
     folder.rename(unfinished)
-    shutil.rmtree(unfinished)
+    _remove(unfinished)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder, or a link to one and not what it leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _temporary_name(folder: Path) -> Path:
@@ -162,7 +167,7 @@ def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease
         temporary.rename(folder)
         flush_folder(folder.parent)
         if replaced is not None:
-            shutil.rmtree(replaced)
+            _remove(replaced)
 
 
 @contextmanager

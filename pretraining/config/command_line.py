@@ -75,6 +75,16 @@ def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[st
     return reader.values.get(name)
 
 
+def value_given(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
+    """Returns what recipes and the command line set a setting of training to; None without a readable value."""
+    assignments, _ = _read_arguments(overrides, flags)
+    recipes, _ = _read_recipes([given for given in assignments if given.name in RECIPE_NAMES])
+    reader = Reader(TrainConfig)
+    for source in (*recipes, [given for given in assignments if given.name not in RECIPE_NAMES]):
+        reader.read(source)
+    return reader.values.get(name)
+
+
 def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
     """Returns the overrides, the first of them with its name where it is a path alone."""
     first, *others = overrides or [""]

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from pretraining.config.fields import NonNegativeInt, PositiveInt, required, setting
+from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, required, setting
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import parse_range
 from pretraining.errors import ConfigError
@@ -145,6 +145,26 @@ class ImportConfig:
 
     input_path: str = required("folder with config.json and safetensors files; also as the first word", first_word=True)
     ckpt_save_path: str = required("the run's folder; it may not hold a checkpoint yet")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Continue a prompt with a trained model, in one process: on a GPU where there is one."""
+
+    ckpt_load_path: str = required(
+        "checkpoint, run whose newest one is taken, or Hugging Face folder; also as the first word", first_word=True
+    )
+    prompt: str | None = setting(None, "text to continue; none = as a document begins")
+    prompt_tokens: tuple[NonNegativeInt, ...] = setting(
+        (), "token ids to continue, comma list, in place of prompt; ids are printed, and no tokenizer is needed"
+    )
+    tokenizer_path: str | None = setting(
+        None, "folder or tokenizer.json; none = that of the folder, or the tokenizer_path that the run was given"
+    )
+    max_new_tokens: PositiveInt = setting(128, "how many tokens to add, unless the text ends before")
+    temperature: NonNegativeFloat = setting(0.8, "above 1 bolder, below 1 tamer; 0 takes the likeliest token each time")
+    top_k: PositiveInt = setting(50, "draws among this many of the likeliest tokens")
+    seed: NonNegativeInt = setting(0, "of the draws: the same seed gives the same text")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
-from pretraining.config.commands import InspectConfig, InspectSettings, PrepareConfig, VerifyConfig
+from pretraining.config.commands import InspectConfig, InspectSettings, PrepareConfig, SampleConfig, VerifyConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, OWN, TOKEN_FORMATS, parse_options
 from pretraining.config.training import (
@@ -491,6 +491,12 @@ def _a_rank_is_one_of_the_world(rank: int | None, world_size: int | None) -> Pro
         yield f"--rank={rank} is one of how many? Give --world_size=<number of GPUs> too"
     elif rank is not None and world_size is not None and rank >= world_size:
         yield f"--rank={rank} is not there: --world_size={world_size} has ranks 0 to {world_size - 1}"
+
+
+@_rule(root=SampleConfig)
+def _there_is_one_prompt(prompt: str | None, prompt_tokens: tuple[int, ...]) -> Problems:
+    if prompt is not None and prompt_tokens:
+        yield f"--prompt and --prompt_tokens={format_value(prompt_tokens)} are two prompts: give one"
 
 
 @_rule(root=VerifyConfig)

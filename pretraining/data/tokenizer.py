@@ -62,6 +62,13 @@ class Tokenizer:
         return self.library.decode(list(ids), skip_special_tokens=False)
 
     @property
+    def prefix(self) -> tuple[int, ...]:
+        """Token ids that Hugging Face tools put before every text, such as that of `<s>`; `encode` does not."""
+        plain, marked = (self.library.encode("a", add_special_tokens=special).ids for special in (False, True))
+        starts = (at for at in range(len(marked)) if marked[at : at + len(plain)] == plain)
+        return tuple(marked[: next(starts, 0)])
+
+    @property
     def sha256(self) -> str:
         """Hash of tokenizer.json: two tokenizers with the same one encode alike."""
         return hashlib.sha256(self.definition).hexdigest()

@@ -1,16 +1,23 @@
-"""A sample of the model's text.
+"""Text that a model goes on with, token by token.
 
-Every rank runs every forward, because sharded parameters are gathered by all ranks together; all draw the same tokens
-from the same seed. There is no key/value cache: a sample is a glance at the model, not a service.
+    a prompt -> logits of the next token -> one is drawn -> the prompt and this token -> …
+
+`generate` is the sample at a run's end. Every rank runs every forward, because sharded parameters are gathered by all
+ranks together; all draw the same tokens from the same seed. There the model looks at all tokens each time: it is a
+glance at the model, not a service. `CachedModel` looks at each once, in one process, for `pretrain sample`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pretraining.distributed.fsdp import reshard_model
+from pretraining.model.attention import KeyValueCache
+from pretraining.model.llama import Llama, next_token_logits
 
 
 @torch.no_grad()
@@ -38,17 +45,63 @@ def generate(
     Returns:
         The new tokens.
     """
+
+    def next_logits(tokens: Sequence[int]) -> torch.Tensor:
+        window = torch.tensor([tokens[-context:]], dtype=torch.int64, device=device)
+        logits_V: torch.Tensor = model(window)[0, -1]
+        return logits_V
+
+    drawn = list(draw_tokens(next_logits, prompt, count, seed=seed, temperature=temperature, top_k=top_k))
+    reshard_model(model)
+    return drawn
+
+
+class CachedModel:
+    """The next token's logits from a whole model, which looks at each token once.
+
+    Args:
+        context: tokens that the model looks back at, at most; where they are used up, it goes on from the newest half.
+    """
+
+    def __init__(self, model: Llama, context: int, device: torch.device) -> None:
+        self._model = model
+        self._context = context
+        self._device = device
+        self._caches: list[KeyValueCache] = []
+        self._seen = 0
+
+    @torch.no_grad()
+    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Returns logits [V] of the token after these, which begin with those of the call before."""
+        new = tokens[self._seen :]
+        is_full = bool(self._caches) and self._caches[0].length + len(new) > self._context
+        if is_full or len(new) > self._context:
+            new = tokens[-max(1, self._context // 2) :]
+        if is_full or not self._caches:
+            self._caches = [KeyValueCache(self._context) for _ in self._model.blocks]
+        self._seen = len(tokens)
+        tokens_BS = torch.tensor([new], dtype=torch.int64, device=self._device)
+        return next_token_logits(self._model, tokens_BS, self._caches)[0]
+
+
+def draw_tokens(
+    next_logits: Callable[[Sequence[int]], torch.Tensor],
+    prompt: Sequence[int],
+    count: int,
+    *,
+    seed: int,
+    temperature: float,
+    top_k: int,
+) -> Iterator[int]:
+    """Yields tokens that continue a prompt, as they are drawn; `next_logits` returns logits [V] of the next one."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(count):
-        window = torch.tensor([tokens[-context:]], dtype=torch.int64, device=device)
-        logits_V = model(window)[0, -1].float().cpu()
-        token = _draw(logits_V, temperature, top_k, generator)
-        # Ranks of different hardware may differ in the last bit of a logit; they must not part ways.
-        dist.broadcast(token, src=0)
+        token = _draw(next_logits(tokens).float().cpu(), temperature, top_k, generator)
+        if dist.is_initialized():  # ranks of different hardware may differ in the last bit of a logit; not in the token
+            dist.broadcast(token, src=0)
         tokens.append(int(token))
-    reshard_model(model)
-    return tokens[len(prompt) :]
+        yield tokens[-1]
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> torch.Tensor:

@@ -6,7 +6,8 @@ H query heads share K key/value heads, H/K queries to each; K = H is plain multi
 Attention may stay inside each document of a row, which costs less: the cost grows with the squares of lengths. A GPU
 takes all documents in one call of a flash kernel for sequences of various lengths; elsewhere each has its own call.
 
-Shapes: B batch, S sequence, D hidden, H query heads, K key/value heads, E head dim; n tokens of one document.
+Shapes: B batch, S sequence, D hidden, H query heads, K key/value heads, E head dim; n tokens of one document; T tokens
+in a cache.
 """
 
 from __future__ import annotations
@@ -43,6 +44,35 @@ Documents = tuple[int, ...] | DocumentBounds
 """Documents that lie end to end in the flattened [B * S] tokens, none across two rows: their lengths, or bounds."""
 
 
+class KeyValueCache:
+    """Keys and values of the tokens that a block has seen: generating text computes each of them once.
+
+    Attributes:
+        length: T, how many tokens are in it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._memory: tuple[Tensor, Tensor] | None = None
+        self.length = 0
+
+    def extend(self, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds keys and values of the next tokens; returns those of all of them, [B, T, K, E] each."""
+        begin, self.length = self.length, self.length + k_BSKE.size(1)
+        assert self.length <= self._capacity
+        if self._memory is None:
+            size = (k_BSKE.size(0), self._capacity, *k_BSKE.shape[2:])
+            self._memory = k_BSKE.new_empty(size), v_BSKE.new_empty(size)
+        for memory, new_BSKE in zip(self._memory, (k_BSKE, v_BSKE), strict=True):
+            memory[:, begin : self.length] = new_BSKE
+        keys, values = self._memory
+        return keys[:, : self.length], values[:, : self.length]
+
+
+Reach = Documents | KeyValueCache | None
+"""What tokens attend to: those before them in their document, in a cache and their row, or (None) in their row."""
+
+
 class Attention(nn.Module):
     """Self-attention of one block; layers are named as in Hugging Face's Llama."""
 
@@ -56,34 +86,46 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, key_value_width, bias=False)
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, documents: Documents | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotation: Rotation, reach: Reach = None) -> Tensor:
         """Mixes every normalised hidden state [B, S, D] with those before it, to be added to the residual stream.
 
-        `rotation` are the tokens' angles (`rope.py`); `documents` come from `locate_documents`.
+        `rotation` are the tokens' angles (`rope.py`); documents within reach come from `locate_documents`.
         """
         q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         q_BSHE, k_BSKE = rotate(q_BSHE, rotation), rotate(k_BSKE, rotation)
-        if documents is None:
+        if reach is None:
             mixed_BSHE = causal_attention(q_BSHE, k_BSKE, v_BSKE)
+        elif isinstance(reach, KeyValueCache):
+            mixed_BSHE = cached_attention(q_BSHE, k_BSKE, v_BSKE, reach)
         else:
-            mixed_BSHE = document_attention(q_BSHE, k_BSKE, v_BSKE, documents)
+            mixed_BSHE = document_attention(q_BSHE, k_BSKE, v_BSKE, reach)
         out_BSD: Tensor = self.o_proj(mixed_BSHE.flatten(2))  # B S H E -> B S D
         return out_BSD
 
 
-def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
-    """Returns softmax(q k / sqrt(E)) v over the tokens up to and including each one: [B, S, H, E]."""
+def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, is_causal: bool = True) -> Tensor:
+    """Returns softmax(q k / sqrt(E)) v over the tokens up to and including each one: [B, S, H, E].
+
+    Without `is_causal` each of the S tokens sees all keys [B, T, K, E].
+    """
     grouped = q_BSHE.size(2) != k_BSKE.size(2)
     mixed_BHSE = F.scaled_dot_product_attention(
         q_BSHE.transpose(1, 2),  # B S H E -> B H S E
         k_BSKE.transpose(1, 2),
         v_BSKE.transpose(1, 2),
-        is_causal=True,
+        is_causal=is_causal,
         enable_gqa=grouped,
     )
     return mixed_BHSE.transpose(1, 2)  # B H S E -> B S H E
+
+
+def cached_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cache: KeyValueCache) -> Tensor:
+    """Returns attention of the first tokens of a cache, or of one more, which sees all of them: [B, S, H, E]."""
+    is_first = cache.length == 0
+    assert is_first or q_BSHE.size(1) == 1
+    return causal_attention(q_BSHE, *cache.extend(k_BSKE, v_BSKE), is_causal=is_first)
 
 
 def locate_documents(document_lengths: tuple[int, ...] | None, x: Tensor, head_dim: int) -> Documents | None:

@@ -16,13 +16,15 @@ Shapes: B batch, S sequence, D hidden, F feed-forward, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.model.attention import Attention, Documents, locate_documents
+from pretraining.model.attention import Attention, KeyValueCache, Reach, locate_documents
 from pretraining.model.loss import head_loss
 from pretraining.model.rope import Rotation, compute_rotation
 
@@ -80,6 +82,27 @@ class Llama(nn.Module):
         return head_loss(hidden_BSD, self.lm_head.weight, labels_BS, chunk_tokens, z_loss_weight)
 
 
+def next_token_logits(model: Llama, tokens_BS: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
+    """Predicts the token after the last of `tokens_BS`, which follow those in the caches; logits [B, V].
+
+    Only of the last token, and without computing earlier ones again. For a model whose parameters are whole: its parts
+    are called one by one.
+
+    Args:
+        model: not sharded.
+        tokens_BS: all of a prompt, where the caches are empty, or one more token.
+        caches: of each block; the tokens are added to them.
+    """
+    begin, decoder = caches[0].length, model.model
+    positions_BS = torch.arange(begin, begin + tokens_BS.size(1), device=tokens_BS.device)[None]
+    rotation = compute_rotation(model.shape, positions_BS)
+    x_BSD = decoder.embed_tokens(tokens_BS)
+    for block, cache in zip(decoder.layers, caches, strict=True):
+        x_BSD = block(x_BSD, rotation, cache)
+    logits_BV: Tensor = model.lm_head(decoder.norm(x_BSD[:, -1]))
+    return logits_BV
+
+
 class Decoder(nn.Module):
     """Everything but the head (Hugging Face's `LlamaModel`): embedding, blocks, final norm."""
 
@@ -115,9 +138,9 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x_BSD: Tensor, rotation: Rotation, documents: Documents | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotation: Rotation, reach: Reach = None) -> Tensor:
         """[B, S, D] -> [B, S, D]; other arguments as in `Attention.forward`."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, documents)
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, reach)
         out_BSD: Tensor = x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
         return out_BSD
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pretraining.checkpoint.completeness import tensor_faults
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, shape_of
 from pretraining.checkpoint.pt_files import in_order, write_full
 from pretraining.checkpoint.reader import TensorFiles
@@ -110,13 +111,16 @@ def check_complete(checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
     """Refuses a checkpoint without all parameters of its model.
 
     Raises:
-        CheckpointError: names the first that is missing or has another shape.
+        CheckpointError: names the first that is missing or has another shape, or what else a load would refuse.
     """
     shapes = tensors.shapes()
     for name, shape in parameter_shapes(shape_of(checkpoint.manifest)).items():
         if shapes.get(name) != shape:
             held = f"has the shape {shapes[name]}, not" if name in shapes else "is missing; its shape is"
             raise CheckpointError(f"{checkpoint.path} is damaged: {name} {held} {tuple(shape)}")
+    faults = tensor_faults(checkpoint.path, tensors.chunks, checkpoint.manifest)
+    if faults:
+        raise CheckpointError("; ".join(faults))
 
 
 def _in_model_order(tensors: TensorFiles, names: list[str]) -> Kinds:

@@ -11,10 +11,10 @@ from pretraining.checkpoint.manifest import (
     BEST,
     CHECKPOINTS,
     committed_checkpoints,
-    incomplete_checkpoints,
-    read_manifest,
     run_of,
+    unfinished_saves,
 )
+from pretraining.checkpoint.start_point import manifest_at
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 
@@ -71,13 +71,13 @@ def rows_of(run: Path) -> list[Row]:
     """Every checkpoint of a run, complete ones by step, then what interrupted saves have left."""
     link = run / CHECKPOINTS / BEST
     best = link.resolve() if link.is_symlink() else None
-    incomplete = [_measured(path, "incomplete", best) for path in incomplete_checkpoints(run)]
+    incomplete = [_measured(path, "incomplete", best) for path in unfinished_saves(run)]
     return [_row(path, best) for path in committed_checkpoints(run)] + incomplete
 
 
 def _row(path: Path, best: Path | None) -> Row:
     try:
-        manifest = read_manifest(path)
+        manifest = manifest_at(path)
     except CheckpointError as error:
         return replace(_measured(path, "damaged", best), fault=str(error))
     return replace(

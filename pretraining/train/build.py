@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
-from pretraining.checkpoint.manifest import Stateful, incomplete_checkpoints
+from pretraining.checkpoint.manifest import Stateful, unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef, write_config
 from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
@@ -150,7 +150,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     processes = job.processes
     shape = resolve_shape(config.model)
     start = choose_start_point(config, job.status)
-    abandoned = on_rank_zero(lambda: incomplete_checkpoints(Path(config.checkpoint.ckpt_save_path)))
+    abandoned = on_rank_zero(lambda: unfinished_saves(Path(config.checkpoint.ckpt_save_path)))
     processes.activity.step = start.step if start is not None else 0
     data = open_data(config, processes)
 

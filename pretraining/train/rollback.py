@@ -16,11 +16,18 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.manifest import UNFINISHED_SUFFIX, committed_checkpoints, step_of
+from pretraining.checkpoint.manifest import (
+    UNFINISHED_SUFFIX,
+    committed_checkpoints,
+    has_save_name,
+    is_as_saved,
+    read_document,
+    step_of,
+)
 from pretraining.checkpoint.retention import best_of, list_records, point_to_best
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import on_rank_zero
-from pretraining.errors import DivergenceError
+from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import Run, train_loop
 
@@ -85,12 +92,28 @@ def _drop_checkpoints(run: Path, step: int) -> list[Path]:
     """Renames the checkpoints from a step on, so that the next save removes them; returns what they were called.
 
     They hold the weights from before the updates that were left out, and a place in the data behind these.
+
+    Raises:
+        CheckpointError: one of them is a copy that a user has made, which a start would go on from.
     """
     dropped = [path for path in committed_checkpoints(run) if step_of(path) >= step]
+    copies = [str(path) for path in dropped if not _was_saved_here(path)]
+    if copies:
+        raise CheckpointError(
+            f"the run is to go back to before step {step}, but would go on from {', '.join(copies)}, which was copied "
+            "or renamed by hand and is not removed. Move it elsewhere, and start again"
+        )
     for path in dropped:
         path.rename(path.with_name(path.name + UNFINISHED_SUFFIX))
     point_to_best(run, best_of(list_records(run)))
     return dropped
+
+
+def _was_saved_here(path: Path) -> bool:
+    try:
+        return is_as_saved(path, read_document(path))
+    except CheckpointError:
+        return has_save_name(path)
 
 
 def _log_rollback(divergence: DivergenceError, rollbacks: int, most: int, dropped: list[Path]) -> None:

@@ -50,7 +50,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "row 15: missing shard": (lambda folder: shard(folder, 0).unlink(), "is missing: passed over"),
     "row 15: missing manifest": (
         lambda folder: (folder / "manifest.json").unlink(),
-        "step_6_ckp is incomplete: ignored",
+        "step_6_ckp is damaged: it has lost its manifest.json: passed over",
     ),
     "row 15: damaged manifest": (lambda folder: truncate(folder / "manifest.json"), "manifest.json cannot be read"),
     "row 15: bit-flipped manifest": (lambda folder: flip_a_bit(folder / "manifest.json"), "manifest.json"),

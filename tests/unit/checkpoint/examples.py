@@ -32,7 +32,12 @@ def manifest_of(
         loss=None,
         evaluation_loss=evaluation_loss,
         best_evaluation_loss=None,
-        data={"next_sample": 12},
+        data={
+            "next_sample": 12,
+            "phases": [{"first_step": 0, "weights": {"a": 1}}],
+            "datasets": {"a": {}},
+            "counts": {"a": 12},
+        },
         state={},
         global_batch_size=4,
         model=asdict(SHAPE),

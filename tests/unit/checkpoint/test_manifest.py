@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from unit.checkpoint.examples import SHAPE, manifest_of
 
-from pretraining.checkpoint.manifest import FileEntry, Manifest, _checksum, check_same_model
+from pretraining.checkpoint.manifest import FileEntry, Manifest, _checksum, check_same_model, shape_of
 from pretraining.errors import CheckpointError
 
 
@@ -47,7 +47,31 @@ def test_any_changed_value_of_a_manifest_is_noticed() -> None:
         ({"files": [1]}, "files has another form"),
         ({"files": {"a": 1}}, "files has another form"),
         ({"files": {"a": {"bytes": 1}}}, "files has another form"),
-        ({"config": None, "data": 3}, "config, data has another form|data, config has another form"),
+        ({"config": None, "data": 3}, "config has another form, None, not a text; data has another form, 3, not"),
+        ({"step": 10**30}, "step has another form, 1000.*, not a whole number from 0"),
+        ({"step": -1}, "step has another form, -1"),
+        ({"step": True}, "step has another form, True"),
+        ({"tokens_seen": 2.0}, "tokens_seen has another form"),
+        ({"global_batch_size": None}, "global_batch_size has another form"),
+        ({"seconds": float("nan")}, "seconds has another form, nan, not a finite number from 0"),
+        ({"seconds": float("inf")}, "seconds has another form"),
+        ({"seconds": -1.0}, "seconds has another form"),
+        ({"loss": "2.5"}, "loss has another form, '2.5', not a finite number or null"),
+        ({"evaluation_loss": float("nan")}, "evaluation_loss has another form"),
+        ({"best_evaluation_loss": []}, "best_evaluation_loss has another form"),
+        ({"kind": "spare"}, "kind has another form, 'spare', not one of interval, final, preempt, best"),
+        ({"kind": ["final"]}, "kind has another form"),
+        ({"state": {"guards": float("inf")}}, "state has another form"),
+        ({"world": "two"}, "world has another form"),
+        ({"data": {"next_sample": 12}}, "data has another form"),
+        ({"data": {**manifest_of(3).data, "phases": []}}, "data has another form"),
+        ({"data": {**manifest_of(3).data, "phases": [{"first_step": "0", "weights": {}}]}}, "data has another form"),
+        ({"data": {**manifest_of(3).data, "counts": {"a": -1}}}, "data has another form"),
+        ({"data": {**manifest_of(3).data, "counts": {}}}, "data has another form"),
+        ({"data": {**manifest_of(3).data, "datasets": [1]}}, "data has another form"),
+        ({"files": {"a": {"bytes": True, "crc32": "0"}}}, "files has another form"),
+        ({"files": {"a": {"bytes": -1, "crc32": "0"}}}, "files has another form"),
+        ({"files": {"a": {"bytes": 1, "crc32": 0}}}, "files has another form"),
     ],
 )
 def test_a_forged_manifest_of_another_form_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -55,6 +79,41 @@ def test_a_forged_manifest_of_another_form_is_refused(changes: dict[str, Any], m
     del values["checksum"]
     with pytest.raises(CheckpointError, match=message):
         Manifest.parse({**values, "checksum": _checksum(values)}, "m.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "256"}, "hidden_size is '256'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"vocab_size": 2**60}, f"vocab_size is {2**60}"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"head_dim": 8}, "its dimensions do not fit each other"),
+        ({"num_key_value_heads": 3}, "does not divide"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_theta": None}, "rope_theta is None"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"rope_scaling": {"factor": 2}}, "missing 3 required"),
+        ({"width": 3}, "width"),
+    ],
+)
+def test_a_forged_model_is_refused_before_anything_is_built_of_it(changes: dict[str, Any], message: str) -> None:
+    manifest = manifest_of(3)
+    assert shape_of(manifest) == SHAPE
+    with pytest.raises(CheckpointError, match=f"does not describe a model: .*{message}"):
+        shape_of(replace(manifest, model=manifest.model | changes))
+
+
+def test_a_version_that_is_no_number_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"format version 2\.0; this version of pretraining reads 2"):
+        Manifest.parse({**manifest_of(3).document(), "format_version": 2.0}, "m.json")
+
+
+def test_a_number_that_python_does_not_write_is_refused() -> None:
+    values = {name: getattr(manifest_of(3), name) for name in Manifest.__dataclass_fields__}
+    with pytest.raises(CheckpointError, match=r"step has another form, .*(huge|9999)"):
+        Manifest.of_values({**values, "step": 10**5000 - 1}, "iter_state_dict.pt")
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_each_difference() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +102,27 @@ def test_newer_ones_that_a_start_passed_over_neither_count_nor_go(tmp_path: Path
     tidy_up(tmp_path, save(tmp_path, 4, "interval", 1.0), 1)
     assert names_in(tmp_path) == ["step_2_ckp", "step_4_ckp", "step_9_ckp"]
     assert led_to(tmp_path / CHECKPOINTS / BEST) == "step_4_ckp"
+
+
+def test_copies_and_what_users_put_there_neither_count_nor_go(tmp_path: Path) -> None:
+    checkpoints = tmp_path / CHECKPOINTS
+    first = save(tmp_path, 1, evaluation_loss=1.0)
+    theirs = ["mine", "step_7_ckp", "the_best", "notes.tmp", "step_1_ckp.backup.tmp", "step_2_ckp.tmp.old"]
+    for name in theirs:
+        shutil.copytree(first, checkpoints / name)
+    for step in (2, 3, 4):
+        tidy_up(tmp_path, save(tmp_path, step, evaluation_loss=3.0), 2)
+    assert all((checkpoints / name / MANIFEST).is_file() for name in theirs)
+    assert set(names_in(tmp_path)) - set(theirs) == {"step_1_ckp", "step_3_ckp", "step_4_ckp"}
+    assert led_to(checkpoints / BEST) == "step_1_ckp"
+
+
+def test_a_start_from_a_copy_tidies_up_too(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    copy = save(tmp_path, 3).rename(tmp_path / CHECKPOINTS / "mine")
+    tidy_up(tmp_path, copy, 1)
+    assert names_in(tmp_path) == ["step_2_ckp", "mine"]
 
 
 def failing(number: int) -> Callable[..., None]:

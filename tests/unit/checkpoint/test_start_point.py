@@ -60,6 +60,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (lambda folder: os.truncate(shard_of(folder), 9), "has 9 bytes in place of"),
     "flipped bit": (flip_a_bit, r"safetensors is damaged: its checksum is \w{8} in place of \w{8}"),
     "stranger": (lambda folder: (folder / "extra.safetensors").touch(), "extra.safetensors is no part of"),
+    "lost manifest": (lambda folder: (folder / MANIFEST).unlink(), "it has lost its manifest.json"),
     "damaged manifest": (lambda folder: (folder / MANIFEST).write_text("{"), "manifest.json cannot be read"),
     "deep manifest": (lambda folder: (folder / MANIFEST).write_text("[" * 10**5), "manifest.json cannot be read"),
     "other manifest": (lambda folder: (folder / MANIFEST).write_text("{}"), "is not the manifest of a checkpoint"),

@@ -20,9 +20,9 @@ from pretraining.checkpoint.manifest import (
     checkpoint_name,
     checkpoint_path,
     committed_checkpoints,
-    incomplete_checkpoints,
     read_manifest,
     step_of,
+    unfinished_saves,
 )
 from pretraining.errors import CheckpointError
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_found_by_its_manifest_under_any_name(tmp_path: Path) ->
     save(tmp_path, 9).rename(tmp_path / CHECKPOINTS / "the one before")
     (tmp_path / CHECKPOINTS / BEST).symlink_to("the one before")
     (tmp_path / CHECKPOINTS / "notes").mkdir()
-    assert steps_in(tmp_path) == [9, 10] and incomplete_checkpoints(tmp_path) == []
+    assert steps_in(tmp_path) == [9, 10] and unfinished_saves(tmp_path) == []
     (tmp_path / CHECKPOINTS / "the one before" / MANIFEST).write_text("{")
     assert steps_in(tmp_path) == [-1, 10]
 
@@ -81,15 +81,42 @@ def test_a_save_that_was_interrupted_does_not_count_and_is_removed_by_the_next(t
     almost = tmp_path / "checkpoints" / "step_4_ckp.tmp"
     almost.mkdir()
     (almost / MANIFEST).write_text("{}")
-    without_manifest = checkpoint_path(tmp_path, 8)
-    without_manifest.mkdir()
     assert steps_in(tmp_path) == [5]
-    assert incomplete_checkpoints(tmp_path) == [almost, half, without_manifest]
+    assert unfinished_saves(tmp_path) == [almost, half]
     save(tmp_path, 6)
     assert not half.exists() and not almost.exists() and steps_in(tmp_path) == [5, 6]
     restored = tensors(0.0)
     load(checkpoint_path(tmp_path, 6), restored)
     assert torch.equal(restored["lm_head.weight"], torch.full((4,), 6.0))
+
+
+def test_the_next_save_removes_nothing_that_no_save_has_made(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    checkpoints = tmp_path / CHECKPOINTS
+    left = ["step_6_ckp.01ab.tmp", "step_6_ckp.preempt.tmp", "tokens(1.04e4)_vloss(10.924)_ckpt.step_3.ffff.tmp"]
+    theirs = ["notes.tmp", "step_6.tmp", "step_6_ckp_old.tmp", "step_6_ckp.xyz.tmp", "tokens(mine)_ckpt.tmp"]
+    for name in [*left, *theirs]:
+        (checkpoints / name).mkdir()
+    assert [path.name for path in unfinished_saves(tmp_path)] == sorted(left)
+    save(tmp_path, 6)
+    assert {path.name for path in checkpoints.iterdir()} == {"step_5_ckp", "step_6_ckp", *theirs}
+
+
+def test_the_manifest_says_the_step_and_the_name_only_where_there_is_none(tmp_path: Path) -> None:
+    save(tmp_path, 5).rename(tmp_path / CHECKPOINTS / "step_9_ckp")
+    save(tmp_path, 6)
+    assert steps_in(tmp_path) == [5, 6]
+    (tmp_path / CHECKPOINTS / "step_9_ckp" / MANIFEST).unlink()
+    assert steps_in(tmp_path) == [6, 9]
+    (tmp_path / CHECKPOINTS / "step_9_ckp").rename(tmp_path / CHECKPOINTS / "tokens(1.00e0)_ckpt.step_3")
+    assert steps_in(tmp_path) == [3, 6]
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    elsewhere = save(tmp_path, 5).rename(tmp_path / "large_disk")
+    checkpoint_path(tmp_path, 5).symlink_to(elsewhere)
+    save(tmp_path, 5)
+    assert not checkpoint_path(tmp_path, 5).is_symlink() and (elsewhere / MANIFEST).is_file()
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -158,7 +185,7 @@ def test_a_lease_that_was_lost_commits_nothing(tmp_path: Path) -> None:
         writer.save_checkpoint(
             checkpoint_path(tmp_path, 6), writer.plan_save(tensors(6.0)), manifest_of(6), lease=Lost(tmp_path)
         )
-    assert steps_in(tmp_path) == [5] and incomplete_checkpoints(tmp_path) == []
+    assert steps_in(tmp_path) == [5] and unfinished_saves(tmp_path) == []
 
 
 def test_a_checkpoint_is_removed_also_where_it_is_a_link(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +24,24 @@ from unit.checkpoint.checkpoint_files import (
     write_sharded,
 )
 
-from pretraining.checkpoint.manifest import MANIFEST, MODEL_FILE, SCHEDULE_FILE
+from pretraining.checkpoint.completeness import coverage_fault
+from pretraining.checkpoint.manifest import (
+    ITERATION_FILE,
+    MANIFEST,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    SCHEDULE_FILE,
+    read_document,
+)
 from pretraining.checkpoint.reader import file_entry
+from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.rules import check_config
-from pretraining.errors import CheckpointError, ConfigError
-from pretraining.tools.verify_checkpoints import coverage_fault, faults_of, verify_checkpoints
+from pretraining.config.training import CheckpointConfig
+from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.model.hf import parameter_shapes
+from pretraining.tools.verify_checkpoints import faults_of, verify_checkpoints
 
 SHAPE = SHAPES["plain"]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -96,8 +109,18 @@ def test_a_manifest_that_names_files_elsewhere_or_no_model_is_a_fault(tmp_path: 
     assert "does not describe a model" in faults_of(tmp_path / "c")[0]
 
 
+def refused(folder: Path) -> str:
+    """What a load of all weights of a checkpoint is refused with; empty where it is not."""
+    weights = {name: torch.zeros(size) for name, size in parameter_shapes(SHAPE).items()}
+    try:
+        load(CheckpointRef(folder, read_document(folder)), weights)
+    except DamagedError as error:
+        return str(error)
+    return ""
+
+
 def rewritten(folder: Path, change: Callable[[list[WriteItem]], list[WriteItem]]) -> list[str]:
-    """The faults of a checkpoint of one file whose checksum fits, but not its content."""
+    """The faults of a checkpoint whose checksums fit, but not its content; a load says the same ones."""
     folder.mkdir()
     pieces = [
         WriteItem(name, Chunk((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
@@ -113,7 +136,9 @@ def rewritten(folder: Path, change: Callable[[list[WriteItem]], list[WriteItem]]
         own = [found[number] for found in by_name.values() if len(found) > number]
         files[name] = write_chunks(folder / name, own)
     write_manifest(folder, manifest_of(SHAPE), files)
-    return faults_of(folder)
+    faults = faults_of(folder)
+    assert refused(folder) == "; ".join(faults)
+    return faults
 
 
 def cut(pieces: list[WriteItem], name: str, ranges: list[tuple[int, int]]) -> list[WriteItem]:
@@ -139,6 +164,16 @@ def put(pieces: list[WriteItem], name: str, tensor: torch.Tensor) -> list[WriteI
         (lambda pieces: cut(pieces, UP, [(0, 20), (16, 32)]), "16 to 19 of dim 0 are there more than once"),
         (lambda pieces: cut(pieces, UP, [(0, 20), (0, 20), (20, 32)]), "they are there 2 times"),
         (lambda pieces: cut(pieces, UP, [(0, 20)]), "20 to 31 of dim 0 are missing"),
+        (lambda pieces: cut(pieces, UP, [(0, 16), (8, 16), (24, 32)]), "8 to 15 of dim 0 are there more than once"),
+        (lambda pieces: put(pieces, UP, torch.zeros(32, 16).half()), f"{UP} is of type torch.float16, not"),
+        (lambda pieces: put(pieces, UP, torch.zeros(32, 16).int()), f"{UP} is of type torch.int32, not"),
+        (
+            lambda pieces: put(pieces, f"optimizer.exp_avg.{UP}", torch.zeros(32, 16).long()),
+            "is of type torch.int64, not of floating-point numbers",
+        ),
+        (lambda pieces: put(pieces, f"optimizer.step.{UP}", torch.zeros(1)), "has the shape [1], not []"),
+        (lambda pieces: put(pieces, f"optimizer.exp_avg.{UP}", torch.zeros(())), "has the shape [], not [32, 16]"),
+        (lambda pieces: put(pieces, f"optimizer.row_means.{UP}", torch.zeros(32)), None),
         (lambda pieces: put(pieces, UP, torch.zeros(40, 16)), "32 to 39 of dim 0 are beyond its shape"),
         (lambda pieces: put(pieces, UP, torch.zeros(32)), f"{UP} has the shape [32], not [32, 16]"),
         (lambda pieces: put(pieces, f"optimizer.exp_avg.{UP}", torch.zeros(9, 16)), "9 to 31 of dim 0 are missing"),
@@ -171,7 +206,7 @@ def test_a_file_with_holes_is_a_fault_though_its_checksum_fits(tmp_path: Path) -
     (folder / FIRST).write_bytes((folder / FIRST).read_bytes() + b"\0" * 8)
     write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
     (fault,) = faults_of(folder)
-    assert f"{FIRST} is no sound safetensors file" in fault
+    assert f"{FIRST} is no sound safetensors file" in fault and f"{FIRST} has a header that" in refused(folder)
     (folder / FIRST).write_bytes(b"\x10" + b"\0" * 7 + b"{not json      }")
     write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
     assert f"{FIRST} is no sound safetensors file" in faults_of(folder)[0]
@@ -188,8 +223,72 @@ def test_full_files_with_other_content_are_named(tmp_path: Path) -> None:
     model = torch.load(folder / MODEL_FILE, weights_only=True)
     torch.save({**model, UP: torch.zeros(3, 16)}, folder / MODEL_FILE)
     assert "3 to 31 of dim 0 are missing (in model_state_dict.pt)" in faults()[0]
+    assert refused(folder) == faults()[0]
+    torch.save({**model, UP: model[UP].int()}, folder / MODEL_FILE)
+    assert f"{UP} is of type torch.int32" in faults()[0] and refused(folder) == faults()[0]
+    torch.save({**model, UP: model[UP].double()}, folder / MODEL_FILE)
+    assert faults() == [] and refused(folder) == ""
+    torch.save({**model, UP: [1.0, 2.0]}, folder / MODEL_FILE)
+    assert f"{UP} is no tensor" in faults()[0] and f"{UP} is no tensor" in refused(folder)
+    torch.save({**model, UP: model[UP].to_sparse()}, folder / MODEL_FILE)
+    assert f"{UP} is no tensor whose elements lie in a row" in faults()[0]
+    torch.save(model, folder / MODEL_FILE)
     torch.save([1], folder / SCHEDULE_FILE)
     assert "lr_state_dict.pt holds no dictionary" in faults()[0]
+
+
+def test_four_files_without_a_manifest_are_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints" / "step_3_ckp"
+    write_full_form(folder, tensors_of(SHAPE), manifest_of(SHAPE))
+    (folder / MANIFEST).unlink()
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    for source in (tmp_path, folder, copied):
+        verify_checkpoints(VerifyConfig(ckpt_path=str(source)))
+        assert "step 3, 2 files" in capsys.readouterr().out
+    model = torch.load(copied / MODEL_FILE, weights_only=True)
+    torch.save({**model, UP: torch.zeros(3, 16)}, copied / MODEL_FILE)
+    assert "3 to 31 of dim 0 are missing (in model_state_dict.pt)" in faults_of(copied)[0]
+    (copied / OPTIMIZER_FILE).unlink()
+    assert "optim_state_dict.pt cannot be read: No such file" in faults_of(copied)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": "three"}, "step has another form, 'three'"),
+        ({"step": torch.tensor(3)}, "step has another form, tensor(3)"),
+        ({"data": [1, 2]}, "data has another form, [1, 2]"),
+        ({"loss": [2.5]}, "loss has another form"),
+        ({"state": {"guards": torch.zeros(2)}}, "state has another form"),
+        ({"model": {1: 2}}, "model has another form"),
+        ({"format_version": "2"}, "format_version has another form"),
+    ],
+)
+def test_an_iteration_state_with_other_types_is_one_fault(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    folder = tmp_path / "c"
+    write_full_form(folder, tensors_of(SHAPE), manifest_of(SHAPE))
+    (folder / MANIFEST).unlink()
+    content = torch.load(folder / ITERATION_FILE, weights_only=True)
+    torch.save(content | changes, folder / ITERATION_FILE)
+    (fault,) = faults_of(folder)
+    assert message in fault and str(folder / ITERATION_FILE) in fault
+    config = CheckpointConfig(ckpt_save_path=str(tmp_path / "new"), ckpt_load_path=str(folder))
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        find_checkpoint(config)
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for step in (1, 2):
+        write_sharded(checkpoints / f"step_{step}_ckp", tensors_of(SHAPE), manifest_of(SHAPE, step))
+    (checkpoints / "step_2_ckp" / MANIFEST).unlink()
+    (checkpoints / "notes").mkdir()
+    for source, said in ((tmp_path, "1 of 2 checkpoints is damaged"), (checkpoints / "step_2_ckp", "1 of 1")):
+        with pytest.raises(CheckpointError, match=said):
+            verify_checkpoints(VerifyConfig(ckpt_path=str(source)))
+        assert "step_2_ckp is damaged: it has lost its manifest.json" in capsys.readouterr().out
 
 
 def test_a_run_is_checked_wholly_and_what_is_incomplete_is_said(

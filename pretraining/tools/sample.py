@@ -1,0 +1,161 @@
+"""A prompt that a trained model continues: `pretrain sample`.
+
+checkpoint, run or Hugging Face folder -> model, tokenizer, which tokens begin and end a text
+prompt -> token ids -> one token after the other, until the text ends -> stdout, as it comes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretraining.checkpoint.start_point import CheckpointRef, load_model
+from pretraining.config.commands import SampleConfig
+from pretraining.config.recipes import settings_in
+from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from pretraining.errors import ConfigError
+from pretraining.evaluation.generation import CachedModel, draw_tokens
+from pretraining.model.hf import CONFIG_FILE, GENERATION_CONFIG_FILE
+
+UNFINISHED_CHARACTER = "\ufffd"
+"""What a tokenizer shows for bytes that are no character, or not yet."""
+
+
+def sample(config: SampleConfig) -> None:
+    """Prints a prompt and what a model goes on with, a token at a time.
+
+    Raises:
+        CheckpointError: there is no model, or it is damaged.
+        ConfigError, DataError: the prompt or the tokenizer cannot be used.
+    """
+    is_on_gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if is_on_gpu else "cpu"), torch.bfloat16 if is_on_gpu else torch.float32
+    checkpoint, model = load_model(config.ckpt_load_path, device, dtype)
+    text = _text_of(config, checkpoint, model.shape.max_position_embeddings)
+    prompt = _prompt_tokens(config, text)
+    too_large = [token for token in prompt if token >= model.shape.vocab_size]
+    if too_large:
+        flag = f"--prompt_tokens has {too_large[0]}" if config.prompt_tokens else f"the tokenizer gives {too_large[0]}"
+        raise ConfigError(f"{flag}, and the model of {checkpoint.path} has tokens 0 to {model.shape.vocab_size - 1}")
+    drawn = draw_tokens(
+        CachedModel(model, text.context, device),
+        prompt,
+        config.max_new_tokens,
+        seed=config.seed,
+        temperature=config.temperature,
+        top_k=config.top_k,
+    )
+    new = takewhile(lambda token: token not in text.ends, drawn)
+    if config.prompt_tokens:
+        _print_now(",".join(map(str, prompt)))
+        for token in new:
+            _print_now(f",{token}")
+    else:
+        assert text.tokenizer is not None  # there was a prompt to encode
+        _print_now(config.prompt or "")
+        stream = TextStream(text.tokenizer.decode, prompt)
+        for token in new:
+            _print_now(stream.push(token))
+        _print_now(stream.end())
+    print()
+
+
+@dataclass(frozen=True)
+class _Text:
+    """How text becomes tokens of a model.
+
+    Attributes:
+        begin: tokens before every text.
+        ends: tokens that end one.
+        context: tokens that the model looks back at, at most.
+    """
+
+    tokenizer: Tokenizer | None
+    begin: tuple[int, ...]
+    ends: tuple[int, ...]
+    context: int
+
+
+def _text_of(config: SampleConfig, checkpoint: CheckpointRef, context: int) -> _Text:
+    """Finds out how a model was fed: from its run's settings, or from the files of a folder of another program."""
+    manifest, path = checkpoint.manifest, checkpoint.path
+    settings = settings_in(manifest.config, f"config of {path}").data
+    own = str(path) if (path / TOKENIZER_FILE).is_file() else settings.tokenizer_path
+    named = config.tokenizer_path or own
+    is_needed = config.tokenizer_path is not None or not config.prompt_tokens
+    tokenizer = load_tokenizer(named) if named is not None and is_needed else None
+    ends = _ends_in(path) if settings.sep_token is None else (settings.sep_token,)
+    if not ends and tokenizer is not None and tokenizer.end_of_text is not None:
+        ends = (tokenizer.end_of_text,)
+    if manifest.data:  # trained here
+        begin = [settings.bos_token] if settings.bos_token is not None else []
+        context = max(context, settings.seq_length)
+    else:
+        begin = list(tokenizer.prefix) if tokenizer is not None else []
+    return _Text(tokenizer, tuple(begin), ends, context)
+
+
+def _ends_in(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, as a Hugging Face folder says; of the files that are there the first that does."""
+    for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
+        try:
+            document: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue  # none is needed: the text then ends where enough is drawn
+        ids = document.get("eos_token_id") if isinstance(document, dict) else None
+        found = tuple(each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int)
+        if found:
+            return found
+    return ()
+
+
+def _prompt_tokens(config: SampleConfig, text: _Text) -> list[int]:
+    if config.prompt_tokens:
+        return list(config.prompt_tokens)
+    if text.tokenizer is None:
+        raise ConfigError(
+            f"{config.ckpt_load_path} comes without a tokenizer: give --tokenizer_path, or the prompt as token ids "
+            "(--prompt_tokens=1,2,3)"
+        )
+    tokens = [*text.begin, *text.tokenizer.encode(config.prompt or "")]
+    return tokens or [next(iter(text.ends), 0)]  # what stands before a document
+
+
+def _print_now(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+class TextStream:
+    """Text of tokens that come one by one: each character once all of its bytes are there.
+
+    Args:
+        decode: of a tokenizer.
+        before: tokens that stand before; their text is not given out.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
+        self._decode = decode
+        self._tokens = list(before)
+        self._begin = max(0, len(self._tokens) - 1)  # what a token reads like may depend on the one before it
+        self._given = len(self._tokens)
+
+    def push(self, token: int) -> str:
+        """Adds a token; returns the text that is now certain."""
+        self._tokens.append(token)
+        return "" if self._rest().endswith(UNFINISHED_CHARACTER) else self.end()
+
+    def end(self) -> str:
+        """Returns all text that was not given out yet."""
+        rest = self._rest()
+        self._begin, self._given = max(0, len(self._tokens) - 1), len(self._tokens)
+        return rest
+
+    def _rest(self) -> str:
+        known = self._decode(self._tokens[self._begin : self._given])
+        return self._decode(self._tokens[self._begin :])[len(known) :]
