@@ -419,7 +419,7 @@ def shape_of(manifest: Manifest) -> LlamaShape:
     raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}")
 
 
-_LARGEST_DIMENSIONS = {"num_hidden_layers": 10_000, "rope_theta": 1e300, "rms_norm_eps": 1.0}
+_LARGEST_DIMENSIONS = {"num_hidden_layers": 10_000, "rope_theta": 1e300}
 _LARGEST_DIMENSION = 2**28
 
 
@@ -432,7 +432,7 @@ def _dimension_problems(shape: LlamaShape) -> Iterator[str]:
         if name == "tie_word_embeddings":
             fits = type(value) is bool
         elif name in ("rope_theta", "rms_norm_eps", "factor", "low_freq_factor", "high_freq_factor"):
-            fits = _is_number(value) and 0 < value <= _LARGEST_DIMENSIONS.get(name, _LARGEST_DIMENSION)
+            fits = _is_number(value) and 0 <= value <= _LARGEST_DIMENSIONS.get(name, _LARGEST_DIMENSION)
         else:
             fits = _is_count(value) and 0 < value <= _LARGEST_DIMENSIONS.get(name, _LARGEST_DIMENSION)
         if not fits:

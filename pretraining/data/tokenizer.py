@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from pretraining.files import write_atomic
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
 
 # What the end of a document is called where a lone tokenizer.json comes without the files that say so.
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -40,6 +41,7 @@ class Tokenizer:
     Attributes:
         definition, config: content of its tokenizer.json and tokenizer_config.json.
         end_of_text: id of the token that ends a document.
+        pad_token: id of the token that fills up rows of a batch, where the tokenizer has one.
         vocab_size: largest id plus one: the rows that an embedding needs.
     """
 
@@ -48,6 +50,7 @@ class Tokenizer:
     config: bytes
     end_of_text: int | None
     vocab_size: int
+    pad_token: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
@@ -73,6 +76,13 @@ class Tokenizer:
         """Hash of tokenizer.json: two tokenizers with the same one encode alike."""
         return hashlib.sha256(self.definition).hexdigest()
 
+    def with_settings(self, context: int, pad_token: int | None) -> Tokenizer:
+        """Returns the same tokenizer for a model: how many tokens it takes at once, and which one fills up rows."""
+        settings = {**json.loads(self.config), "model_max_length": context}
+        if pad_token is not None:
+            settings["pad_token"] = self.library.id_to_token(pad_token)
+        return replace(self, config=_as_json(settings), pad_token=pad_token)
+
     def save(self, folder: Path) -> None:
         """Writes the files that `load_tokenizer` and AutoTokenizer read into a folder."""
         for name, content in ((TOKENIZER_CONFIG_FILE, self.config), (TOKENIZER_FILE, self.definition)):
@@ -90,6 +100,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path).expanduser()
     try:
+        _refuse_sentencepiece(file)
         file = file / TOKENIZER_FILE if file.is_dir() else file
         definition = file.read_bytes()
     except OSError as error:
@@ -105,7 +116,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "or train it again"
         ) from error
     config = _read_object(file.parent / TOKENIZER_CONFIG_FILE)
-    name = _token_name(config) or _token_name(_read_object(file.parent / "special_tokens_map.json"))
+    special_tokens = _read_object(file.parent / "special_tokens_map.json")
+    name = _token_name(config, "eos_token") or _token_name(special_tokens, "eos_token")
     if name is None:
         special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
         name = next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
@@ -114,7 +126,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{file.parent}: eos_token {name!r} is not in the vocabulary of {file.name}. The two files are not of one "
             "tokenizer: fetch it again"
         )
-    return _wrap(library, definition, config, name)
+    padding = _token_name(config, "pad_token") or _token_name(special_tokens, "pad_token")
+    tokenizer = _wrap(library, definition, config, name)
+    return tokenizer if padding is None else replace(tokenizer, pad_token=library.token_to_id(padding))
+
+
+def _refuse_sentencepiece(path: Path) -> None:
+    """Says how to convert a tokenizer that is there in SentencePiece's form alone."""
+    folder = path.parent if path.name == SENTENCEPIECE_FILE else path
+    if (folder / SENTENCEPIECE_FILE).is_file() and not (folder / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"{folder} has a {SENTENCEPIECE_FILE} of SentencePiece, and no {TOKENIZER_FILE}, which is what is read "
+            "here. Convert it once, with the packages transformers, sentencepiece and protobuf: "
+            f"python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{folder}').save_pretrained("
+            f"'{folder}')\""
+        )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -161,11 +187,15 @@ def _wrap(
     return Tokenizer(
         library=library,
         definition=definition,
-        config=(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode("utf-8"),
+        config=_as_json(config),
         end_of_text=None if end_of_text is None else library.token_to_id(end_of_text),
         # Not the number of entries: ids may have gaps.
         vocab_size=max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
     )
+
+
+def _as_json(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -181,9 +211,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _token_name(config: dict[str, Any]) -> str | None:
-    """The eos_token of a Hugging Face file, which is a string or an object with the string in it."""
-    token = config.get("eos_token")
+def _token_name(config: dict[str, Any], name: str) -> str | None:
+    """A special token in a Hugging Face file, which is a string or an object with the string in it."""
+    token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

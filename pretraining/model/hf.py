@@ -48,7 +48,12 @@ def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
 
 
 def config_document(
-    shape: LlamaShape, dtype: str, context: int, bos_token: int | None, eos_token: int | None
+    shape: LlamaShape,
+    dtype: str,
+    context: int,
+    bos_token: int | None,
+    eos_token: int | None,
+    pad_token: int | None = None,
 ) -> dict[str, Any]:
     """Returns the config.json of a Llama.
 
@@ -60,6 +65,8 @@ def config_document(
         dtype: of the weights: "float32" or "bfloat16".
         context: tokens that the model was trained on at once.
         bos_token, eos_token: ids that begin and end a document; None = nothing does.
+        pad_token: id that fills up rows of a batch. One that is also another token is left out: transformers gives the
+            embedding of a padding token no gradient.
     """
     scaling = None if shape.rope_scaling is None else {"rope_type": "llama3", **asdict(shape.rope_scaling)}
     return {
@@ -77,15 +84,15 @@ def config_document(
         "use_cache": True,
         "bos_token_id": bos_token,  # written even where there is none: LlamaConfig would assume 1 and 2
         "eos_token_id": eos_token,
-        "pad_token_id": None,
+        "pad_token_id": None if pad_token in (bos_token, eos_token) else pad_token,
         "dtype": dtype,
         "torch_dtype": dtype,
     }
 
 
-def generation_document(bos_token: int | None, eos_token: int | None) -> dict[str, Any]:
-    """Returns the generation_config.json: which token begins and which one ends a text."""
-    return {"bos_token_id": bos_token, "eos_token_id": eos_token}
+def generation_document(bos_token: int | None, eos_token: int | None, pad_token: int | None = None) -> dict[str, Any]:
+    """Returns the generation_config.json: which token begins a text, which one ends it, and which one fills up rows."""
+    return {"bos_token_id": bos_token, "eos_token_id": eos_token, "pad_token_id": pad_token}
 
 
 def shape_of_document(document: Any, path: str) -> LlamaShape:

@@ -1,6 +1,6 @@
 """A checkpoint in a form that other programs read: `pretrain export`.
 
-    checkpoint, sharded or full -> a tensor at a time, put together -> hf    config.json, safetensors, tokenizer
+    checkpoint, sharded or full -> a tensor at a time, put together -> hf    config.json, safetensors, tokenizer, README
                                                                     -> full  four .pt files and a manifest
 
 It takes one process, no GPU, and the memory of one tensor. The folder appears complete or not at all. Weights in
@@ -30,7 +30,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
-from pretraining.files import atomic_folder, write_json
+from pretraining.files import atomic_folder, write_flushed, write_json
 from pretraining.model.hf import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -40,6 +40,7 @@ from pretraining.model.hf import (
     generation_document,
     parameter_shapes,
 )
+from pretraining.tools.model_card import MODEL_CARD, model_card
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,10 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     kinds = {name: (dtype, tuple(size)) for name, size in parameter_shapes(shape).items()}
     files = plan_files(kinds, max_bytes)
+    context = max(settings.data.seq_length, shape.max_position_embeddings)
     bos = settings.data.bos_token
     eos = settings.data.sep_token if settings.data.sep_token is not None or tokenizer is None else tokenizer.end_of_text
+    pad = None if tokenizer is None else tokenizer.pad_token if tokenizer.pad_token is not None else eos
     output = Path(config.output_path)
     total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
@@ -85,14 +88,21 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
             write_tensors(folder / name, content, (tensors.read(each).to(dtype) for each in content))
         if len(files) > 1:
             write_json(folder / INDEX_FILE, index_document(files))
-        write_json(folder / CONFIG_FILE, config_document(shape, config.dtype, settings.data.seq_length, bos, eos))
-        write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, eos))
+        write_json(folder / CONFIG_FILE, config_document(shape, config.dtype, context, bos, eos, pad))
+        write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, eos, pad))
         if tokenizer is not None and tokenizer_path is not None:
-            _write_tokenizer(tokenizer, tokenizer_path, folder)
+            _write_tokenizer(tokenizer.with_settings(context, pad), tokenizer_path, folder)
+        write_flushed(folder / MODEL_CARD, model_card(output.name, checkpoint.manifest, settings, config.dtype))
     print(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
     print(f"  weights    {len(files)} safetensors file{'s' if len(files) > 1 else ''}")
     print(f"  tokenizer  {told}")
     print(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    if tokenizer is not None and tokenizer.prefix and bos is None and checkpoint.manifest.data:
+        log.warning(
+            "the tokenizer puts token %s before every text, and the run had no bos_token: unless it stood in the token "
+            "files, the model has never seen it. Give tokenizers of transformers add_special_tokens=False",
+            ", ".join(map(str, tokenizer.prefix)),
+        )
 
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles) -> None:

@@ -152,3 +152,21 @@ def test_a_broken_tokenizer_is_one_clear_error(tmp_path: Path, files: dict[str, 
 def test_the_wrapper_can_be_compared_by_its_hash() -> None:
     other: Tokenizer = train_tokenizer(["other words"], 300)
     assert other.sha256 != TRAINED.sha256
+
+
+def test_a_sentencepiece_model_alone_is_refused_with_its_conversion(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x05<unk>")
+    for path in (tmp_path, tmp_path / "tokenizer.model"):
+        with pytest.raises(DataError, match=rf"from_pretrained\('{tmp_path}'\)\.save_pretrained\('{tmp_path}'\)"):
+            load_tokenizer(path)
+    train_tokenizer(["some text"], 260).save(tmp_path)
+    assert load_tokenizer(tmp_path).encode("a")
+
+
+def test_the_tokens_that_hugging_face_tools_put_first_are_known() -> None:
+    tokenizer = train_tokenizer(["some text"], 260)
+    assert tokenizer.prefix == ()
+    tokenizer.library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert tokenizer.prefix == (0,) and 0 not in tokenizer.encode("some text")

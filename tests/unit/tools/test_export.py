@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 from unit.checkpoint.checkpoint_files import (
@@ -163,6 +164,99 @@ def test_the_tokenizer_goes_along_from_the_run_or_from_a_flag(
         assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
         assert json.loads((tmp_path / name / "config.json").read_text())["eos_token_id"] == 0
         assert (tmp_path / name / "chat_template.jinja").is_file()
+
+
+def exported_json(root: Path, name: str) -> Any:
+    return json.loads((root / "out" / name).read_text())
+
+
+def add_to_config(folder: Path, **entries: Any) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | entries))
+
+
+def test_rows_are_filled_up_with_the_end_of_text_where_the_tokenizer_has_no_padding(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    make_tokenizer(tmp_path / "tokenizer")
+    shape = replace(PLAIN, vocab_size=300)
+    make_run(tmp_path / "run", shape, tokenizer_path=str(tmp_path / "tokenizer"))
+    run_export(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.pad_token_id, tokenizer.model_max_length) == (0, max(64, shape.max_position_embeddings))
+    assert tokenizer.chat_template == "{{ messages }}"
+    rows = tokenizer(["some text", "text"], padding=True, return_tensors="pt")["input_ids"]
+    assert rows.shape[0] == 2
+    assert exported_json(tmp_path, "generation_config.json")["pad_token_id"] == 0
+    # transformers would not train the embedding of a padding token: the end of text must not be one.
+    assert exported_json(tmp_path, "config.json")["pad_token_id"] is None
+
+
+def test_a_tokenizers_own_padding_and_chat_template_are_kept_and_none_is_invented(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
+    make_run(tmp_path / "run", replace(PLAIN, vocab_size=300), tokenizer_path=str(tmp_path / "tokenizer"))
+    run_export(tmp_path, output_path=str(tmp_path / "plain"))
+    assert "chat_template" not in json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())
+    assert not list((tmp_path / "plain").glob("chat_template*"))
+    add_to_config(tmp_path / "tokenizer", pad_token="e", chat_template="{{ 1 }}")
+    run_export(tmp_path)
+    config = exported_json(tmp_path, "tokenizer_config.json")
+    assert (config["pad_token"], config["chat_template"]) == ("e", "{{ 1 }}")
+    pad = exported_json(tmp_path, "config.json")["pad_token_id"]
+    assert pad == exported_json(tmp_path, "generation_config.json")["pad_token_id"] > 0
+
+
+def test_a_token_that_the_tokenizer_puts_first_and_training_never_saw_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_tokenizer(tmp_path / "tokenizer")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    library.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    shape = replace(PLAIN, vocab_size=300)
+    make_run(tmp_path / "run", shape, tokenizer_path=str(tmp_path / "tokenizer"))
+    make_run(tmp_path / "with_bos", shape, tokenizer_path=str(tmp_path / "tokenizer"), bos_token=0)
+    run_export(tmp_path)
+    (message,) = caplog.messages
+    assert "puts token 0 before every text, and the run had no bos_token" in message
+    run_export(tmp_path, ckpt_load_path=str(tmp_path / "with_bos"), output_path=str(tmp_path / "second"))
+    assert caplog.messages == [message]
+
+
+def test_the_model_card_tells_settings_data_and_losses(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    make_run(tmp_path / "run", data_path="/secret/place")
+    run_export(tmp_path, output_path=str(tmp_path / "a|b"))
+    card = (tmp_path / "a|b" / "README.md").read_text()
+    _, header, body = card.split("---\n", 2)
+    assert yaml.safe_load(header)["library_name"] == "transformers"
+    for line in (
+        "# a\\|b",
+        "| hidden_size | 16 |",
+        "| steps | 3 |",
+        "| tokens | 300 |",
+        "| training loss | 2.5000 nats a token |",
+        "| held-out loss | 2.7500 nats a token |",
+        "| lowest held-out loss of the run | 2.2500 nats a token |",
+        "| learning rate | 0.0003, cosine over 1000 |",
+        "| dataset | weight | tokens trained on | tokens in it |",
+        "| a | 33.33% | 100 | 100 |",
+        "| b | 66.67% | 200 | 1,000 |",
+        "Weights are those since step 2; before, others held.",
+        "model = AutoModelForCausalLM.from_pretrained('a|b', dtype='bfloat16')",
+    ):
+        assert line in body.splitlines()
+    assert "/secret" not in card
+
+
+def test_the_card_of_weights_that_were_not_trained_here_says_so(tmp_path: Path) -> None:
+    weights = {name: tensor for name, tensor in tensors_of(PLAIN).items() if not name.startswith("optimizer.")}
+    write_sharded(tmp_path / "run/checkpoints/step_0_ckp", weights, manifest_of(PLAIN, 0, data={}))
+    run_export(tmp_path)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| steps | none: the weights are those that the run was to begin with |" in card and "## Data" not in card
 
 
 def test_a_tokenizer_that_is_gone_is_said_and_one_that_does_not_fit_is_refused(

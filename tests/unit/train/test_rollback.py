@@ -33,7 +33,7 @@ def test_checkpoints_since_a_step_are_given_up_and_best_leads_to_one_that_is_lef
 def test_a_users_copy_is_never_renamed_and_a_start_from_it_is_refused(tmp_path: Path) -> None:
     run_with_losses(tmp_path, {2: 3.0, 6: 2.0})
     copy = shutil.copytree(tmp_path / CHECKPOINTS / "step_6_ckp", tmp_path / CHECKPOINTS / "mine")
-    with pytest.raises(CheckpointError, match="go back to before step 5, but would go on from .*mine, which was"):
+    with pytest.raises(CheckpointError, match=r"go back to before step 5, but would go on from .*mine, which was"):
         _drop_checkpoints(tmp_path, 5)
     shutil.rmtree(copy)
     (tmp_path / CHECKPOINTS / "step_6_ckp" / MANIFEST).write_text("{")

@@ -1,0 +1,216 @@
+"""`pretrain sample`: what it prints is what the model would say, token by token, and what transformers say too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.checkpoint.checkpoint_files import (
+    SHAPES,
+    config_of,
+    flip_byte,
+    manifest_of,
+    tensors_of,
+    write_sharded,
+)
+
+from pretraining.api import load_model
+from pretraining.config.commands import ExportConfig, SampleConfig
+from pretraining.config.recipes import dump_config
+from pretraining.config.rules import check_config
+from pretraining.config.variants import LlamaShape
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.evaluation.generation import CachedModel, draw_tokens
+from pretraining.tools.export import export
+from pretraining.tools.sample import TextStream, sample
+
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+WITH_TEXT = replace(SHAPES["plain"], vocab_size=300)
+TEXTS = ["some text to train on, and ä few ✓ signs"] * 20
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+pytestmark = pytest.mark.usefixtures("cpu")
+
+
+def make_run(root: Path, shape: LlamaShape, **data: Any) -> Path:
+    config = dump_config(config_of(shape, **data))
+    write_sharded(root / "run/checkpoints/step_3_ckp", tensors_of(shape), manifest_of(shape, config=config))
+    return root / "run"
+
+
+def printed(capsys: pytest.CaptureFixture[str], path: Path, **settings: Any) -> str:
+    sample(SampleConfig(str(path), **settings))
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def ids_of(text: str) -> list[int]:
+    return [int(token) for token in text.split(",")]
+
+
+def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
+    """Looks at all tokens again for each new one."""
+    model, tokens = load_model(path), list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens
+
+
+@every_shape
+def test_greedy_tokens_are_those_of_the_whole_model_and_of_transformers(
+    tmp_path: Path, shape: LlamaShape, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    run, exported = make_run(tmp_path, shape), tmp_path / "exported"
+    export(ExportConfig(str(run), str(exported), dtype="float32"))
+    capsys.readouterr()
+    asked: dict[str, Any] = {"prompt_tokens": (1, 5, 9), "max_new_tokens": 40, "temperature": 0.0}
+    expected = greedy(run, [1, 5, 9], 40)
+    for source in (run, run / "checkpoints", run / "checkpoints" / "step_3_ckp", exported):
+        assert ids_of(printed(capsys, source, **asked)) == expected
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    theirs = model.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=40, do_sample=False)
+    assert theirs[0].tolist() == expected
+
+
+def test_the_logits_with_a_cache_are_those_without(tmp_path: Path) -> None:
+    model = load_model(make_run(tmp_path, SHAPES["plain"]))
+    cached, tokens = CachedModel(model, 32, torch.device("cpu")), [3, 1, 4, 1, 5, 9, 2, 6]
+    for length in range(3, 9):
+        with torch.no_grad():
+            whole = model(torch.tensor([tokens[:length]]))[0, -1]
+        torch.testing.assert_close(cached(tokens[:length]), whole, atol=1e-5, rtol=0)
+
+
+def test_past_its_context_a_model_goes_on_from_the_newest_half(tmp_path: Path) -> None:
+    model = load_model(make_run(tmp_path, SHAPES["plain"]))
+    cached, tokens = CachedModel(model, 8, torch.device("cpu")), list(range(30))
+    for length, window in ((6, 6), (7, 7), (8, 8), (9, 4), (10, 5), (13, 8), (14, 4)):
+        logits = cached(tokens[:length]) if length != 13 else [cached(tokens[:each]) for each in (11, 12, 13)][-1]
+        with torch.no_grad():
+            expected = model(torch.tensor([tokens[length - window : length]]))[0, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    fresh = CachedModel(model, 8, torch.device("cpu"))
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens[16:20]]))[0, -1]
+    torch.testing.assert_close(fresh(tokens[:20]), expected, atol=1e-5, rtol=0)
+
+
+def make_tokenizer(root: Path) -> str:
+    (root / "tokenizer").mkdir()
+    train_tokenizer(TEXTS, 290).save(root / "tokenizer")
+    return str(root / "tokenizer")
+
+
+def test_text_goes_in_and_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tokenizer(tmp_path)
+    run = make_run(tmp_path, WITH_TEXT, tokenizer_path=path, sep_token=299)
+    text = printed(capsys, run, prompt="some ", max_new_tokens=20)
+    assert text.startswith("some ") and len(text) > 5
+    assert printed(capsys, run, prompt="some ", max_new_tokens=20) == text
+    assert printed(capsys, run, prompt="some ", max_new_tokens=20, seed=1) != text
+    assert printed(capsys, run, max_new_tokens=5)  # begins with what stands before a document
+    export(ExportConfig(str(run), str(tmp_path / "exported"), dtype="float32"))
+    capsys.readouterr()
+    assert printed(capsys, tmp_path / "exported", prompt="some ", max_new_tokens=20) == text
+
+
+def test_a_text_ends_with_the_end_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, SHAPES["plain"])
+    tokens = greedy(run, [1, 5], 10)
+    end = next(token for token in tokens[4:] if token not in tokens[2:4])
+    ending = make_run(tmp_path / "ending", SHAPES["plain"], sep_token=end)
+    asked: dict[str, Any] = {"prompt_tokens": (1, 5), "max_new_tokens": 10, "temperature": 0.0}
+    assert ids_of(printed(capsys, ending, **asked)) == tokens[: tokens.index(end, 2)]
+    export(ExportConfig(str(ending), str(tmp_path / "exported"), dtype="float32"))
+    capsys.readouterr()
+    assert ids_of(printed(capsys, tmp_path / "exported", **asked)) == tokens[: tokens.index(end, 2)]
+
+
+def test_a_prompt_begins_as_documents_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts: list[list[int]] = []
+
+    def watched(next_logits: object, prompt: Sequence[int], *_: object, **__: object) -> list[int]:
+        prompts.append(list(prompt))
+        return []
+
+    monkeypatch.setattr("pretraining.tools.sample.draw_tokens", watched)
+    run = make_run(tmp_path, WITH_TEXT, tokenizer_path=make_tokenizer(tmp_path), bos_token=7)
+    assert printed(capsys, run, prompt="") == "" and prompts == [[7]]
+    without = make_run(tmp_path / "without", WITH_TEXT, tokenizer_path=str(tmp_path / "tokenizer"), sep_token=9)
+    assert printed(capsys, without, prompt="") == "" and prompts[1:] == [[9]]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, SHAPES["plain"])
+    newer = run / "checkpoints" / "step_4_ckp"
+    write_sharded(newer, tensors_of(SHAPES["plain"], seed=4), manifest_of(SHAPES["plain"], 4))
+    flip_byte(next(newer.glob("*.safetensors")))
+    asked: dict[str, Any] = {"prompt_tokens": (1,), "max_new_tokens": 4, "temperature": 0.0}
+    assert ids_of(printed(capsys, run, **asked)) == greedy(run / "checkpoints" / "step_3_ckp", [1], 4)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        printed(capsys, newer, **asked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt": "some"}, "comes without a tokenizer: give --tokenizer_path, or the prompt as token ids"),
+        ({}, "comes without a tokenizer"),
+        ({"prompt_tokens": (1, 32)}, r"--prompt_tokens has 32, and the model of .* has tokens 0 to 31"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        printed(capsys, make_run(tmp_path, SHAPES["plain"]), **settings)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, SHAPES["plain"])
+    with pytest.raises(ConfigError, match=r"the tokenizer gives \d+, and the model of"):
+        printed(capsys, run, prompt="some", tokenizer_path=make_tokenizer(tmp_path))
+
+
+def test_there_is_one_prompt() -> None:
+    with pytest.raises(ConfigError, match="--prompt and --prompt_tokens=1,2 are two prompts"):
+        check_config(SampleConfig("run", prompt="a", prompt_tokens=(1, 2)))
+
+
+TOKENIZER = train_tokenizer(TEXTS, 290)
+
+
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=20), st.integers(0, 5))
+def test_streamed_text_is_the_text_of_all_tokens(tokens: list[int], prompt_length: int) -> None:
+    before, new = tokens[:prompt_length], tokens[prompt_length:]
+    if TOKENIZER.decode(before).endswith("\ufffd"):
+        before, new = [], tokens
+    stream = TextStream(TOKENIZER.decode, before)
+    streamed = "".join(map(stream.push, new)) + stream.end()
+    assert TOKENIZER.decode(before) + streamed == TOKENIZER.decode(tokens)
+
+
+def test_a_character_comes_once_all_of_its_bytes_are_there() -> None:
+    stream = TextStream(TOKENIZER.decode, [])
+    pushed = [stream.push(token) for token in TOKENIZER.encode("€")]
+    assert len(pushed) > 1 and pushed[:-1] == [""] * (len(pushed) - 1) and pushed[-1] == "€" and stream.end() == ""
+
+
+def test_tokens_are_drawn_one_by_one() -> None:
+    drawn = draw_tokens(lambda tokens: torch.eye(8)[(tokens[-1] + 1) % 8], [3], 10**9, seed=0, temperature=0.0, top_k=1)
+    assert [next(drawn) for _ in range(3)] == [4, 5, 6]
