@@ -17,6 +17,8 @@ import torch
 from pretraining.checkpoint.headers import StoredChunk, extent
 from pretraining.checkpoint.manifest import FULL_FILES, OPTIMIZER_PREFIX, Manifest, shape_of
 from pretraining.checkpoint.writer import Chunk
+from pretraining.config.recipes import settings_in
+from pretraining.errors import ConfigError
 from pretraining.model.hf import parameter_shapes
 
 Stored = Mapping[str, Sequence[StoredChunk]]
@@ -38,7 +40,7 @@ def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 
         CheckpointError: the manifest describes no model.
     """
     parameters = {name: tuple(size) for name, size in parameter_shapes(shape_of(manifest)).items()}
-    faults = list(_missing(folder, stored, parameters, bool(manifest.data))) if rank == 0 else []
+    faults = list(_missing(folder, stored, parameters, _keeps_moments(manifest))) if rank == 0 else []
     for name in sorted(stored)[rank::world_size]:
         fault = _fault_of(name, stored[name], parameters)
         if fault is not None:
@@ -47,15 +49,22 @@ def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 
     return faults
 
 
+def _keeps_moments(manifest: Manifest) -> bool:
+    """Whether a checkpoint has to hold something of the optimizer for each parameter; a user's own may keep less."""
+    try:
+        return bool(manifest.data) and settings_in(manifest.config, "config").optimizer.optimizer == "adamw"
+    except ConfigError:
+        return False  # of a version with other settings
+
+
 def _missing(folder: Path, stored: Stored, parameters: Mapping[str, object], has_state: bool) -> Iterator[str]:
     kept = {_split(name)[1] for name in stored if name.startswith(OPTIMIZER_PREFIX)}
     for name in parameters:
         if name not in stored:
             yield f"{folder} lacks {name}"
-    if has_state or kept:
-        for name in parameters:
-            if name not in kept:
-                yield f"{folder} lacks the optimizer's state of {name}"
+    for name in parameters if has_state else ():
+        if name not in kept:
+            yield f"{folder} lacks the optimizer's state of {name}"
 
 
 def _split(name: str) -> tuple[str | None, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_full_form, write_sharded
 
+from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 from pretraining.tools.list_checkpoints import _age, _size, list_checkpoints, rows_of
@@ -80,6 +81,17 @@ def test_json_has_an_object_a_checkpoint(tmp_path: Path, shown: Shown) -> None:
         "fault": None,
     }
     assert rows[-1]["bytes"] == 4 and "is missing" in rows[4]["fault"]
+
+
+def test_four_files_without_a_manifest_are_complete_and_shards_without_one_are_damaged(
+    tmp_path: Path, shown: Shown
+) -> None:
+    run = make_run(tmp_path)
+    for name in ("step_10_ckp", "step_2_ckp"):
+        (run / "checkpoints" / name / MANIFEST).unlink()
+    rows = {row["name"]: row for row in map(json.loads, shown(run, json=True))}
+    assert (rows["step_10_ckp"]["state"], rows["step_10_ckp"]["step"]) == ("complete", 10)
+    assert rows["step_2_ckp"]["state"] == "damaged" and "has lost its manifest.json" in rows["step_2_ckp"]["fault"]
 
 
 def test_the_age_is_that_of_the_newest_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import (
     SHAPES,
+    config_of,
     flip_byte,
     manifest_of,
     tensors_of,
@@ -37,6 +38,7 @@ from pretraining.checkpoint.reader import file_entry
 from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.config.commands import VerifyConfig
+from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
@@ -210,6 +212,16 @@ def test_a_file_with_holes_is_a_fault_though_its_checksum_fits(tmp_path: Path) -
     (folder / FIRST).write_bytes(b"\x10" + b"\0" * 7 + b"{not json      }")
     write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
     assert f"{FIRST} is no sound safetensors file" in faults_of(folder)[0]
+
+
+def test_an_optimizer_of_a_users_own_may_keep_nothing(tmp_path: Path) -> None:
+    config = config_of(SHAPE)
+    config = replace(config, optimizer=replace(config.optimizer, optimizer="torch.optim:SGD"))
+    weights = {name: tensor for name, tensor in tensors_of(SHAPE).items() if not name.startswith("optimizer.")}
+    write_sharded(tmp_path / "c", weights, manifest_of(SHAPE, config=dump_config(config)))
+    assert faults_of(tmp_path / "c") == [] and refused(tmp_path / "c") == ""
+    write_sharded(tmp_path / "d", weights, manifest_of(SHAPE))
+    assert len(faults_of(tmp_path / "d")) == len(weights) and "and 18 more: `pretrain verify" in refused(tmp_path / "d")
 
 
 def test_full_files_with_other_content_are_named(tmp_path: Path) -> None:

@@ -143,6 +143,25 @@ def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
     assert json.loads(capsys.readouterr().out.splitlines()[0])["sample_id"] in (0, 1)
 
 
+def test_inspect_shows_what_a_run_from_weights_alone_would_begin_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path / "run", "num_steps=2")
+    paths = [f"ckpt_load_path={tmp_path / 'run'}", f"ckpt_save_path={tmp_path / 'new'}"]
+    new = [*paths, "use_dummy_dataset=true", "seq_length=16", "batch_size=3", "step=1", "--json"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("weights_only: true\n")
+    for weights_only in ("weights_only=true", f"recipe={recipe}"):
+        capsys.readouterr()
+        main(["inspect", weights_only, *new])
+        shown = [json.loads(line)["sample_id"] for line in capsys.readouterr().out.splitlines()]
+        assert sorted(shown) == [0, 1, 2]
+    start(tmp_path / "new", "num_steps=2")
+    with pytest.raises(SystemExit):  # the run has begun, and goes on from its own checkpoint
+        main(["inspect", "weights_only=true", *new])
+    assert "seq_length was 32 and is 16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_either_form_goes_on_bit_for_bit_from_the_other(tmp_path: Path, kind: str) -> None:
     start(tmp_path / "whole", *KINDS[kind])
