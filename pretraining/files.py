@@ -69,7 +69,7 @@ def file_checksum(path: Path) -> tuple[str, int]:
 
 def link_atomic(link: Path, target: str) -> None:
     """Makes a symbolic link that replaces one of the same name at once; an error leaves that one as it was."""
-    temporary = link.with_name(f"{link.name}.tmp")
+    temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     temporary.replace(link)

@@ -142,6 +142,11 @@ class Manifest:
     def of_values(values: Mapping[str, Any], path: str) -> Manifest:
         """Makes a manifest of the value of every field; a CheckpointError that names each that no run writes."""
         foreign = [f"{name} {problem}" for name in values if (problem := _problem(name, values[name]))]
+        if not foreign and values["data"]:
+            batch = values["global_batch_size"]
+            of_data = values["data"]["phases"][-1].get("global_batch_size", batch)
+            if batch != of_data or batch < 1:
+                foreign = [f"global_batch_size is {batch}, and that of the data {_shown(of_data)}"]
         if foreign:
             raise CheckpointError(f"{path} is damaged: {'; '.join(sorted(foreign))}")
         files = {name: FileEntry(**entry) for name, entry in values["files"].items()}

@@ -10,6 +10,7 @@ or one under another name than its save gave it, is the user's: it neither count
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,10 +59,7 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
     own = _record_at(newest)
     records = [record for record in list_records(run) if record.step <= own.step]
     best = best_of(records)
-    try:
-        point_to_best(run, best)
-    except OSError as error:
-        log.warning("%s cannot be replaced: %s", run / CHECKPOINTS / BEST, error)
+    point_to_best(run, best)
     for record in superseded(records, own, best, keep_last):
         try:
             remove_checkpoint(record.path)
@@ -109,10 +107,17 @@ def _record(path: Path, modified_ns: int) -> Record:
 
 
 def point_to_best(run: Path, best: Record | None) -> None:
-    """Makes the relative link `best` of a run lead to the best checkpoint, or removes it where there is none."""
+    """Makes the relative link `best` of a run lead to the best checkpoint, or removes it where there is none.
+
+    Where that fails, or something else has the name, which is then the user's, it warns.
+    """
     link = run / CHECKPOINTS / BEST
-    if best is None:
-        link.unlink(missing_ok=True)
-        return
-    if not (link.is_symlink() and link.readlink() == Path(best.path.name)):
-        link_atomic(link, best.path.name)
+    try:
+        if link.exists() and not link.is_symlink():
+            raise FileExistsError(errno.EEXIST, "it is no link that a save has made")
+        if best is None:
+            link.unlink(missing_ok=True)
+        elif not (link.is_symlink() and link.readlink() == Path(best.path.name)):
+            link_atomic(link, best.path.name)
+    except OSError as error:
+        log.warning("%s cannot be replaced: %s", link, error.strerror)

@@ -92,7 +92,8 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
         write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, eos, pad))
         if tokenizer is not None and tokenizer_path is not None:
             _write_tokenizer(tokenizer.with_settings(context, pad), tokenizer_path, folder)
-        write_flushed(folder / MODEL_CARD, model_card(output.name, checkpoint.manifest, settings, config.dtype))
+        card = model_card(output.name, checkpoint.manifest, settings, config.dtype, has_tokenizer=tokenizer is not None)
+        write_flushed(folder / MODEL_CARD, card)
     print(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
     print(f"  weights    {len(files)} safetensors file{'s' if len(files) > 1 else ''}")
     print(f"  tokenizer  {told}")

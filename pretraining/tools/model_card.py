@@ -16,14 +16,16 @@ from pretraining.config.variants import parameter_count
 MODEL_CARD = "README.md"
 
 
-def model_card(name: str, manifest: Manifest, settings: TrainConfig, dtype: str) -> str:
+def model_card(name: str, manifest: Manifest, settings: TrainConfig, dtype: str, *, has_tokenizer: bool) -> str:
     """Returns the README.md of a checkpoint's weights.
 
     Args:
         name: of the model.
         settings: of the run, as the manifest keeps them.
         dtype: of the exported weights.
+        has_tokenizer: whether a tokenizer lies beside them.
     """
+    classes = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
     return "\n".join(
         [
             *("---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- llama", "---", ""),
@@ -34,9 +36,9 @@ def model_card(name: str, manifest: Manifest, settings: TrainConfig, dtype: str)
             *_section("Model", _model_rows(manifest)),
             *_section("Training", _training_rows(manifest, settings)),
             *_data_section(manifest),
-            *("## Use", "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""),
+            *("## Use", "", "```python", f"from transformers import {classes}", ""),
             f"model = AutoModelForCausalLM.from_pretrained({name!r}, dtype={dtype!r})",
-            f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
+            *([f"tokenizer = AutoTokenizer.from_pretrained({name!r})"] if has_tokenizer else []),
             *("```", ""),
         ]
     )

@@ -89,7 +89,7 @@ def test_a_file_is_flushed_ahead_of_its_rename_and_the_folder_after_it(
 
 
 def test_a_link_is_replaced_at_once_also_after_a_kill_in_between(tmp_path: Path) -> None:
-    (tmp_path / "best.tmp").symlink_to("left behind")
+    (tmp_path / ".best.tmp").symlink_to("left behind")
     for target in ("first", "second"):
         link_atomic(tmp_path / "best", target)
         assert str((tmp_path / "best").readlink()) == target

@@ -403,3 +403,17 @@ def test_one_copy_serves_all_saves(tmp_path: Path) -> None:
             run.step()
         assert first == {name: buffer.data_ptr() for name, buffer in staging._buffers.items()}
     assert run.names == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("state", [{}, [1], "text", {"value": {"deep": []}}, None])
+def test_a_state_of_another_form_is_one_error_that_names_its_part(tmp_path: Path, state: Any) -> None:
+    class Counter:
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = int(state["value"])
+
+    restored = replace(manifest_of(6), state={"counter": state})
+    with pytest.raises(CheckpointError, match="step 6 is damaged: its state of counter has another form"):
+        Run(tmp_path, states={"counter": Counter()}, restored=restored)

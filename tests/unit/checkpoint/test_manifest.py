@@ -61,6 +61,11 @@ def test_any_changed_value_of_a_manifest_is_noticed() -> None:
         ({"best_evaluation_loss": []}, "best_evaluation_loss has another form"),
         ({"kind": "spare"}, "kind has another form, 'spare', not one of interval, final, preempt, best"),
         ({"kind": ["final"]}, "kind has another form"),
+        ({"global_batch_size": 0}, "global_batch_size is 0, and that of the data 0"),
+        (
+            {"data": {**manifest_of(3).data, "phases": [{**manifest_of(3).data["phases"][0], "global_batch_size": 8}]}},
+            "global_batch_size is 4, and that of the data 8",
+        ),
         ({"state": {"guards": float("inf")}}, "state has another form"),
         ({"world": "two"}, "world has another form"),
         ({"data": {"next_sample": 12}}, "data has another form"),

@@ -117,6 +117,19 @@ def test_copies_and_what_users_put_there_neither_count_nor_go(tmp_path: Path) ->
     assert led_to(checkpoints / BEST) == "step_1_ckp"
 
 
+@pytest.mark.parametrize("loss", [None, 1.0])
+def test_a_file_of_a_user_in_the_place_of_the_link_stays(
+    tmp_path: Path, loss: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save(tmp_path, 1, evaluation_loss=loss)
+    theirs = [folder.with_name("best"), folder.with_name("best.tmp")]
+    for path in theirs:
+        path.write_text("my notes")
+    tidy_up(tmp_path, folder, None)
+    assert [path.read_text() for path in theirs] == ["my notes"] * 2
+    assert "best cannot be replaced: it is no link that a save has made" in caplog.text
+
+
 def test_a_start_from_a_copy_tidies_up_too(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)

@@ -165,8 +165,8 @@ def test_a_sentencepiece_model_alone_is_refused_with_its_conversion(tmp_path: Pa
 
 def test_the_tokens_that_hugging_face_tools_put_first_are_known() -> None:
     tokenizer = train_tokenizer(["some text"], 260)
-    assert tokenizer.prefix == ()
+    assert list(tokenizer.prefix) == []
     tokenizer.library.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
-    assert tokenizer.prefix == (0,) and 0 not in tokenizer.encode("some text")
+    assert list(tokenizer.prefix) == [0] and 0 not in tokenizer.encode("some text")

@@ -184,6 +184,7 @@ def test_rows_are_filled_up_with_the_end_of_text_where_the_tokenizer_has_no_padd
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.pad_token_id, tokenizer.model_max_length) == (0, max(64, shape.max_position_embeddings))
     assert tokenizer.chat_template == "{{ messages }}"
+    assert "AutoTokenizer.from_pretrained('out')" in (tmp_path / "out" / "README.md").read_text()
     rows = tokenizer(["some text", "text"], padding=True, return_tensors="pt")["input_ids"]
     assert rows.shape[0] == 2
     assert exported_json(tmp_path, "generation_config.json")["pad_token_id"] == 0
@@ -248,7 +249,7 @@ def test_the_model_card_tells_settings_data_and_losses(tmp_path: Path) -> None:
         "model = AutoModelForCausalLM.from_pretrained('a|b', dtype='bfloat16')",
     ):
         assert line in body.splitlines()
-    assert "/secret" not in card
+    assert "/secret" not in card and "AutoTokenizer" not in card
 
 
 def test_the_card_of_weights_that_were_not_trained_here_says_so(tmp_path: Path) -> None:
