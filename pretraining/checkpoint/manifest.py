@@ -123,12 +123,7 @@ class Manifest:
         """Reads the manifest in a JSON document; a CheckpointError if it is none, of another version or damaged."""
         if not isinstance(document, dict) or "format_version" not in document:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint: it has no format_version")
-        version = document["format_version"]
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path} has format version {_shown(version)}; this version of pretraining reads {FORMAT_VERSION}. "
-                "Use the version that wrote it"
-            )
+        _check_version(document["format_version"], path)
         names = Manifest.__dataclass_fields__.keys()
         missing = sorted((names | {"checksum"}) - document.keys())
         if missing:
@@ -141,6 +136,7 @@ class Manifest:
     @staticmethod
     def of_values(values: Mapping[str, Any], path: str) -> Manifest:
         """Makes a manifest of the value of every field; a CheckpointError that names each that no run writes."""
+        _check_version(values["format_version"], path)
         foreign = [f"{name} {problem}" for name in values if (problem := _problem(name, values[name]))]
         if not foreign and values["data"]:
             batch = values["global_batch_size"]
@@ -158,6 +154,14 @@ class Manifest:
         return {**values, "checksum": _checksum(values)}
 
 
+def _check_version(version: Any, path: str) -> None:
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {_shown(version)}; this version of pretraining reads {FORMAT_VERSION}. "
+            "Use the version that wrote it"
+        )
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_COUNT
 
@@ -172,6 +176,10 @@ def _is_duration(value: Any) -> bool:
 
 def _is_loss(value: Any) -> bool:
     return value is None or _is_number(value)
+
+
+def _is_kind(value: Any) -> bool:
+    return _is_text(value) and value in KINDS
 
 
 def _is_text(value: Any) -> bool:
@@ -234,7 +242,7 @@ _FORMS: dict[str, _Form] = {
     **dict.fromkeys(("state", "model", "world"), _OBJECT),
     **dict.fromkeys(("config", "torch_version"), _TEXT),
     "seconds": (_is_duration, "a finite number from 0"),
-    "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
+    "kind": (_is_kind, f"one of {', '.join(KINDS)}"),
     "data": (_is_data_state, "a position in the data"),
     "files": (_is_list_of_files, "a list of files with sizes and checksums"),
 }

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from unit.checkpoint.examples import SHAPE, manifest_of
 
-from pretraining.checkpoint.manifest import FileEntry, Manifest, _checksum, check_same_model, shape_of
+from pretraining.checkpoint.manifest import FileEntry, Manifest, _checksum, check_same_model, checkpoint_name, shape_of
 from pretraining.errors import CheckpointError
 
 
@@ -84,6 +86,31 @@ def test_a_forged_manifest_of_another_form_is_refused(changes: dict[str, Any], m
     del values["checksum"]
     with pytest.raises(CheckpointError, match=message):
         Manifest.parse({**values, "checksum": _checksum(values)}, "m.json")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=9), values, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(manifest_of(3).document())), json_values, st.data())
+def test_whatever_stands_in_a_manifest_it_is_read_or_refused_with_one_error(
+    name: str, value: Any, data: st.DataObject
+) -> None:
+    values = manifest_of(3).document()
+    del values["checksum"]
+    if isinstance(values.get(name), dict) and values[name] and data.draw(st.booleans()):
+        value = {**values[name], data.draw(st.sampled_from(sorted(values[name]))): value}
+    values[name] = value
+    try:
+        manifest = Manifest.parse({**values, "checksum": _checksum(values)}, "m.json")
+        shape_of(manifest)
+        checkpoint_name("tokens", manifest)
+    except CheckpointError:
+        return
+    assert Manifest.parse(json.loads(json.dumps(manifest.document())), "m.json") == manifest
 
 
 @pytest.mark.parametrize(

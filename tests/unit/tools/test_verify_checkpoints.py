@@ -273,7 +273,9 @@ def test_four_files_without_a_manifest_are_a_checkpoint(tmp_path: Path, capsys: 
         ({"loss": [2.5]}, "loss has another form"),
         ({"state": {"guards": torch.zeros(2)}}, "state has another form"),
         ({"model": {1: 2}}, "model has another form"),
-        ({"format_version": "2"}, "format_version has another form"),
+        ({"kind": torch.zeros(2)}, "kind has another form"),
+        ({"format_version": "2"}, "has format version '2'; this version"),
+        ({"format_version": 3}, "has format version 3; this version"),
     ],
 )
 def test_an_iteration_state_with_other_types_is_one_fault(
