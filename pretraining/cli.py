@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import fire
 from fire.decorators import SetParseFn
 
+from pretraining import __version__
 from pretraining.config.command_line import load_train_config, parse_config, value_on_command_line
 from pretraining.config.commands import (
     DoctorConfig,
