@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import fire
 from fire.decorators import SetParseFn
 
+from pretraining import __version__
 from pretraining.config.command_line import load_train_config, parse_config, value_on_command_line
 from pretraining.config.commands import (
     DoctorConfig,
@@ -167,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     wants_help = any(argument in ("--help", "-h") for argument in arguments)
     name = arguments[0] if arguments else ""
+    if name == "--version":
+        print(f"pretraining {__version__}, torch {version('torch')}, Python {platform.python_version()}")
+        return
     if name not in COMMANDS:
         _explain_commands(name, wants_help)
     command, settings, purpose = COMMANDS[name]

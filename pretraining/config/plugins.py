@@ -29,14 +29,16 @@ class OptimizerEntry:
     Attributes:
         path: of the function that makes it, as `package.module:name`.
         options: the settings of the section `optimizer` that it reads besides learning_rate and weight_decay.
+        state_bytes: what it keeps for each parameter.
     """
 
     path: str
     options: tuple[str, ...]
+    state_bytes: int
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerEntry("pretraining.optim.optimizer:adamw", ("adam_beta1", "adam_beta2", "adam_epsilon"))
+    "adamw": OptimizerEntry("pretraining.optim.optimizer:adamw", ("adam_beta1", "adam_beta2", "adam_epsilon"), 8)
 }
 SCHEDULES = {"cosine": "pretraining.optim.schedules:cosine"}
 TOKEN_FORMATS = {

@@ -194,6 +194,9 @@ class RunConfig:
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
     )
+    ignore_memory: bool = setting(
+        False, "start even where the estimate says that the model cannot fit into memory", silent_change=True
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable
@@ -29,11 +28,6 @@ def map_in_order(
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on, where the system tells, else those of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class RecentlyUsed(Generic[Value]):

@@ -62,6 +62,14 @@ class Tokenizer:
         return self.library.decode(list(ids), skip_special_tokens=False)
 
     @property
+    def begin_of_text(self) -> int | None:
+        """Id of the token that this tokenizer puts before a text where special tokens are asked for, if it does."""
+        text = "a"
+        with_special = self.library.encode(text, add_special_tokens=True).ids
+        own = self.encode(text)
+        return with_special[0] if own and with_special[0] != own[0] else None
+
+    @property
     def sha256(self) -> str:
         """Hash of tokenizer.json: two tokenizers with the same one encode alike."""
         return hashlib.sha256(self.definition).hexdigest()

@@ -7,7 +7,6 @@ import resource
 import sys
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
 from pretraining.errors import ConfigError, OutOfMemoryError
+from pretraining.launch.machine import machine_memory, resident_bytes
 from pretraining.observability.profiler import TRACES
 from pretraining.progress import TrainState
 
@@ -99,8 +99,8 @@ class MemoryWatch:
             in_use = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
             name = f"{device} ({torch.cuda.get_device_name(device)})"
             return MemoryUse(name, *sizes, peak, *in_use, *torch.cuda.mem_get_info(device))
-        resident, machine = _sizes_in("/proc/self/status")["VmRSS"], _sizes_in("/proc/meminfo")
-        return MemoryUse("this machine", *sizes, peak, resident, None, machine["MemAvailable"], machine["MemTotal"])
+        machine = machine_memory()
+        return MemoryUse(machine.limited_by, *sizes, peak, resident_bytes(), None, machine.available, machine.total)
 
 
 @contextmanager
@@ -285,12 +285,3 @@ def format_bytes(size: float) -> str:
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
-def _sizes_in(path: str) -> Counter[str]:
-    """Returns the sizes in a file of /proc, in bytes; 0 of what it does not list, and where there is no such file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        text = ""
-    return Counter({name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)})

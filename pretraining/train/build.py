@@ -53,6 +53,7 @@ from pretraining.optim.schedules import Horizon, LearningRate
 from pretraining.progress import Interval, Progress, TokenSchedule, TrainState, resolve_warmup_steps
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
+from pretraining.train.memory import check_memory
 from pretraining.train.messages import announce
 from pretraining.train.preemption import StopRequests
 from pretraining.train.restore import choose_start_point, restore
@@ -133,6 +134,7 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
         on_every_rank(lambda: check_float8(scaling, processes.device))
     plan = _plan_run(config, job, mesh, stop_step)
     processes.activity.step = plan.state.step
+    announce(plan)
     if plan.start is None:  # late: mistakes in the settings of the data need not wait for it
         initialize_weights(plan.model, plan.shape, config.run.seed, processes.device)
     run = _assemble(plan, job)
@@ -152,7 +154,10 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     processes.activity.step = start.step if start is not None else 0
     data = open_data(config, processes)
 
-    mesh = mesh if mesh is not None else _build_mesh(config, processes)
+    if mesh is None:  # later runs of a job take the memory of the first
+        mesh = _build_mesh(config, processes)
+        shard_size = mesh["shard"].size()
+        on_every_rank(lambda: check_memory(config, shape, shard_size, processes))
     model = build_model(shape, config, mesh, processes.device, initialize=False)
     # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
     parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
@@ -168,8 +173,24 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     token_schedule = _token_schedule(loader, config.data.seq_length)
     training_tokens = data.training_tokens if data is not None else None
     state = _initial_state(config, token_schedule, training_tokens, restored, stop_step)
-    known = (config, processes, shape, start, restored, abandoned, data, training_tokens, batch, token_schedule)
-    return RunPlan(*known, mesh, model, parameters, optimizer, loader, state)
+    return RunPlan(
+        config=config,
+        processes=processes,
+        shape=shape,
+        start=start,
+        restored=restored,
+        abandoned=abandoned,
+        data=data,
+        training_tokens=training_tokens,
+        batch=batch,
+        token_schedule=token_schedule,
+        mesh=mesh,
+        model=model,
+        parameters=parameters,
+        optimizer=optimizer,
+        loader=loader,
+        state=state,
+    )
 
 
 def _initial_state(
@@ -289,7 +310,6 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
     )
     on_rank_zero(lambda: write_config(config))
-    announce(plan)
     return Run(
         state=state,
         context=context,

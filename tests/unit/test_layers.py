@@ -16,6 +16,7 @@ ROWS = (
     ("errors",),
     ("files", "progress"),
     ("config", "launch"),
+    ("estimate",),
     ("model", "data", "optim", "distributed"),
     ("observability",),
     ("checkpoint", "evaluation"),
@@ -25,7 +26,7 @@ ROWS = (
     ("__init__",),
 )
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
-TORCH_FREE = ("errors", "files", "progress", "config", "launch")
+TORCH_FREE = ("errors", "files", "progress", "config", "launch", "estimate")
 
 PACKAGE = ROOT / "pretraining"
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -28,8 +28,8 @@ from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, write_once
-from pretraining.data.threads import usable_cores
 from pretraining.errors import DataError
+from pretraining.launch.machine import usable_cores
 
 log = logging.getLogger(__name__)
 

@@ -45,8 +45,9 @@ from pretraining.data.storage.index import (
     write_once,
 )
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
-from pretraining.data.threads import map_in_order, usable_cores
+from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
+from pretraining.launch.machine import usable_cores
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.data.threads import usable_cores
+from pretraining.launch.machine import machine_memory, read_text, usable_cores
 
 OPEN_FILES_WANTED = 4096
 SHARED_MEMORY_WANTED = 2**30
@@ -40,7 +40,7 @@ def facts_of(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "device": device.type,
         "cores": f"{usable_cores()}, {torch.get_num_threads()} threads a process",
-        "memory": _size(memory_bytes()),
+        "memory": _size(machine_memory().total),
         "last-level cache": _size(cache) if (cache := last_level_cache_bytes()) else "unknown",
         "open files": "any number" if soft_files == resource.RLIM_INFINITY else str(soft_files),
         "locked memory": "any amount" if soft_locked == resource.RLIM_INFINITY else _size(soft_locked),
@@ -115,16 +115,6 @@ def warnings_across(facts: list[dict[str, str]], clocks: list[float]) -> list[st
     return found
 
 
-def memory_bytes() -> int:
-    """Memory of the machine, or of the control group that this process is in, where that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = _text_of(path)
-        if limit.isdigit():
-            total = min(total, int(limit))
-    return total
-
-
 def last_level_cache_bytes() -> int:
     """Caches right before the memory, of all cores that this process may use; 0 where the system does not say."""
     sizes: dict[tuple[str, str], int] = {}  # by level and the cores that share it
@@ -151,10 +141,7 @@ def _driver() -> str:
 
 
 def _text_of(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    return read_text(Path(path)).strip()
 
 
 def _size(size: int) -> str:

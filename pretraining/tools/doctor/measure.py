@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import ConfigError
-from pretraining.tools.doctor.environment import last_level_cache_bytes, memory_bytes
+from pretraining.launch.machine import machine_memory
+from pretraining.tools.doctor.environment import last_level_cache_bytes
 
 GIB = 2.0**30
 MIB = 2**20
@@ -72,7 +73,7 @@ def copy_bytes(device: torch.device, local_world_size: int) -> int:
         wanted, room = LEAST_COPY_BYTES["cuda"], torch.cuda.mem_get_info(device)[0] // 8
     else:
         wanted = max(LEAST_COPY_BYTES["cpu"], 4 * last_level_cache_bytes())
-        room = memory_bytes() // 16 // local_world_size
+        room = machine_memory().total // 16 // local_world_size
     return min(wanted, max(1, room // MIB) * MIB)
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.config.rules import check_config
-from pretraining.data.threads import usable_cores
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
 from pretraining.files import flush_folder, output_errors
 from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.machine import usable_cores
 from pretraining.tools.prepare.console import encoding_progress, print_summary
 from pretraining.tools.prepare.encode import encode_units
 from pretraining.tools.prepare.records import (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from pretraining.data.threads import map_in_order, usable_cores
+from pretraining.data.threads import map_in_order
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -28,10 +27,3 @@ def test_threads_keep_the_order_and_never_run_far_ahead(threads: int) -> None:
 def test_an_error_on_a_thread_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         list(map_in_order(lambda item: 1 // item, [1, 0, 1], 2))
-
-
-def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_cores() >= 1
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    assert usable_cores() == 7

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
+from pretraining.launch.machine import MachineMemory
 from pretraining.tools.doctor import measure
 from pretraining.tools.doctor.measure import copy_bytes, rounds_of_pairs, seconds_of
 
@@ -28,7 +29,7 @@ def test_what_is_copied_is_larger_than_all_caches_where_there_is_memory_for_it(
     caches: int, memory: int, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: caches)
-    monkeypatch.setattr(measure, "memory_bytes", lambda: memory)
+    monkeypatch.setattr(measure, "machine_memory", lambda: MachineMemory(memory, memory, "this machine"))
     assert copy_bytes(CPU, processes) == expected
 
 

@@ -1,0 +1,103 @@
+"""What this machine lets a process use: cores and memory, of the hardware, of the process and of its container.
+
+Linux says so in files below /proc and /sys; where they are missing, as on macOS, the answers are those of the hardware.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    """Memory of the machine, or of the part of it that this process's control group may use, in bytes.
+
+    Attributes:
+        available: what can still be taken without swapping.
+        total: all of it.
+        limited_by: what sets the total: "this machine" or "this control group".
+    """
+
+    available: int
+    total: int
+    limited_by: str
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: its affinity, and the CPU quota of its control groups, rounded down."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *(int(quota) for quota in _cpu_quotas())]))
+
+
+def machine_memory() -> MachineMemory:
+    """The memory that processes here may use: the machine's, or less where a control group has a limit."""
+    fields = dict(line.split(":", 1) for line in read_text(PROC / "meminfo").splitlines())
+    if "MemTotal" in fields:
+        total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    else:
+        total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = MachineMemory(available, total, "this machine")
+    for limit, used in _memory_limits():
+        if limit < found.total:
+            found = MachineMemory(min(found.available, max(0, limit - used)), limit, "this control group")
+    return found
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not say."""
+    fields = dict(line.split(":", 1) for line in read_text(PROC / "self" / "status").splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024 if "VmRSS" in fields else 0
+
+
+def has_gpu() -> bool:
+    """Whether the drivers of NVIDIA or AMD show a GPU; without torch, which takes a second to ask."""
+    return any((PROC / "driver" / "nvidia" / "gpus").glob("*")) or Path("/dev/kfd").exists()
+
+
+def read_text(path: Path) -> str:
+    """A file of the system; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _cpu_quotas() -> Iterator[float]:
+    """Cores' worth of time that each control group around this process has, where it is limited."""
+    for folder in _control_groups("cpu"):
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")  # version 2
+        if not quota:
+            quota, period = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # version 1
+        if quota.strip().isdigit() and period.strip().isdigit():
+            yield int(quota) / int(period)
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Limit of each control group around this process, and what is in use of it that cannot be dropped."""
+    for folder in _control_groups("memory"):
+        for limit, used, dropped in (
+            ("memory.max", "memory.current", "inactive_file"),  # version 2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+        ):
+            texts = [read_text(folder / name).strip() for name in (limit, used)]
+            if all(text.isdigit() for text in texts):
+                statistics = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+                yield int(texts[0]), int(texts[1]) - int(statistics.get(dropped, 0))
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Folders of the control groups that this process is in, innermost first, for a controller."""
+    for line in read_text(PROC / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = CGROUPS / controllers if controllers else CGROUPS
+        # In a container the path is often that of the host, and its own group is mounted as the root.
+        inner = root / path.strip("/")
+        yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)

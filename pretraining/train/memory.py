@@ -1,0 +1,128 @@
+"""Says before a run takes any memory how much it will take, and refuses what cannot fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from pretraining.config.training import ModelConfig, TrainConfig
+from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count, resolve_shape
+from pretraining.distributed.parallelize import compute_dtype
+from pretraining.distributed.processes import Processes
+from pretraining.errors import ConfigError
+from pretraining.estimate import MemoryEstimate, estimate_memory
+from pretraining.launch.machine import machine_memory
+from pretraining.observability.out_of_memory import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Memory that one process may use, in bytes, and the words for what sets it."""
+
+    bytes: int
+    source: str
+
+
+def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, processes: Processes) -> None:
+    """Logs what one process will take, by its parts; call it on every rank, before the model is built.
+
+    Args:
+        shape: of the model; `config` may name dimensions that a checkpoint overrides.
+        shard_size: ranks that share one copy of the model.
+
+    Raises:
+        ConfigError: it is more than there is, and `ignore_memory` is off; says what would fit.
+    """
+    device = processes.device
+    needed, limit = _estimate(config, shape, shard_size, device), _limit_of(processes)
+    if processes.is_main:
+        log.info("memory      about %s of %s %s: %s", format_bytes(needed.total), *_words(limit), _parts(needed))
+    if needed.total <= limit.bytes or config.run.ignore_memory:
+        return
+    fitting = list(_what_would_fit(config, shape, shard_size, device, limit.bytes))
+    would_fit = f"What would fit: {'; '.join(fitting)}" if fitting else "Nothing smaller would fit, either"
+    raise ConfigError(
+        f"the model cannot fit: {parameter_count(shape):,} parameters with --batch_size={config.batch.batch_size} and "
+        f"--seq_length={config.data.seq_length} take about {format_bytes(needed.total)} a process ({_parts(needed)}), "
+        f"and there are {' '.join(_words(limit))}. {would_fit}. --ignore_memory=true starts all the same"
+    )
+
+
+def _estimate(config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device) -> MemoryEstimate:
+    itemsize = compute_dtype(config.parallel, device).itemsize
+    return estimate_memory(config, shape, shard_size=shard_size, compute_bytes=itemsize, device_type=device.type)
+
+
+def _limit_of(processes: Processes) -> MemoryLimit:
+    if processes.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(processes.device)
+        return MemoryLimit(free, f"free on {processes.device}")
+    memory = machine_memory()
+    share = f" for each of {processes.local_world_size} processes" if processes.local_world_size > 1 else ""
+    return MemoryLimit(memory.available // processes.local_world_size, f"available in {memory.limited_by}{share}")
+
+
+def _words(limit: MemoryLimit) -> tuple[str, str]:
+    return format_bytes(limit.bytes), limit.source
+
+
+def _parts(needed: MemoryEstimate) -> str:
+    sizes = {
+        "parameters": needed.parameters,
+        "gradients": needed.gradients,
+        "optimizer": needed.optimizer_state,
+        "gathered": needed.gathered,
+        "activations": needed.activations,
+        "loss": needed.loss,
+    }
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+
+
+def _what_would_fit(
+    config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device, limit_bytes: int
+) -> Iterator[str]:
+    """Flags to change, one suggestion of each kind: the largest smaller model, the same one in less, more devices."""
+    parallel, batch = config.parallel, config.batch
+    smaller = [resolve_shape(ModelConfig(model_variant=name, vocab_size=shape.vocab_size)) for name in VARIANTS]
+    models = sorted(
+        ((parameter_count(each), name, each) for name, each in zip(VARIANTS, smaller, strict=True)), reverse=True
+    )
+    recomputing = replace(config, parallel=replace(parallel, fsdp_activation_checkpointing=True))
+    single = replace(batch, batch_size=1)
+    sharded = replace(config, parallel=replace(parallel, sharding_strategy="fsdp"))
+    kinds: list[list[tuple[str, TrainConfig, LlamaShape, int]]] = [
+        [
+            (f"--model_variant={name}", config, each, shard_size)
+            for count, name, each in models
+            if count < parameter_count(shape)
+        ],
+        [
+            ("--batch_size=1", replace(config, batch=single), shape, shard_size),
+            ("--fsdp_activation_checkpointing=true", recomputing, shape, shard_size),
+            (
+                "--batch_size=1 --fsdp_activation_checkpointing=true",
+                replace(recomputing, batch=single),
+                shape,
+                shard_size,
+            ),
+        ],
+        [
+            (f"{ranks} {_plural(device)} with --sharding_strategy=fsdp", sharded, shape, ranks)
+            for ranks in (shard_size * 2**doublings for doublings in range(1, 11))
+        ],
+    ]
+    for candidates in kinds:
+        for flags, changed, changed_shape, ranks in candidates:
+            total = _estimate(changed, changed_shape, ranks, device).total
+            if total <= limit_bytes:
+                yield f"{flags} (about {format_bytes(total)})"
+                break
+
+
+def _plural(device: torch.device) -> str:
+    return "GPUs" if device.type == "cuda" else "machines"

@@ -1,0 +1,105 @@
+"""What a process may use of its machine, in the files of Linux, of containers of both kinds, and without either."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pretraining.launch import machine
+from pretraining.launch.machine import MachineMemory, machine_memory, resident_bytes, usable_cores
+
+GIB = 2**30
+MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {48 * 2**20} kB\n"
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A made-up /proc and /sys/fs/cgroup; eight cores."""
+    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    write(tmp_path, {"proc/meminfo": MEMINFO})
+    return tmp_path
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_without_control_groups_the_machine_is_the_limit(system: Path) -> None:
+    assert machine_memory() == MachineMemory(48 * GIB, 64 * GIB, "this machine")
+    assert usable_cores() == 8
+
+
+def test_a_group_of_version_2_limits_memory_and_cores(system: Path) -> None:
+    write(
+        system,
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "cgroup/job/memory.max": f"{16 * GIB}\n",
+            "cgroup/job/memory.current": f"{6 * GIB}\n",
+            "cgroup/job/memory.stat": f"anon {4 * GIB}\ninactive_file {2 * GIB}\n",
+            "cgroup/job/step/memory.max": "max\n",
+            "cgroup/job/step/cpu.max": "250000 100000\n",
+        },
+    )
+    assert machine_memory() == MachineMemory(12 * GIB, 16 * GIB, "this control group")
+    assert usable_cores() == 2
+
+
+def test_a_group_of_version_1_limits_memory_and_cores(system: Path) -> None:
+    write(
+        system,
+        {
+            "proc/self/cgroup": "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n",
+            "cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",  # the container's own group is mounted as the root
+            "cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+            "cgroup/memory/memory.stat": f"total_inactive_file {1 * GIB}\n",
+            "cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+            "cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert machine_memory() == MachineMemory(6 * GIB, 8 * GIB, "this control group")
+    assert usable_cores() == 1  # half a core is one, not none
+
+
+@pytest.mark.parametrize("limit", ["9223372036854771712", "max", ""])
+def test_a_group_without_a_limit_changes_nothing(limit: str, system: Path) -> None:
+    write(
+        system,
+        {
+            "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
+            "cgroup/memory/memory.limit_in_bytes": limit,
+            "cgroup/memory/memory.usage_in_bytes": "5",
+            "cgroup/cpu/cpu.cfs_quota_us": "-1",
+            "cgroup/cpu/cpu.cfs_period_us": "100000",
+        },
+    )
+    assert machine_memory() == MachineMemory(48 * GIB, 64 * GIB, "this machine")
+    assert usable_cores() == 8
+
+
+def test_where_there_is_no_proc_the_hardware_answers(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (system / "proc/meminfo").unlink()
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**14}[name])
+    assert machine_memory() == MachineMemory(16 * GIB, 16 * GIB, "this machine")
+    assert usable_cores() == 10
+    assert resident_bytes() == 0
+
+
+def test_a_gpu_is_seen_by_its_driver(system: Path) -> None:
+    assert not machine.has_gpu()
+    write(system, {"proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: NVIDIA H200"})
+    assert machine.has_gpu()
+
+
+def test_the_real_machine_has_memory_in_use() -> None:
+    found = machine_memory()
+    assert 0 < found.available <= found.total and usable_cores() >= 1
+    assert 10 * 2**20 < resident_bytes() < found.total
