@@ -62,8 +62,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimates the memory of one rank at the peak of a training step.
 
-    The state is exact. The rest is an estimate on the low side: allocators hold more than is in use, and kernels take
-    workspaces.
+    The state is exact. The rest leaves out reserves of allocators and workspaces of kernels; on a CPU the whole
+    is within a tenth of the peak (docs/performance.md).
 
     Args:
         config: the settings.

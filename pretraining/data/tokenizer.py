@@ -65,11 +65,12 @@ class Tokenizer:
         return self.library.decode(list(ids), skip_special_tokens=False)
 
     @property
-    def prefix(self) -> tuple[int, ...]:
-        """Token ids that Hugging Face tools put before every text, such as that of `<s>`; `encode` does not."""
-        plain, marked = (self.library.encode("a", add_special_tokens=special).ids for special in (False, True))
-        starts = (at for at in range(len(marked)) if marked[at : at + len(plain)] == plain)
-        return tuple(marked[: next(starts, 0)])
+    def begin_of_text(self) -> int | None:
+        """Id of the token that this tokenizer puts before a text where special tokens are asked for, if it does."""
+        text = "a"
+        with_special = self.library.encode(text, add_special_tokens=True).ids
+        own = self.encode(text)
+        return with_special[0] if own and with_special[0] != own[0] else None
 
     @property
     def sha256(self) -> str:

@@ -55,6 +55,11 @@ def resident_bytes() -> int:
     return int(fields["VmRSS"].split()[0]) * 1024 if "VmRSS" in fields else 0
 
 
+def has_gpu() -> bool:
+    """Whether the drivers of NVIDIA or AMD show a GPU; without torch, which takes a second to ask."""
+    return any((PROC / "driver" / "nvidia" / "gpus").glob("*")) or Path("/dev/kfd").exists()
+
+
 def read_text(path: Path) -> str:
     """A file of the system; empty where there is none."""
     try:

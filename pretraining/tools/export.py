@@ -98,11 +98,12 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
     print(f"  weights    {len(files)} safetensors file{'s' if len(files) > 1 else ''}")
     print(f"  tokenizer  {told}")
     print(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
-    if tokenizer is not None and tokenizer.prefix and bos is None and checkpoint.manifest.data:
+    begin = None if tokenizer is None else tokenizer.begin_of_text
+    if begin is not None and bos is None and checkpoint.manifest.data:
         log.warning(
-            "the tokenizer puts token %s before every text, and the run had no bos_token: unless it stood in the token "
+            "the tokenizer puts token %d before every text, and the run had no bos_token: unless it stood in the token "
             "files, the model has never seen it. Give tokenizers of transformers add_special_tokens=False",
-            ", ".join(map(str, tokenizer.prefix)),
+            begin,
         )
 
 

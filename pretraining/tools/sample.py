@@ -97,7 +97,7 @@ def _text_of(config: SampleConfig, checkpoint: CheckpointRef, context: int) -> _
         begin = [settings.bos_token] if settings.bos_token is not None else []
         context = max(context, settings.seq_length)
     else:
-        begin = list(tokenizer.prefix) if tokenizer is not None else []
+        begin = [tokenizer.begin_of_text] if tokenizer is not None and tokenizer.begin_of_text is not None else []
     return _Text(tokenizer, tuple(begin), ends, context)
 
 

@@ -19,6 +19,11 @@ from pretraining.observability.out_of_memory import format_bytes
 
 log = logging.getLogger(__name__)
 
+ROOM = 0.9
+"""Share of the memory that a suggestion may take."""
+TOLERANCE = 0.15
+"""A run is refused where even so much less than the estimate would not fit (measured: docs/performance.md)."""
+
 
 @dataclass(frozen=True)
 class MemoryLimit:
@@ -42,7 +47,7 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
     needed, limit = _estimate(config, shape, shard_size, device), _limit_of(processes)
     if processes.is_main:
         log.info("memory      about %s of %s %s: %s", format_bytes(needed.total), *_words(limit), _parts(needed))
-    if needed.total <= limit.bytes or config.run.ignore_memory:
+    if needed.total * (1 - TOLERANCE) <= limit.bytes or config.run.ignore_memory:
         return
     fitting = list(_what_would_fit(config, shape, shard_size, device, limit.bytes))
     would_fit = f"What would fit: {'; '.join(fitting)}" if fitting else "Nothing smaller would fit, either"
@@ -86,15 +91,15 @@ def _parts(needed: MemoryEstimate) -> str:
 def _what_would_fit(
     config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device, limit_bytes: int
 ) -> Iterator[str]:
-    """Flags to change, one suggestion of each kind: the largest smaller model, the same one in less, more devices."""
+    """Flags to change, one suggestion of each kind: the largest smaller model, less of the same one, more devices."""
     parallel, batch = config.parallel, config.batch
     smaller = [resolve_shape(ModelConfig(model_variant=name, vocab_size=shape.vocab_size)) for name in VARIANTS]
     models = sorted(
         ((parameter_count(each), name, each) for name, each in zip(VARIANTS, smaller, strict=True)), reverse=True
     )
     recomputing = replace(config, parallel=replace(parallel, fsdp_activation_checkpointing=True))
-    single = replace(batch, batch_size=1)
     sharded = replace(config, parallel=replace(parallel, sharding_strategy="fsdp"))
+    halves = [batch.batch_size >> times for times in range(1, batch.batch_size.bit_length())]
     kinds: list[list[tuple[str, TrainConfig, LlamaShape, int]]] = [
         [
             (f"--model_variant={name}", config, each, shard_size)
@@ -102,15 +107,10 @@ def _what_would_fit(
             if count < parameter_count(shape)
         ],
         [
-            ("--batch_size=1", replace(config, batch=single), shape, shard_size),
-            ("--fsdp_activation_checkpointing=true", recomputing, shape, shard_size),
-            (
-                "--batch_size=1 --fsdp_activation_checkpointing=true",
-                replace(recomputing, batch=single),
-                shape,
-                shard_size,
-            ),
+            (f"--batch_size={half}", replace(config, batch=replace(batch, batch_size=half)), shape, shard_size)
+            for half in halves
         ],
+        [("--fsdp_activation_checkpointing=true", recomputing, shape, shard_size)],
         [
             (f"{ranks} {_plural(device)} with --sharding_strategy=fsdp", sharded, shape, ranks)
             for ranks in (shard_size * 2**doublings for doublings in range(1, 11))
@@ -119,7 +119,7 @@ def _what_would_fit(
     for candidates in kinds:
         for flags, changed, changed_shape, ranks in candidates:
             total = _estimate(changed, changed_shape, ranks, device).total
-            if total <= limit_bytes:
+            if total <= ROOM * limit_bytes:
                 yield f"{flags} (about {format_bytes(total)})"
                 break
 

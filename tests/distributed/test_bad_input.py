@@ -65,6 +65,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["--sharding_strategy=hsdp", "--hsdp_group_size=3"],
         ["--hsdp_group_size", "divisor"],
     ),
+    "a model that cannot fit": (
+        ["--model_variant=70b", "--num_hidden_layers=8000", "--hidden_size=8192", "--num_attention_heads=64"],
+        ["the model cannot fit", "What would fit: --model_variant=", "--ignore_memory=true"],
+    ),
     "a tokenizer that is not there": (["--tokenizer_path={root}/nowhere"], ["{root}/nowhere"]),
     "a missing recipe": (["--recipe={root}/nowhere.yaml"], ["{root}/nowhere.yaml"]),
     "nothing held out long enough": (["--held_out_fraction=1e-6"], ["held_out_fraction"]),

@@ -42,7 +42,8 @@ def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_
     assert f"start       from {run}/checkpoints/step_{first['started_at_step']}_ckp.preempt" in text
     # The cancelled job has saved, too, but stays ended.
     status = status_of(run)
-    assert (status["status"], status["reason"], status["starts"]) == ("preempted", "SIGTERM", first["starts"])
+    assert (status["status"], status["starts"]) == ("preempted", first["starts"])
+    assert status["reason"] in ("SIGTERM", "SIGUSR1")  # of scancel, or ahead of the second limit of a minute
     assert status["step"] > status["started_at_step"] == first["started_at_step"] > 0
     assert checkpoints_of(run) == {f"step_{status['step']}_ckp.preempt"}
     # A machine that is slow to start meets the limit again before it trains.

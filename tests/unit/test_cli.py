@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from training_runs import TINY, VOCABULARY, write_two_datasets
 from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_sharded
 from unit.data.token_files import loader, plan, rows
 
+from pretraining import __version__
 from pretraining.checkpoint.manifest import FORMAT_VERSION, Manifest
 from pretraining.cli import HEAD_START, main
 from pretraining.config.command_line import load_train_config
@@ -51,6 +53,12 @@ def test_without_a_command_the_commands_are_listed(
         main(arguments)
     assert ending.value.code == status
     assert text in getattr(capsys.readouterr(), stream)
+
+
+def test_the_version_is_shown_with_those_of_torch_and_python(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    said = capsys.readouterr().out
+    assert re.fullmatch(rf"pretraining {re.escape(__version__)}, torch 2\.\S+, Python 3\.\S+\n", said)
 
 
 def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from pretraining.config.training import ModelConfig, TrainConfig
+from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.data.tokenizer import load_tokenizer
+from pretraining.estimate import estimate_memory
+from pretraining.launch.machine import has_gpu, machine_memory
 from pretraining.observability.display import format_seconds
 from pretraining.tools.prepare.records import PrepareSummary, read_summaries
 from pretraining.tools.prepare.token_files import Counts
@@ -19,6 +24,8 @@ from pretraining.tools.prepare.token_files import Counts
 log = logging.getLogger(__name__)
 
 LINE_INTERVAL_SECONDS = 15.0
+SUGGESTED_VARIANTS = ("1b", "760m", "350m", "125m", "tiny")
+TOKENS_PER_PARAMETER = 20
 
 Report = Callable[[Counts], None]
 """Takes what was done since it was last called."""
@@ -107,7 +114,8 @@ def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: 
     summaries = read_summaries(summary.folder.parent)
     if len(summaries) > 1:
         print(describe_all(summaries))
-    print(describe_training(summary), flush=True)
+    begin = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent).begin_of_text
+    print(describe_training(summary, begin), flush=True)
 
 
 def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> str:
@@ -162,20 +170,42 @@ def describe_all(summaries: Sequence[PrepareSummary]) -> str:
     return "\n".join(lines)
 
 
-def training_flags(summary: PrepareSummary) -> list[str]:
-    """The flags that train on a dataset."""
+def suggested_variant(tokens: int, vocab_size: int) -> str:
+    """The largest model for which the tokens are enough and, where there is no GPU, the memory: `tiny` at least.
+
+    Enough are 20 tokens a parameter (Hoffmann et al. 2022, Training Compute-Optimal Large Language Models, table 3).
+    """
+    here = None if has_gpu() else machine_memory().total
+    for name in SUGGESTED_VARIANTS:
+        config = TrainConfig(model=ModelConfig(model_variant=name, vocab_size=vocab_size))
+        shape = resolve_shape(config.model)
+        needed = estimate_memory(config, shape, shard_size=1, compute_bytes=4, device_type="cpu").total
+        if parameter_count(shape) * TOKENS_PER_PARAMETER <= tokens and (here is None or needed <= here / 2):
+            return name
+    return SUGGESTED_VARIANTS[-1]
+
+
+def training_flags(summary: PrepareSummary, begin_of_text: int | None = None) -> list[str]:
+    """The flags that train on a dataset, a model that suits it and this machine.
+
+    Args:
+        begin_of_text: the token that its tokenizer begins texts with, if any.
+    """
     root = summary.folder.parent
     flags = [f"--data_path={root}", f"--datasets={summary.folder.name}"]
     if summary.end_of_text is not None:
         flags.append(f"--sep_token={summary.end_of_text}")
     if summary.tokenizer is not None:
         flags.append(f"--tokenizer_path={root}")
-    return [*flags, f"--vocab_size={summary.vocab_size}"]
+    if begin_of_text is not None:
+        flags.append(f"--bos_token={begin_of_text}")
+    variant = suggested_variant(summary.tokens, summary.vocab_size)
+    return [*flags, f"--model_variant={variant}", f"--vocab_size={summary.vocab_size}"]
 
 
-def describe_training(summary: PrepareSummary) -> str:
-    """How to train on a dataset, in a few lines."""
-    lines = ["Train on it with:", "  " + shlex.join(training_flags(summary))]
+def describe_training(summary: PrepareSummary, begin_of_text: int | None = None) -> str:
+    """How to train on a dataset, in a few lines; arguments as for `training_flags`."""
+    lines = ["Train on it with:", "  pretrain train " + shlex.join(training_flags(summary, begin_of_text))]
     if summary.end_of_text is None:
         reason = "There is no tokenizer here to name an" if summary.tokenizer is None else "The tokenizer names no"
         mark = "choose a --sep_token, or documents follow each other without a mark."

@@ -163,10 +163,10 @@ def test_a_sentencepiece_model_alone_is_refused_with_its_conversion(tmp_path: Pa
     assert load_tokenizer(tmp_path).encode("a")
 
 
-def test_the_tokens_that_hugging_face_tools_put_first_are_known() -> None:
+def test_the_token_that_hugging_face_tools_put_first_is_known() -> None:
     tokenizer = train_tokenizer(["some text"], 260)
-    assert list(tokenizer.prefix) == []
+    assert tokenizer.begin_of_text is None
     tokenizer.library.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
-    assert list(tokenizer.prefix) == [0] and 0 not in tokenizer.encode("some text")
+    assert tokenizer.begin_of_text == 0 and 0 not in tokenizer.encode("some text")

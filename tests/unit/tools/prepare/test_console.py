@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pretraining.launch.machine import MachineMemory
 from pretraining.tools.prepare import console
 from pretraining.tools.prepare.console import (
     LINE_INTERVAL_SECONDS,
@@ -18,6 +19,7 @@ from pretraining.tools.prepare.console import (
     describe_all,
     describe_training,
     encoding_progress,
+    suggested_variant,
 )
 from pretraining.tools.prepare.records import PrepareSummary
 from pretraining.tools.prepare.token_files import Counts
@@ -130,8 +132,28 @@ def test_datasets_of_a_root_in_a_table_with_the_shares_that_training_gives_them(
 
 
 def test_the_flags_to_train_with() -> None:
-    flags = "--data_path=data --datasets=web --sep_token=0 --tokenizer_path=data --vocab_size=4096"
-    assert describe_training(WEB).splitlines() == ["Train on it with:", f"  {flags}"]
+    flags = "--data_path=data --datasets=web --sep_token=0 --tokenizer_path=data --model_variant=tiny --vocab_size=4096"
+    assert describe_training(WEB).splitlines() == ["Train on it with:", f"  pretrain train {flags}"]
+    assert "--tokenizer_path=data --bos_token=7 --model" in describe_training(WEB, begin_of_text=7)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gpu", "gib", "variant"),
+    [
+        (400_000, True, 64, "tiny"),  # 20 tokens a parameter are not there for any
+        (3_000_000_000, True, 64, "125m"),
+        (10**12, True, 64, "1b"),
+        (10**12, False, 64, "350m"),  # half of the memory is for others
+        (10**12, False, 2, "tiny"),
+    ],
+)
+def test_the_suggested_model_suits_the_tokens_and_the_machine(
+    tokens: int, gpu: bool, gib: int, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "has_gpu", lambda: gpu)
+    memory = MachineMemory(gib * 2**30, gib * 2**30, "this machine")
+    monkeypatch.setattr(console, "machine_memory", lambda: memory)
+    assert suggested_variant(tokens, 32000) == variant
 
 
 @pytest.mark.parametrize(
