@@ -28,8 +28,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pretraining.config.variants import LlamaShape, RopeScaling
-from pretraining.errors import CheckpointError
+from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import entries_of, exists, is_file, is_folder, read_json
 
 FORMAT_VERSION = 2
 
@@ -158,8 +159,8 @@ def read_document(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
     path = folder / MANIFEST
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        document = read_json(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     return Manifest.parse(document, str(path))
 
@@ -180,8 +181,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def size_fault(path: Path, written: FileEntry) -> str | None:
     """Says that a file is missing or has another size, if so."""
-    if not path.is_file():
-        return f"{path} is missing"
+    if not is_file(path):
+        return f"{path} is no file" if exists(path) else f"{path} is missing"
     size = path.stat().st_size
     return None if size == written.bytes else f"{path} has {size:,} bytes in place of {written.bytes:,}"
 
@@ -201,7 +202,7 @@ def misnamed_files(folder: Path, manifest: Manifest, suffixes: Sequence[str] = (
 
 def committed_checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run, the highest step last; what is incomplete does not count."""
-    found = [path for path in _folders(run) if (path / MANIFEST).is_file() and path.suffix != UNFINISHED_SUFFIX]
+    found = [path for path in _folders(run) if is_file(path / MANIFEST) and path.suffix != UNFINISHED_SUFFIX]
     # Of one step's two, a preemption checkpoint was saved first.
     return sorted(found, key=lambda path: (step_of(path), path.suffix != PREEMPT_SUFFIX, path.name))
 
@@ -224,7 +225,7 @@ def run_of(path: Path) -> Path:
 
 def _folders(run: Path) -> list[Path]:
     folder = run / CHECKPOINTS
-    return [path for path in folder.iterdir() if path.is_dir() and path.name != BEST] if folder.is_dir() else []
+    return [path for path in entries_of(folder) if path.name != BEST and is_folder(path)] if is_folder(folder) else []
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -278,9 +279,13 @@ def shape_of(manifest: Manifest) -> LlamaShape:
     """The dimensions of a checkpoint's model; a CheckpointError if this version knows others."""
     try:
         scaling = manifest.model["rope_scaling"]
-        return LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-    except (KeyError, TypeError) as error:
+        shape = LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+        head_dim = resolve_shape(model_settings(shape)).head_dim  # refuses what no model has
+        if head_dim != shape.head_dim:
+            raise ValueError(f"its head_dim is not {head_dim}")
+    except (KeyError, TypeError, ValueError, OverflowError, ConfigError) as error:
         raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}") from None
+    return shape
 
 
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:

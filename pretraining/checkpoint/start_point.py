@@ -45,7 +45,7 @@ from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConf
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import run_not_writable, write_atomic
+from pretraining.files import is_file, is_folder, run_not_writable, write_atomic
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -104,7 +104,7 @@ def folders_of(pattern: str) -> list[Path]:
     found = []
     for folder in root.glob("*".join(glob.escape(part) for part in written)):
         match = form.fullmatch(str(folder.relative_to(root)))
-        if match and folder.is_dir():
+        if match and is_folder(folder):
             found.append((match["time"], folder))
     return [folder for _, folder in sorted(found, reverse=True)]
 
@@ -224,7 +224,7 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     if config.ckpt_load_path is None:
         return LOAD_PATH, []
     source = Path(config.ckpt_load_path)
-    if (source / MANIFEST).is_file() or (source / ITERATION_FILE).is_file() or is_hugging_face_folder(source):
+    if is_file(source / MANIFEST) or is_file(source / ITERATION_FILE) or is_hugging_face_folder(source):
         return LOAD_PATH, [source]
     found = committed_checkpoints(run_of(source))
     if not found:
@@ -236,15 +236,15 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
 
 
 def _manifest_at(path: Path) -> Manifest:
-    if (path / MANIFEST).is_file():
+    if is_file(path / MANIFEST):
         return read_manifest(path)
-    return manifest_of_files(path) if (path / ITERATION_FILE).is_file() else manifest_of_folder(path)
+    return manifest_of_files(path) if is_file(path / ITERATION_FILE) else manifest_of_folder(path)
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
     """Finds the checkpoint at a path, or the newest of the run there, in one process; a CheckpointError without one."""
     source = Path(path)
-    if is_hugging_face_folder(source) and not (source / MANIFEST).is_file():
+    if is_hugging_face_folder(source) and not is_file(source / MANIFEST):
         raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
     found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path))
     assert found is not None  # a load path without a checkpoint is an error
@@ -292,6 +292,6 @@ def _files_of(checkpoint: CheckpointRef) -> Files:
     path = checkpoint.path
     if checkpoint.manifest.files:
         return checkpoint.manifest.files
-    if (path / ITERATION_FILE).is_file():
+    if is_file(path / ITERATION_FILE):
         return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))
     return dict.fromkeys(on_rank_zero(lambda: weight_files(path)))

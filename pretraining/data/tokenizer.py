@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretraining.errors import DataError
-from pretraining.files import write_atomic
+from pretraining.files import is_folder, read_file, read_json, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -83,12 +83,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path).expanduser()
     try:
-        file = file / TOKENIZER_FILE if file.is_dir() else file
-        definition = file.read_bytes()
-    except OSError as error:
+        file = file / TOKENIZER_FILE if is_folder(file) else file
+        definition = read_file(file)
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"there is no tokenizer to read at {file} ({error.strerror}). Give the folder or the tokenizer.json of a "
-            "Hugging Face fast tokenizer, or let `pretrain prepare` train one"
+            f"there is no tokenizer to read at {file} ({getattr(error, 'strerror', None) or error}). Give the folder "
+            "or the tokenizer.json of a Hugging Face fast tokenizer, or let `pretrain prepare` train one"
         ) from error
     try:
         library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
@@ -164,7 +164,7 @@ def _wrap(
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file; empty where there is no file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

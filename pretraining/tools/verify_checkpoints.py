@@ -32,6 +32,7 @@ from pretraining.checkpoint.reader import file_faults
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.commands import VerifyConfig
 from pretraining.errors import CheckpointError
+from pretraining.files import is_file
 from pretraining.model.hf import parameter_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -116,7 +117,7 @@ def coverage_fault(chunks: Sequence[Chunk], shape: Sequence[int], dim: int = 0) 
 
 def _find(source: Path) -> tuple[list[Path], list[Path]]:
     """The checkpoints to check, and what interrupted saves have left beside them."""
-    if (source / MANIFEST).is_file():
+    if is_file(source / MANIFEST):
         return [source], []
     run = run_of(source)
     paths = committed_checkpoints(run)

@@ -37,6 +37,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.token_format import load_format
 from pretraining.errors import DataError
+from pretraining.files import check_regular, parse_json
 
 Made = TypeVar("Made")
 
@@ -94,6 +95,7 @@ class Index:
         """Maps an index; a DataError where the file is no whole one, an OSError where it cannot be read."""
         self.path = path
         _open_indices.add(self)
+        check_regular(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < TRAILER.size:
@@ -105,7 +107,7 @@ class Index:
             if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != checksum:
                 raise DataError(f"index {path} is damaged")
         self._let_go()
-        self.header: dict[str, Any] = json.loads(self._content[header_end - header_bytes : header_end])
+        self.header: dict[str, Any] = parse_json(self._content[header_end - header_bytes : header_end])
         self.documents = self._part("documents", DOCUMENT)
         files = self._part("files", FILE)
         self.first_documents = np.ascontiguousarray(files["first_document"])
@@ -169,7 +171,7 @@ class Index:
     def file_sizes(self) -> dict[str, int]:
         """Path -> bytes of the files that the index was made from."""
         part = self.header["parts"]["names"]
-        sizes: dict[str, int] = json.loads(self._content[part["offset"] : part["offset"] + part["count"]])
+        sizes: dict[str, int] = parse_json(self._content[part["offset"] : part["offset"] + part["count"]])
         return sizes
 
 
