@@ -42,8 +42,10 @@ permission and a missing file are not among them: the next try would meet them a
 _NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 """Of a path that leads nowhere: a link in a circle, and a name that no file can have, too."""
 
-LARGEST_JSON_BYTES = 2**26
-"""About ten times what the largest of runs and datasets write, and little enough to be parsed within seconds."""
+LARGEST_JSON_BYTES = 2**25
+"""Twice what `prepare` writes about 100,000 files. With the next two it bounds parsing to about a second."""
+MOST_IN_JSON = 2**20
+"""Objects and lists."""
 DEEPEST_JSON = 64
 """Objects and lists inside each other."""
 _LARGEST_FILE_BYTES = 2**30  # of those that are read as a whole
@@ -149,9 +151,11 @@ def parse_json(content: str | bytes, **hooks: Any) -> Any:
         hooks: as `json.loads` takes them.
 
     Raises:
-        ValueError: it is no JSON, nested deeper than anything that is written here, or holds what is no text.
+        ValueError: it is no JSON, larger or nested deeper than anything that is written here, or holds what is no text.
     """
     text = content.decode().removeprefix("\ufeff") if isinstance(content, bytes) else content
+    if text.count("[") + text.count("{") > MOST_IN_JSON:  # those in strings, too: a bound, no count
+        raise ValueError(f"it has more than {MOST_IN_JSON:,} lists and objects")
     try:
         document = json.loads(text, **hooks)
         _check_depth(document)

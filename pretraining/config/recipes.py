@@ -30,7 +30,8 @@ LARGEST_RECIPE_BYTES = 2**20
 """Names and weights of tens of thousands of datasets."""
 DEEPEST_YAML = 32
 """Lists and mappings inside each other; settings need two."""
-_MOST_VALUES = 2**17
+_MOST_VALUES = 2**14
+"""As many take the parser a second."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -196,7 +197,7 @@ class _TextLoader(yaml.BaseLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = 0
-        self._sizes: dict[yaml.Node, int] = {}
+        self._sizes: dict[yaml.Node, int] = {}  # of nodes whose end was read, with their aliases written out
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Reads a node; a ValueError where it is nested too deep, or too large once its aliases are written out."""
@@ -207,7 +208,7 @@ class _TextLoader(yaml.BaseLoader):
         self._depth -= 1
         if node is not None and node not in self._sizes:
             self._sizes[node] = 1 + sum(self._sizes.get(child, 0) for child in _children_of(node))
-            if self._sizes[node] > _MOST_VALUES:
+            if max(self._sizes[node], len(self._sizes)) > _MOST_VALUES:
                 raise ValueError(f"with its aliases written out it holds more than {_MOST_VALUES:,} values")
         return node
 

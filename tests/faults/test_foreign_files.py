@@ -216,6 +216,7 @@ def test_row_38_what_is_no_file_is_named_at_once(
 
 def test_row_38_a_manifest_that_is_a_pipe_makes_no_checkpoint(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe_in_place_of(next((good / "good_run").rglob(MANIFEST)))
+    (good / "good_run" / CHECKPOINTS / "best").symlink_to("best")
     main(["list", str(good / "good_run")])
     assert "incomplete" in capsys.readouterr().out
 

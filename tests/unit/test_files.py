@@ -94,6 +94,17 @@ def test_json_is_read_up_to_a_depth(brackets: Sequence[str], tmp_path: Path) -> 
             read_json(tmp_path / "a.json")
 
 
+def test_json_is_read_up_to_a_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "MOST_IN_JSON", 4)
+    assert parse_json('[[], {"a": []}]') == [[], {"a": []}]
+    with pytest.raises(ValueError, match="more than 4 lists and objects"):
+        parse_json("[[], [], [], []]")
+    monkeypatch.setattr(files, "LARGEST_JSON_BYTES", 4)
+    (tmp_path / "a.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="more than 4 bytes"):
+        read_json(tmp_path / "a.json")
+
+
 def test_json_holds_text(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")  # of a file, as the index of a dataset has it
     assert parse_json(json.dumps({"\U0001f600": name})) == {"\U0001f600": name}

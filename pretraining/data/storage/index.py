@@ -37,7 +37,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.token_format import load_format
 from pretraining.errors import DataError
-from pretraining.files import check_regular, parse_json
+from pretraining.files import check_regular, parse_json, reason_of
 
 Made = TypeVar("Made")
 
@@ -171,7 +171,7 @@ class Index:
     def file_sizes(self) -> dict[str, int]:
         """Path -> bytes of the files that the index was made from."""
         part = self.header["parts"]["names"]
-        sizes: dict[str, int] = parse_json(self._content[part["offset"] : part["offset"] + part["count"]])
+        sizes: dict[str, int] = json.loads(self._content[part["offset"] : part["offset"] + part["count"]])
         return sizes
 
 
@@ -271,7 +271,7 @@ def write_once(
             Path(temporary).replace(place)
             made = find()
     except OSError as error:
-        raise DataError(f"cannot write {what} at {place}: {error.strerror or error}") from error
+        raise DataError(f"cannot write {what} at {place}: {reason_of(error)}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
     if made is None:
