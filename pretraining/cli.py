@@ -1,8 +1,8 @@
 """The command line: `pretrain COMMAND --flag=value …`, one function a command.
 
 fire splits the words; the text of each value goes to the settings' own parser, because fire would turn `false` into a
-true string and let unknown flags through. Errors for users are printed once and end the process with status 1; other
-exceptions keep their traceback.
+true string and let unknown flags through. Errors for users are printed once and end the process with status 1, as does
+what the file system says about a path; other exceptions keep their traceback.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn
 
 import fire
@@ -35,7 +36,8 @@ from pretraining.config.commands import (
 from pretraining.config.help import help_text
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
-from pretraining.errors import LaunchError, LostPeerError, Preempted, PretrainError
+from pretraining.errors import LaunchError, LostPeerError, PathError, Preempted, PretrainError
+from pretraining.files import path_error
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
@@ -195,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     layout = _layout()
     log_to_terminal(layout.rank if layout else 0)
     try:
+        _check_working_folder()
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
     except BrokenPipeError:
         if name not in LISTING_COMMANDS:
@@ -203,10 +206,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(FAILED)
     except PretrainError as error:
         _fail(error)
+    except OSError as error:
+        if error.filename is None:  # of no path that a user could mend
+            raise
+        failure = path_error(error)
+        failure.rank = layout.rank if layout and layout.world_size > 1 else None  # the others do not know of it
+        _fail(failure)
     except KeyboardInterrupt:
         if _speaks(for_all_nodes=True):
             print(_interrupted(name), file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _check_working_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise PathError(
+            f"the folder that this command was started in is gone ({error.strerror}): change to one that is there"
+        ) from None
 
 
 def _interrupted(name: str) -> str:

@@ -40,6 +40,10 @@ class ConfigError(PretrainError):
         super().__init__(text)
 
 
+class PathError(PretrainError):
+    """The file system refuses a path; names it, and says why."""
+
+
 class DataError(PretrainError):
     """A dataset is missing, damaged or not what was asked for; names file, row and sample where there is one."""
 

@@ -1,9 +1,12 @@
-"""The one way to write a file or a folder: complete or not at all, and durable.
+"""The one way to write a file or a folder, complete or not at all, and durable; and to read what others have written.
 
     content -> .<name>.tmp beside its place -> fsync -> rename -> fsync of the folder
 
 A reader, and a process that starts after a kill or a power failure, sees the old content or the new one, never a part.
 Where a file system stumbles for a moment, `with_retries` tries again.
+
+What lies there may come from anywhere. `is_file`, `is_folder`, `exists` and `entries_of` answer, or raise an error for
+users; `check_regular` refuses pipes and devices, whose reading may never end; `read_json` bounds size and depth.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ import errno
 import json
 import logging
 import os
+import re
+import resource
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretraining.errors import CheckpointError, DataError
+from pretraining.errors import CheckpointError, DataError, PathError
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +38,159 @@ CHECKSUM_BYTES = 2**20  # read at once for a checksum: fits a core's cache
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
 """I/O error, stale handle of a network file system, no answer, busy: gone a second later, perhaps. A full disk, missing
 permission and a missing file are not among them: the next try would meet them again."""
+
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+"""Of a path that leads nowhere: a link in a circle, and a name that no file can have, too."""
+
+LARGEST_JSON_BYTES = 2**25
+"""Twice what `prepare` writes about 100,000 files. With the next two it bounds parsing to about a second."""
+MOST_IN_JSON = 2**20
+"""Objects and lists."""
+DEEPEST_JSON = 64
+"""Objects and lists inside each other."""
+_LARGEST_FILE_BYTES = 2**30  # of those that are read as a whole
+_HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+# Looking
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path leads to a folder; a PathError where nobody can tell, as in a folder of another user."""
+    status = _status(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a regular file; a PathError where nobody can tell."""
+    status = _status(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def exists(path: Path) -> bool:
+    """Whether a path leads to anything; a PathError where nobody can tell."""
+    return _status(path) is not None
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """What is in a folder, in the file system's order; a PathError where it cannot be listed."""
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise path_error(error, folder) from None
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except ValueError:  # a null character: no name of a file
+        return None
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return None
+        raise path_error(error, path) from None
+
+
+def path_error(error: OSError, path: Path | str | None = None) -> PathError:
+    """Makes the error for users of one of the file system that nobody knows more about; it has a file name."""
+    place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
+    return PathError(
+        f"{place} cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one"
+    )
+
+
+def reason_of(error: OSError) -> str:
+    """Says why, in the system's words; of a file that is too large also by which limit."""
+    reason = error.strerror or str(error)
+    if error.errno != errno.EFBIG:
+        return reason
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return f"{reason} for this file system"
+    return f"{reason}: a file of this process may have {limit:,} bytes at most. Raise this limit (ulimit -f)"
+
+
+def check_regular(path: Path | str) -> None:
+    """Raises an OSError where a path leads to anything but a file; call it before one that others have made is opened.
+
+    Opening a pipe waits until somebody writes, and some devices have no end.
+    """
+    mode = Path(path).stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file", str(path))
+
+
+def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
+    """Reads a file as a whole.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is larger than such files are.
+    """
+    check_regular(path)
+    with path.open("rb") as file:
+        content = file.read(largest_bytes + 1)
+    if len(content) > largest_bytes:
+        raise ValueError(f"it has more than {largest_bytes:,} bytes")
+    return content
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file that may come from anywhere; raises as `read_file` and `parse_json`."""
+    return parse_json(read_file(path, LARGEST_JSON_BYTES))
+
+
+def parse_json(content: str | bytes, **hooks: Any) -> Any:
+    """Parses JSON that may come from anywhere.
+
+    Args:
+        content: text, or text in UTF-8.
+        hooks: as `json.loads` takes them.
+
+    Raises:
+        ValueError: it is no JSON, larger or nested deeper than anything that is written here, or holds what is no text.
+    """
+    text = content.decode().removeprefix("\ufeff") if isinstance(content, bytes) else content
+    if text.count("[") + text.count("{") > MOST_IN_JSON:  # those in strings, too: a bound, no count
+        raise ValueError(f"it has more than {MOST_IN_JSON:,} lists and objects")
+    try:
+        document = json.loads(text, **hooks)
+        _check_depth(document)
+    except RecursionError:
+        raise ValueError(f"lists and objects are nested more than {DEEPEST_JSON} deep") from None
+    if _HALF_OF_A_PAIR.search(text):
+        _check_is_text(document)
+    return document
+
+
+def _check_depth(document: Any) -> None:
+    """Raises a RecursionError before another part of the program does."""
+    level = [document]
+    for _ in range(DEEPEST_JSON):
+        level = [
+            child
+            for item in level
+            if isinstance(item, (dict, list))
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _check_is_text(document: Any) -> None:
+    """JSON can spell half of a surrogate pair. Only those are taken that stand for bytes of a file's name in Python."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no text") from None
+
+
+# Writing
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -59,6 +218,7 @@ def write_flushed(path: Path, content: str | bytes) -> None:
 
 def file_checksum(path: Path) -> tuple[str, int]:
     """CRC-32 of a file's bytes, eight hexadecimal digits, and the number of bytes."""
+    check_regular(path)
     checksum = size = 0
     buffer = memoryview(bytearray(CHECKSUM_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -104,9 +264,9 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
     """
     temporary = folder.with_name(f".{folder.name}.partial")
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if exists(folder) and (not is_folder(folder) or entries_of(folder)):
             raise CheckpointError(f"{flag}: {folder} is there already. Remove it, or give another name")
-        if temporary.exists():  # of a process that was killed
+        if exists(temporary):  # of a process that was killed
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
@@ -117,13 +277,13 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
             )
         yield temporary
         flush_folder(temporary)
-        if folder.exists():
+        if exists(folder):
             folder.rmdir()
         temporary.rename(folder)
         flush_folder(folder.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{flag}: {folder} cannot be written ({error.strerror or error}); it takes {needed_bytes:,} bytes. Check "
+            f"{flag}: {folder} cannot be written ({reason_of(error)}); it takes {needed_bytes:,} bytes. Check "
             "space and permissions there, or give another place"
         ) from None
     finally:
@@ -146,7 +306,7 @@ def output_errors(root: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise DataError(
-            f"{error.filename or root} cannot be written: {error.strerror or error}. Make room, give write permission "
+            f"{error.filename or root} cannot be written: {reason_of(error)}. Make room, give write permission "
             "or give another --output_path"
         ) from error
 

@@ -7,7 +7,6 @@ The values are read from there by `reader`, whatever the form. Reading never exe
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 import zlib
@@ -25,7 +24,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_PREFIX
 from pretraining.checkpoint.writer import DTYPES, Chunk
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import with_retries
+from pretraining.files import check_regular, parse_json, with_retries
 
 T = TypeVar("T")
 
@@ -89,8 +88,13 @@ def read_header(path: Path) -> Header:
 
 def reading(path: Path, action: Callable[[Path], T]) -> T:
     """Reads from a file, with retries; a DamagedError if it cannot be read."""
+
+    def read() -> T:
+        check_regular(path)
+        return action(path)
+
     try:
-        return with_retries(lambda: action(path), f"reading {path}")
+        return with_retries(read, f"reading {path}")
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -107,15 +111,15 @@ def _safetensors_header(path: Path) -> Header:
             raise DamagedError(f"{path} is no safetensors file")
         content = file.read(length)
     try:
-        chunks = _stored_chunks(path.name, json.loads(content), 8 + length, end)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        chunks = _stored_chunks(path.name, parse_json(content), 8 + length, end)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(f"{path} has a header that makes no sense ({error})") from None
     return Header(chunks, 8 + length, zlib.crc32(content, zlib.crc32(prefix)))
 
 
 def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end: int) -> list[StoredChunk]:
     """The chunks of a header, in the order in which they lie in the file; any error where it makes no sense."""
-    sharding = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+    sharding = parse_json(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
     chunks = []
     for name, entry in header.items():
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])

@@ -9,7 +9,7 @@ would have to be unpickled are refused.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from pretraining.checkpoint.reader import TensorFiles
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
+from pretraining.files import exists, is_file, read_json
 from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, parameter_shapes, shape_of_document
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -41,7 +42,7 @@ class HuggingFaceFolder:
 
 def is_hugging_face_folder(path: Path) -> bool:
     """Whether a folder is meant to hold a Hugging Face model: it has a config.json."""
-    return (path / CONFIG_FILE).is_file()
+    return is_file(path / CONFIG_FILE)
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
@@ -64,9 +65,9 @@ def manifest_of_folder(path: Path) -> Manifest:
 
 def weight_files(path: Path) -> list[str]:
     """Names of the files that hold a folder's weights; a CheckpointError for pickles and files that lie elsewhere."""
-    if (path / WEIGHTS_FILE).exists():
+    if exists(path / WEIGHTS_FILE):
         names = [WEIGHTS_FILE]
-    elif (path / INDEX_FILE).exists():
+    elif exists(path / INDEX_FILE):
         index = _read_json(path, INDEX_FILE)
         places = index.get("weight_map") if isinstance(index, Mapping) else None
         if not isinstance(places, Mapping) or not places or not all(isinstance(name, str) for name in places.values()):
@@ -84,13 +85,13 @@ def _check_inside(path: Path, name: str) -> None:
         raise CheckpointError(f"{path / INDEX_FILE} names {name!r}, which is no file of this folder: it is refused")
     if not name.endswith(".safetensors"):
         raise CheckpointError(f"{path / INDEX_FILE} names {name!r}: only safetensors files are read")
-    file, folder = path / name, path.resolve()
-    real = file.resolve()
+    file = path / name
+    folder, real = (Path(os.path.realpath(each)) for each in (path, file))  # `resolve` fails at a link to itself
     # Hugging Face's own cache keeps files of all revisions in one place, and links to them.
     homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(home) for home in homes):
         raise CheckpointError(f"{file} leads out of its folder, to {real}: it is refused. Put the file itself there")
-    if not real.is_file():
+    if not exists(real):
         raise CheckpointError(f"{file} is missing. Fetch the model again")
 
 
@@ -152,6 +153,6 @@ def _some(names: Sequence[str]) -> str:
 
 def _read_json(path: Path, name: str) -> Any:
     try:
-        return json.loads((path / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(path / name)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / name} cannot be read as JSON: {error}") from None

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import run_not_writable
+from pretraining.files import exists, read_json, run_not_writable
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Lease:
         removed = self._path.with_name(f"{LEASE}.{self._own.token}.stale")
         with suppress(FileNotFoundError):
             self._path.rename(removed)
-            if _read(removed) == holder or self._path.exists():
+            if _read(removed) == holder or exists(self._path):
                 removed.unlink()
             else:
                 removed.rename(self._path)
@@ -195,7 +195,7 @@ def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
 def _read(path: Path) -> Holder | None:
     """Who holds a lease; None where there is none, or nobody can tell."""
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+        return Holder(**read_json(path))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

@@ -40,6 +40,7 @@ from pretraining.config.variants import resolve_shape
 from pretraining.data.loader import Loader
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
+from pretraining.files import exists
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, Progress, TrainState
@@ -246,7 +247,7 @@ class CheckpointManager:
         folder = self._run / CHECKPOINTS / checkpoint_name(self._config.ckpt_name, manifest)
         taken = False
         with suppress(CheckpointError):  # what nobody can read may go
-            taken = folder.exists() and read_document(folder).step != manifest.step
+            taken = exists(folder) and read_document(folder).step != manifest.step
         return folder.with_name(distinct_name(folder.name, manifest.step)) if taken else folder
 
     def _restore(self, restored: CheckpointRef) -> None:

@@ -35,6 +35,7 @@ from torch import nn
 
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape
 from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import entries_of, exists, is_file, is_folder, read_json
 
 FORMAT_VERSION = 2
 
@@ -276,10 +277,10 @@ def read_document(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
     path = folder / MANIFEST
     try:
-        return Manifest.parse(json.loads(path.read_text(encoding="utf-8")), str(path))
+        return Manifest.parse(read_json(path), str(path))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is damaged: it has lost its {MANIFEST}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
@@ -299,8 +300,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def size_fault(path: Path, written: FileEntry) -> str | None:
     """Says that a file is missing or has another size, if so."""
-    if not path.is_file():
-        return f"{path} is missing"
+    if not is_file(path):
+        return f"{path} is no file" if exists(path) else f"{path} is missing"
     size = path.stat().st_size
     return None if size == written.bytes else f"{path} has {size:,} bytes in place of {written.bytes:,}"
 
@@ -332,7 +333,7 @@ def committed_checkpoints(run: Path) -> list[Path]:
 
 def is_committed(path: Path) -> bool:
     """Whether a folder is a checkpoint that was committed, be it damaged: it has a manifest, or the name of one."""
-    return path.suffix != UNFINISHED_SUFFIX and ((path / MANIFEST).is_file() or has_save_name(path))
+    return path.suffix != UNFINISHED_SUFFIX and (is_file(path / MANIFEST) or has_save_name(path))
 
 
 def has_save_name(path: Path) -> bool:
@@ -352,7 +353,7 @@ def run_of(path: Path) -> Path:
 
 def _folders(run: Path) -> list[Path]:
     folder = run / CHECKPOINTS
-    return [path for path in folder.iterdir() if path.is_dir() and path.name != BEST] if folder.is_dir() else []
+    return [path for path in entries_of(folder) if path.name != BEST and is_folder(path)] if is_folder(folder) else []
 
 
 def checkpoint_path(run: Path, step: int) -> Path:

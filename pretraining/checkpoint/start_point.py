@@ -47,7 +47,7 @@ from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConf
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import run_not_writable, write_atomic
+from pretraining.files import is_file, is_folder, run_not_writable, write_atomic
 from pretraining.model.llama import Llama
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
@@ -107,7 +107,7 @@ def folders_of(pattern: str) -> list[Path]:
     found = []
     for folder in root.glob("*".join(glob.escape(part) for part in written)):
         match = form.fullmatch(str(folder.relative_to(root)))
-        if match and folder.is_dir():
+        if match and is_folder(folder):
             found.append((match["time"], folder))
     return [folder for _, folder in sorted(found, reverse=True)]
 
@@ -246,32 +246,32 @@ def manifest_at(path: Path) -> Manifest:
     Raises:
         CheckpointError: it is damaged, or of no form that is read here.
     """
-    return read_manifest(path) if (path / MANIFEST).is_file() else document_at(path)
+    return read_manifest(path) if is_file(path / MANIFEST) else document_at(path)
 
 
 def document_at(path: Path) -> Manifest:
     """As `manifest_at`, without a look at the files that the manifest names."""
-    if (path / MANIFEST).is_file():
+    if is_file(path / MANIFEST):
         return read_document(path)
-    if (path / ITERATION_FILE).is_file():
+    if is_file(path / ITERATION_FILE):
         return manifest_of_files(path)
     return manifest_of_folder(path) if is_hugging_face_folder(path) else read_document(path)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is one checkpoint, be it damaged, and not a run."""
-    return path.is_dir() and (is_committed(path) or _is_of_ours(path))
+    return is_folder(path) and (is_committed(path) or _is_of_ours(path))
 
 
 def _is_of_ours(path: Path) -> bool:
     """Whether a folder holds a checkpoint, and not the model of another program."""
-    return (path / MANIFEST).is_file() or (path / ITERATION_FILE).is_file()
+    return is_file(path / MANIFEST) or is_file(path / ITERATION_FILE)
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
     """Finds the checkpoint at a path, or the newest of the run there, in one process; a CheckpointError without one."""
     source = Path(path)
-    if is_hugging_face_folder(source) and not (source / MANIFEST).is_file():
+    if is_hugging_face_folder(source) and not is_file(source / MANIFEST):
         raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
     found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path))
     assert found is not None  # a load path without a checkpoint is an error
@@ -344,8 +344,8 @@ def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
 def files_of(checkpoint: CheckpointRef) -> Files:
     """The files that hold a checkpoint's tensors, with sizes and checksums where it has a manifest."""
     path = checkpoint.path
-    if checkpoint.manifest.files or (path / MANIFEST).is_file():
+    if checkpoint.manifest.files or is_file(path / MANIFEST):
         return checkpoint.manifest.files
-    if (path / ITERATION_FILE).is_file():
+    if is_file(path / ITERATION_FILE):
         return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))
     return dict.fromkeys(on_rank_zero(lambda: weight_files(path)))

@@ -46,7 +46,7 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import flush_folder, with_retries, write_flushed
+from pretraining.files import exists, flush_folder, reason_of, with_retries, write_flushed
 
 # A process writes as many files as its threads have work for: checksums of one are computed while another is copied or
 # flushed. But none is so small that making it takes longer than filling it, and none enormous.
@@ -56,7 +56,7 @@ FILE_BYTES = 2**30
 WRITING_THREADS = 4
 CHUNK_BYTES = 2**20  # fits a core's cache: what was just read or checked is copied from there, not from memory
 
-NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "a size limit"}
+NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up"}
 
 DTYPES = {
     "F64": torch.float64,
@@ -161,7 +161,7 @@ def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease
         lease.check()
     with _writing(folder, plan.total_bytes):
         replaced = None
-        if folder.exists():  # a checkpoint that a restore passed over: make room, but only now
+        if exists(folder):  # a checkpoint that a restore passed over: make room, but only now
             replaced = _temporary_name(folder)
             folder.rename(replaced)
         temporary.rename(folder)
@@ -176,8 +176,10 @@ def _writing(path: Path, total_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = f"{error}. Check the permissions there"
-        if error.errno in NO_SPACE:
-            free = next(shutil.disk_usage(each).free for each in path.parents if each.exists())
+        if error.errno == errno.EFBIG:  # however much is free
+            reason = reason_of(error)
+        elif error.errno in NO_SPACE:
+            free = next(shutil.disk_usage(each).free for each in path.parents if exists(each))
             reason = (
                 f"{NO_SPACE[error.errno]}. The checkpoint takes {total_bytes:,} bytes, and {free:,} are free there. "
                 "Make room"

@@ -21,6 +21,7 @@ from pretraining.config.rules import find_problems
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError
+from pretraining.files import exists
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
     """Returns the overrides, the first of them with its name where it is a path alone."""
     first, *others = overrides or [""]
     names = [setting.name for setting in settings_of(root).values() if setting.first_word]
-    is_path = bool(names and first) and ("=" not in first or Path(first).exists())
+    is_path = bool(names and first) and ("=" not in first or exists(Path(first)))
     return [f"{names[0]}={first}", *others] if is_path else list(overrides)
 
 
@@ -133,8 +134,9 @@ def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[list[Assignme
         return [], [f"{assignments[0].flag} is given no value: write {assignments[0].flag}=…"]
     recipes = []
     problems: list[str] = []
+    raw = assignments[0].raw if assignments else None
     try:
-        names = split_list(assignments[0].raw) if assignments else []
+        names = [raw] if isinstance(raw, str) and _is_one_path(raw) else split_list(raw)
     except ValueError as error:
         return [], [f"{assignments[0].where}: {error}"]
     for name in names:
@@ -142,4 +144,11 @@ def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[list[Assignme
             recipes.append(read_recipe(name))
         except ConfigError as error:
             problems += error.problems
+    if problems and isinstance(raw, str) and len(names) > 1:
+        problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
     return recipes, problems
+
+
+def _is_one_path(text: str) -> bool:
+    """Whether a text with commas is the path of a recipe all the same, because a file is there."""
+    return "," in text and text.endswith(RECIPE_SUFFIXES) and exists(Path(text))

@@ -7,9 +7,9 @@ decides what they mean: YAML alone would take 1e-3 for a string, `on` for a bool
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,18 @@ from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, format_value
 from pretraining.errors import ConfigError
+from pretraining.files import exists, parse_json, read_file
 from pretraining.progress import Duration
 
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 SHIPPED = Path(__file__).parent / "recipes"
+
+LARGEST_RECIPE_BYTES = 2**20
+"""Names and weights of tens of thousands of datasets."""
+DEEPEST_YAML = 32
+"""Lists and mappings inside each other; settings need two."""
+_MOST_VALUES = 2**14
+"""As many take the parser a second."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -39,8 +47,8 @@ def read_recipe(name: str) -> list[Assignment]:
     """
     path = _find(name)
     try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_file(path, LARGEST_RECIPE_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return parse_recipe(content, name, is_json=path.suffix == ".json")
 
@@ -52,7 +60,7 @@ def parse_recipe(content: str, name: str, is_json: bool = False) -> list[Assignm
         ConfigError: it is not valid, or no mapping of settings.
     """
     try:
-        tree = _read_json(content) if is_json else yaml.load(content, Loader=_TextLoader)
+        tree = _read_json(content) if is_json else _read_yaml(content)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"recipe {name} is not valid {'JSON' if is_json else 'YAML'}: {error}") from error
     if tree is None:
@@ -106,7 +114,7 @@ def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
 
 def _find(name: str) -> Path:
     if name.endswith(RECIPE_SUFFIXES):
-        if not Path(name).is_file():
+        if not exists(Path(name)):
             raise ConfigError(f"--recipe={name}: there is no such file")
         return Path(name)
     shipped = shipped_recipes()
@@ -152,13 +160,25 @@ def _plain(value: Any) -> Any:
 
 def _read_json(content: str) -> Any:
     """Parses JSON with numbers left as they are written."""
-    return json.loads(
+    return parse_json(
         content,
         parse_int=str,
         parse_float=str,
         parse_constant=str,
         object_pairs_hook=lambda pairs: _refuse_repeats(pairs, ""),
     )
+
+
+def _read_yaml(content: str) -> Any:
+    """Parses YAML that may come from anywhere, its scalars as text.
+
+    Raises:
+        yaml.YAMLError: it is not valid.
+        ValueError: it is too large, nested too deep, or its aliases make too much of it.
+    """
+    if len(content) > LARGEST_RECIPE_BYTES:
+        raise ValueError(f"it has more than {LARGEST_RECIPE_BYTES:,} characters")
+    return yaml.load(content, Loader=_TextLoader)
 
 
 def _refuse_repeats(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
@@ -174,6 +194,24 @@ def _refuse_repeats(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
 class _TextLoader(yaml.BaseLoader):
     """YAML whose scalars are text, except null."""
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._sizes: dict[yaml.Node, int] = {}  # of nodes whose end was read, with their aliases written out
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Reads a node; a ValueError where it is nested too deep, or too large once its aliases are written out."""
+        self._depth += 1
+        if self._depth > DEEPEST_YAML:
+            raise ValueError(f"lists and mappings are nested more than {DEEPEST_YAML} deep")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None and node not in self._sizes:
+            self._sizes[node] = 1 + sum(self._sizes.get(child, 0) for child in _children_of(node))
+            if max(self._sizes[node], len(self._sizes)) > _MOST_VALUES:
+                raise ValueError(f"with its aliases written out it holds more than {_MOST_VALUES:,} values")
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Builds a mapping, refusing repeated keys."""
         pairs = [
@@ -185,6 +223,12 @@ class _TextLoader(yaml.BaseLoader):
 # An empty value, ~ and null are null; everything else stays text.
 _TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
 _TextLoader.add_constructor("tag:yaml.org,2002:null", lambda loader, node: None)
+
+
+def _children_of(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return chain.from_iterable(node.value)
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 class _FlowListDumper(yaml.SafeDumper):

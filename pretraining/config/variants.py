@@ -6,8 +6,10 @@ can be built. The model, checkpoints and exports all read the same `LlamaShape`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from pretraining.config.training import ModelConfig
 from pretraining.config.values import did_you_mean
@@ -119,6 +121,18 @@ VARIANTS: dict[str, LlamaShape] = {
 
 DEFAULT_VARIANT = "7b"
 
+LARGEST_SIZES = {
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "vocab_size": 2**31,
+    "max_position_embeddings": 2**40,
+}
+"""Far beyond any model that was trained; what is larger is a mistake, and could take for ever to be made."""
+_SHOWN_CHARACTERS = 80
+
 
 def resolve_shape(model: ModelConfig) -> LlamaShape:
     """Lays the dimensions that were given over those of the named variant.
@@ -135,6 +149,8 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
     others = ("model_variant", "rope_scaling")
     given = {name: value for name, value in vars(model).items() if value is not None and name not in others}
     shape = replace(variant, **given)
+    if beyond := list(size_problems(shape)):
+        raise ConfigError(beyond)
     # A variant without grouped queries stays without them when only the number of heads is changed.
     if variant.num_key_value_heads == variant.num_attention_heads and model.num_key_value_heads is None:
         shape = replace(shape, num_key_value_heads=shape.num_attention_heads)
@@ -146,6 +162,28 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
         head_dim=shape.hidden_size // shape.num_attention_heads,
         rope_scaling=_scaling(model.rope_scaling) if model.rope_scaling else variant.rope_scaling,
     )
+
+
+def size_problems(shape: LlamaShape) -> Iterator[str]:
+    """Says which dimensions no model has; ask before anything is made of a shape that comes from elsewhere."""
+    for name, largest in LARGEST_SIZES.items():
+        size = getattr(shape, name)
+        if type(size) is not int or not 1 <= size <= largest:
+            yield f"{name}={_shortened(size)} is no size of a model: give a whole number from 1 to {largest:,}"
+    for name, smallest in (("rms_norm_eps", 0), ("rope_theta", 1)):
+        value = getattr(shape, name)
+        if not is_number(value) or value < smallest:
+            yield f"{name}={_shortened(value)} cannot be computed with: give a finite number, at least {smallest}"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def model_settings(shape: LlamaShape) -> ModelConfig:
@@ -202,7 +240,7 @@ def _scaling_problems(values: tuple[float, ...]) -> Iterator[str]:
         yield f"{given}: the factor {factor:g} would shorten the context; give 1 (no scaling) or more"
     if not 0 < low < high:
         yield f"{given}: low_freq_factor {low:g} must be above 0 and below high_freq_factor {high:g}"
-    if context < 1 or context != int(context):
+    if not 1 <= context <= LARGEST_SIZES["max_position_embeddings"] or context != int(context):
         yield f"{given}: original_max_position_embeddings {context:g} is no number of tokens"
 
 

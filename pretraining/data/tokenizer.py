@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretraining.errors import DataError
-from pretraining.files import write_atomic
+from pretraining.files import is_file, is_folder, read_file, read_json, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -102,12 +102,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = Path(path).expanduser()
     try:
         _refuse_sentencepiece(file)
-        file = file / TOKENIZER_FILE if file.is_dir() else file
-        definition = file.read_bytes()
-    except OSError as error:
+        file = file / TOKENIZER_FILE if is_folder(file) else file
+        definition = read_file(file)
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"there is no tokenizer to read at {file} ({error.strerror}). Give the folder or the tokenizer.json of a "
-            "Hugging Face fast tokenizer, or let `pretrain prepare` train one"
+            f"there is no tokenizer to read at {file} ({getattr(error, 'strerror', None) or error}). Give the folder "
+            "or the tokenizer.json of a Hugging Face fast tokenizer, or let `pretrain prepare` train one"
         ) from error
     try:
         library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
@@ -135,7 +135,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def _refuse_sentencepiece(path: Path) -> None:
     """Says how to convert a tokenizer that is there in SentencePiece's form alone."""
     folder = path.parent if path.name == SENTENCEPIECE_FILE else path
-    if (folder / SENTENCEPIECE_FILE).is_file() and not (folder / TOKENIZER_FILE).is_file():
+    if is_file(folder / SENTENCEPIECE_FILE) and not is_file(folder / TOKENIZER_FILE):
         raise DataError(
             f"{folder} has a {SENTENCEPIECE_FILE} of SentencePiece, and no {TOKENIZER_FILE}, which is what is read "
             "here. Convert it once, with the packages transformers, sentencepiece and protobuf: "
@@ -202,7 +202,7 @@ def _as_json(document: dict[str, Any]) -> bytes:
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file; empty where there is no file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

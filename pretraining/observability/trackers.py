@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pretraining.config.plugins import TRACKERS, load_plugin
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
-from pretraining.files import write_atomic
+from pretraining.files import check_regular, exists, parse_json, write_atomic
 
 LOGS = "logs"
 METRICS_FILE = "metrics.jsonl"
@@ -55,7 +55,7 @@ class JsonLines:
     def __init__(self, folder: Path, restored_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
-        if path.exists():
+        if exists(path):
             _drop_lines_after(path, restored_step)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -136,11 +136,12 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
+    check_regular(path)
     kept = []
     with path.open(encoding="utf-8") as file:
         for line in file:
             try:
-                is_past = json.loads(line)["step"] <= step
+                is_past = parse_json(line)["step"] <= step
             except (ValueError, KeyError, TypeError):
                 continue  # the line that a killed process was writing
             if is_past:

@@ -30,7 +30,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
-from pretraining.files import atomic_folder, write_flushed, write_json
+from pretraining.files import atomic_folder, is_file, is_folder, write_flushed, write_json
 from pretraining.model.hf import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -173,9 +173,9 @@ def _find_tokenizer(
 
 def _write_tokenizer(tokenizer: Tokenizer, path: Path, folder: Path) -> None:
     tokenizer.save(folder)
-    source = path if path.is_dir() else path.parent
+    source = path if is_folder(path) else path.parent
     for name in _MORE_TOKENIZER_FILES:
-        if (source / name).is_file():
+        if is_file(source / name):
             shutil.copyfile(source / name, folder / name)
 
 

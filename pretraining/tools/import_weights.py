@@ -22,7 +22,7 @@ from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfi
 from pretraining.config.variants import model_settings, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
-from pretraining.files import atomic_folder, write_json
+from pretraining.files import atomic_folder, is_file, write_json
 from pretraining.model.hf import parameter_shapes
 from pretraining.tools.export import plan_files
 
@@ -58,7 +58,7 @@ def import_weights(config: ImportConfig) -> None:
 
 def _settings(source: HuggingFaceFolder, run: Path) -> str:
     """What is known of the run's settings: its model, and the tokenizer where the folder has one."""
-    tokenizer = str(source.path.resolve()) if (source.path / TOKENIZER_FILE).is_file() else None
+    tokenizer = str(source.path.resolve()) if is_file(source.path / TOKENIZER_FILE) else None
     return dump_config(
         TrainConfig(
             model=model_settings(source.shape),

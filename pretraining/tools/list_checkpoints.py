@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.start_point import manifest_at
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
+from pretraining.files import entries_of, is_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ def list_checkpoints(config: ListConfig) -> None:
     """
     source = Path(config.run_path)
     run = run_of(source)
-    if not (run / CHECKPOINTS).is_dir():
+    if not is_folder(run / CHECKPOINTS):
         raise CheckpointError(f"--run_path={source} is no run: it has no folder {CHECKPOINTS}")
     rows = rows_of(run)
     for line in [json.dumps(asdict(row)) for row in rows] if config.json else _table(rows):
@@ -70,7 +73,7 @@ def list_checkpoints(config: ListConfig) -> None:
 def rows_of(run: Path) -> list[Row]:
     """Every checkpoint of a run, complete ones by step, then what interrupted saves have left."""
     link = run / CHECKPOINTS / BEST
-    best = link.resolve() if link.is_symlink() else None
+    best = Path(os.path.realpath(link)) if link.is_symlink() else None  # `resolve` fails at a link to itself
     incomplete = [_measured(path, "incomplete", best) for path in unfinished_saves(run)]
     return [_row(path, best) for path in committed_checkpoints(run)] + incomplete
 
@@ -93,15 +96,15 @@ def _row(path: Path, best: Path | None) -> Row:
 def _measured(path: Path, state: str, best: Path | None) -> Row:
     """What a look at the files tells; a save may be changing them meanwhile."""
     size, newest = 0, 0.0
-    for file in (path, *path.iterdir()):
+    for file in (path, *entries_of(path)):
         try:
             status = file.stat()
-        except FileNotFoundError:
+        except OSError:
             continue
-        size += status.st_size if file.is_file() else 0
+        size += status.st_size if stat.S_ISREG(status.st_mode) else 0
         newest = max(newest, status.st_mtime)
     age = round(max(0.0, time.time() - newest), 1)
-    return Row(name=path.name, state=state, best=path.resolve() == best, bytes=size, age_seconds=age)
+    return Row(name=path.name, state=state, best=Path(os.path.realpath(path)) == best, bytes=size, age_seconds=age)
 
 
 def _table(rows: list[Row]) -> list[str]:

@@ -6,7 +6,6 @@ prompt -> token ids -> one token after the other, until the text ends -> stdout,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,6 +20,7 @@ from pretraining.config.recipes import settings_in
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import CachedModel, draw_tokens
+from pretraining.files import is_file, read_json
 from pretraining.model.hf import CONFIG_FILE, GENERATION_CONFIG_FILE
 
 UNFINISHED_CHARACTER = "\ufffd"
@@ -86,7 +86,7 @@ def _text_of(config: SampleConfig, checkpoint: CheckpointRef, context: int) -> _
     """Finds out how a model was fed: from its run's settings, or from the files of a folder of another program."""
     manifest, path = checkpoint.manifest, checkpoint.path
     settings = settings_in(manifest.config, f"config of {path}").data
-    own = str(path) if (path / TOKENIZER_FILE).is_file() else settings.tokenizer_path
+    own = str(path) if is_file(path / TOKENIZER_FILE) else settings.tokenizer_path
     named = config.tokenizer_path or own
     is_needed = config.tokenizer_path is not None or not config.prompt_tokens
     tokenizer = load_tokenizer(named) if named is not None and is_needed else None
@@ -105,8 +105,8 @@ def _ends_in(folder: Path) -> tuple[int, ...]:
     """The tokens that end a text, as a Hugging Face folder says; of the files that are there the first that does."""
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         try:
-            document: Any = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            document: Any = read_json(folder / name)
+        except (OSError, ValueError):
             continue  # none is needed: the text then ends where enough is drawn
         ids = document.get("eos_token_id") if isinstance(document, dict) else None
         found = tuple(each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int)

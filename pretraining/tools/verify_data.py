@@ -9,7 +9,6 @@ named, as what follows from there cannot be trusted; of wrong tokens every row i
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -19,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +26,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import DataError
-from pretraining.files import file_checksum
+from pretraining.files import file_checksum, read_json
 from pretraining.launch.terminal import showing_through
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
 from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile
@@ -197,7 +195,7 @@ def _read_record(files: DatasetFiles, vocab_size: int | None) -> _Record:
     """Reads prepare.json; nothing where there is none, a fault where it cannot be read. A given `vocab_size` wins."""
     path = Path(files.folder) / MANIFEST_FILE
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         entries = [TokenFile(**entry) for entry in content["files"]]
         if not all(isinstance(entry.name, str) and isinstance(entry.bytes, int) for entry in entries):
             raise ValueError("a file has no name or no size")
@@ -205,7 +203,7 @@ def _read_record(files: DatasetFiles, vocab_size: int | None) -> _Record:
         return _Record({entry.name: entry for entry in entries}, recorded if vocab_size is None else vocab_size)
     except FileNotFoundError:
         return _Record({}, vocab_size)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         return _Record({}, vocab_size, (f"{path} cannot be read ({type(error).__name__}: {error})",))
 
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
-from pretraining.files import write_atomic
+from pretraining.files import read_json, write_atomic
 from pretraining.progress import TrainState
 from pretraining.train.preemption import reason_of
 
@@ -146,7 +146,7 @@ class StatusKeeper:
 def read_status(path: Path) -> RunStatus | None:
     """The status in a file; None where it cannot be read, since counting must not keep a run from starting."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         return RunStatus(**{field.name: document[field.name] for field in fields(RunStatus)})
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -72,6 +72,33 @@ def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixt
     assert "12345e67 is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("ranks", "prefix"), [("1", "error: "), ("2", "error: rank 1: ")])
+def test_what_the_file_system_says_about_a_path_is_one_error(
+    ranks: str, prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*args: object) -> None:
+        raise PermissionError(13, "Permission denied", b"/a/b")
+
+    layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
+    rank = {"RANK": str(int(ranks) - 1), "LOCAL_RANK": str(int(ranks) - 1), "MASTER_PORT": "29500"}
+    for name, value in {**layout, **rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("pretraining.cli.load_train_config", refused)
+    with pytest.raises(SystemExit) as ending:
+        main(["train"])
+    assert ending.value.code == 1
+    assert capsys.readouterr().err.startswith(f"{prefix}/a/b cannot be used: Permission denied. Check the path")
+
+
+def test_an_error_of_the_system_without_a_path_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("pretraining.cli.load_train_config", refused)
+    with pytest.raises(OSError, match="Too many"):
+        main(["train"])
+
+
 def test_interrupting_a_run_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

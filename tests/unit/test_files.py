@@ -1,14 +1,127 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
+import resource
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-from pretraining.errors import DataError
-from pretraining.files import PAUSES_SECONDS, link_atomic, output_errors, with_retries, write_atomic
+from pretraining import files
+from pretraining.errors import DataError, PathError
+from pretraining.files import (
+    DEEPEST_JSON,
+    PAUSES_SECONDS,
+    check_regular,
+    entries_of,
+    exists,
+    is_file,
+    is_folder,
+    link_atomic,
+    output_errors,
+    parse_json,
+    read_file,
+    read_json,
+    reason_of,
+    with_retries,
+    write_atomic,
+)
+
+
+def test_what_a_path_leads_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "pipe")
+    nowhere = ["gone", "file/below", "circle", "x" * 300, "null\0"]
+    names = ["file", "link", "pipe", ".", *nowhere]
+    assert [name for name in names if is_file(tmp_path / name)] == ["file", "link"]
+    assert [name for name in names if is_folder(tmp_path / name)] == ["."]
+    assert [name for name in names if not exists(tmp_path / name)] == nowhere
+
+
+@pytest.mark.parametrize("question", [is_file, is_folder, exists, entries_of])
+def test_what_nobody_can_tell_is_an_error_for_users(
+    question: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(PathError, match=f"^{tmp_path} cannot be used: Permission denied. Check the path and its perm"):
+        question(tmp_path)
+
+
+def test_nobody_asks_a_path_itself() -> None:
+    # `Path.is_dir` and its like raise what no command expects: of a folder of another user, or a name too long.
+    asking = re.compile(r"\.(is_dir|is_file|exists|iterdir)\(\)|os\.path\.(exists|isfile|isdir)\(")
+    found = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (ROOT / "pretraining").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if asking.search(line) and not re.search(r"/proc|/dev/shm|entry\.is_dir|work\.files|self\._folder\.", line)
+    }
+    assert found == {"pretraining/files.py: return list(folder.iterdir())"}
+
+
+def test_only_regular_files_are_read_as_a_whole(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"12345")
+    for path, message in ((tmp_path / "pipe", "it is a pipe, not a file"), (Path("/dev/zero"), "it is a device, not")):
+        with pytest.raises(OSError, match=message):
+            read_file(path)
+    with pytest.raises(IsADirectoryError):
+        check_regular(tmp_path)
+    assert read_file(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(ValueError, match="it has more than 4 bytes"):
+        read_file(tmp_path / "file", 4)
+
+
+@pytest.mark.parametrize("brackets", ["[]", ('{"a":', "}")])
+def test_json_is_read_up_to_a_depth(brackets: Sequence[str], tmp_path: Path) -> None:
+    def nested(depth: int) -> str:
+        return brackets[0] * depth + "0" * (brackets[0] != "[") + brackets[1] * depth
+
+    parse_json(nested(DEEPEST_JSON))
+    for text in (nested(DEEPEST_JSON + 1), nested(100_000), brackets[0] * 100_000):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ValueError, match="nested more than 64 deep"):
+            read_json(tmp_path / "a.json")
+
+
+def test_json_is_read_up_to_a_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "MOST_IN_JSON", 4)
+    assert parse_json('[[], {"a": []}]') == [[], {"a": []}]
+    with pytest.raises(ValueError, match="more than 4 lists and objects"):
+        parse_json("[[], [], [], []]")
+    monkeypatch.setattr(files, "LARGEST_JSON_BYTES", 4)
+    (tmp_path / "a.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="more than 4 bytes"):
+        read_json(tmp_path / "a.json")
+
+
+def test_json_holds_text(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")  # of a file, as the index of a dataset has it
+    assert parse_json(json.dumps({"\U0001f600": name})) == {"\U0001f600": name}
+    assert parse_json(b"\xef\xbb\xbf[1]") == [1]
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        parse_json(r'["\ud83d"]')
+    with pytest.raises(ValueError, match="utf-8"):
+        parse_json(b'["\xff"]')
+
+
+def test_a_file_that_is_too_large_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(errno.EFBIG, "File too large")
+    for limit, words in ((4096, "may have 4,096 bytes at most"), (resource.RLIM_INFINITY, "this file system")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert words in reason_of(error)
+    assert reason_of(OSError("odd")) == "odd"
 
 
 class Flaky:

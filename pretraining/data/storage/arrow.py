@@ -312,6 +312,8 @@ def _locate(schema_bytes: bytes, column: str) -> _ColumnPlace:
     names = schema.names
     if column not in names:
         raise DataError(f"has no column '{column}', but {', '.join(names) or 'none at all'}: give --col_name")
+    if names.count(column) > 1:
+        raise DataError(f"has {names.count(column)} columns '{column}', and nothing says which one is meant: keep one")
     kind = schema.field(column).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     token_type = kind.value_type if is_list else kind

@@ -29,6 +29,7 @@ from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, write_once
 from pretraining.errors import DataError
+from pretraining.files import check_regular, parse_json
 from pretraining.launch.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -155,10 +156,11 @@ def _header(index: Index, config: DataConfig) -> dict[str, Any]:
 def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:
     """Maps the counts at a place, [splits, blocks + 1]; None where there are none, of these, or they are damaged."""
     try:
+        check_regular(place)
         with place.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = content.find(b"\n") + 1
-        if json.loads(content[:begin]) != {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
+        if parse_json(content[:begin]) != {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
             return None
         return np.frombuffer(content, dtype="<i8", offset=begin).reshape(len(SPLITS), -1)
     except (OSError, ValueError):

@@ -9,17 +9,22 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import stat
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import format_class
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import ConfigError, DataError, PathError
+from pretraining.files import entries_of, is_folder
 
 COUNTS_FILES = "meta/*counts*.csv"
 """What other tools write beside their datasets: how many documents and tokens there are in each file."""
 _NAMES_SHOWN = 12
+_NAMES_OF_A_FOLDER = 64
+"""Under so many a folder is listed. More have only folders with links to each other, whose ways are without number."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     if config.data_path is None:
         raise DataError("no data: give --data_path=<folder with a sub-folder a dataset>, or --use_dummy_dataset=true")
     root = Path(config.data_path).expanduser().absolute()
-    if not root.is_dir():
+    if not is_folder(root):
         raise DataError(f"data_path {root} is not a folder; {_what_is_in(root.parent)}")
     formats = _suffixes(config.file_type)
     if config.datasets:
@@ -120,6 +125,7 @@ def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
     """Finds the sizes by relative path of all files of some formats below a folder."""
     suffixes = tuple(formats.values())
     found: dict[str, int] = {}
+    times: Counter[tuple[int, int]] = Counter()
 
     def visit(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> None:
         with os.scandir(path) as entries:
@@ -129,28 +135,41 @@ def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
                 if entry.is_dir():
                     status = entry.stat()
                     identity = (status.st_dev, status.st_ino)
-                    if identity not in above:  # a link to a folder that we are in would go round for ever
-                        visit(entry.path, f"{prefix}{entry.name}/", above | {identity})
-                elif entry.name.endswith(suffixes) and (entry.is_symlink() or entry.is_file()):
-                    # A link that leads nowhere is an error here, and not a file less.
-                    found[prefix + entry.name] = entry.stat().st_size
+                    if identity in above:  # a link to a folder that we are in would go round for ever
+                        continue
+                    times[identity] += 1
+                    if times[identity] > _NAMES_OF_A_FOLDER:
+                        raise DataError(
+                            f"{os.path.realpath(entry.path)} is in {folder} under more than {_NAMES_OF_A_FOLDER} "
+                            f"names, such as {entry.path}: folders there link to each other. Remove such links"
+                        )
+                    visit(entry.path, f"{prefix}{entry.name}/", above | {identity})
+                elif entry.name.endswith(suffixes):
+                    status = entry.stat()  # a link that leads nowhere is an error here, and not a file less
+                    if not stat.S_ISREG(status.st_mode):
+                        raise DataError(
+                            f"{entry.path} is no file that could hold tokens: a pipe or a device. Remove it"
+                        )
+                    found[prefix + entry.name] = status.st_size
 
     try:
         status = folder.stat()
         visit(str(folder), "", frozenset({(status.st_dev, status.st_ino)}))
     except OSError as error:
         raise DataError(f"cannot list {error.filename or folder}: {error.strerror}") from error
+    except RecursionError:
+        raise DataError(f"cannot list {folder}: folders there are nested too deep") from None
     return found
 
 
 def _sub_folders(folder: Path) -> list[str]:
-    return sorted(child.name for child in folder.iterdir() if not child.name.startswith(".") and child.is_dir())
+    return sorted(child.name for child in entries_of(folder) if not child.name.startswith(".") and is_folder(child))
 
 
 def _existing(root: Path, name: str) -> Path:
     """Returns the folder of a dataset that was asked for by name."""
     folder = root / name
-    if folder.is_dir():
+    if is_folder(folder):
         return folder
     near = difflib.get_close_matches(name, _sub_folders(root), n=1)
     hint = f"; did you mean '{near[0]}'?" if near else f"; {_what_is_in(root)}"
@@ -158,7 +177,7 @@ def _existing(root: Path, name: str) -> Path:
 
 
 def _nothing_found(root: Path, formats: dict[str, str]) -> str:
-    if any(child.name.endswith(tuple(formats.values())) for child in root.iterdir()):
+    if any(child.name.endswith(tuple(formats.values())) for child in entries_of(root)):
         return (
             f"data_path {root} holds {_patterns(formats)} files itself, but datasets are its sub-folders: "
             f"give --data_path={root.parent} --datasets={root.name}"
@@ -171,9 +190,12 @@ def _nothing_found(root: Path, formats: dict[str, str]) -> str:
 
 def _what_is_in(folder: Path) -> str:
     """Says what a folder holds, for an error message."""
-    if not folder.is_dir():
-        return f"{folder} does not exist either"
-    names = sorted(child.name + ("/" if child.is_dir() else "") for child in folder.iterdir())
+    try:
+        if not is_folder(folder):
+            return f"{folder} does not exist either"
+        names = sorted(child.name + ("/" if is_folder(child) else "") for child in entries_of(folder))
+    except PathError as error:  # what is wrong was found elsewhere
+        return str(error)
     return f"{folder} holds {_shortened(names)}" if names else f"{folder} is empty"
 
 

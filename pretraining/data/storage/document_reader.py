@@ -24,6 +24,7 @@ from pretraining.data.storage.index import VIRTUAL_BOS, Index
 from pretraining.data.storage.token_format import TokenFormat, load_format
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
+from pretraining.files import check_regular
 
 _STRETCH_BYTES_A_SPAN = 4096
 """Unwanted bytes whose reading costs about as much as a read of its own."""
@@ -37,6 +38,7 @@ class OpenFile:
         self._descriptor = -1
         self.path = path
         try:
+            check_regular(path)
             self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             found = os.fstat(self._descriptor).st_size
         except OSError as error:

@@ -37,6 +37,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.token_format import load_format
 from pretraining.errors import DataError
+from pretraining.files import check_regular, parse_json, reason_of
 
 Made = TypeVar("Made")
 
@@ -94,6 +95,7 @@ class Index:
         """Maps an index; a DataError where the file is no whole one, an OSError where it cannot be read."""
         self.path = path
         _open_indices.add(self)
+        check_regular(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < TRAILER.size:
@@ -105,7 +107,7 @@ class Index:
             if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != checksum:
                 raise DataError(f"index {path} is damaged")
         self._let_go()
-        self.header: dict[str, Any] = json.loads(self._content[header_end - header_bytes : header_end])
+        self.header: dict[str, Any] = parse_json(self._content[header_end - header_bytes : header_end])
         self.documents = self._part("documents", DOCUMENT)
         files = self._part("files", FILE)
         self.first_documents = np.ascontiguousarray(files["first_document"])
@@ -269,7 +271,7 @@ def write_once(
             Path(temporary).replace(place)
             made = find()
     except OSError as error:
-        raise DataError(f"cannot write {what} at {place}: {error.strerror or error}") from error
+        raise DataError(f"cannot write {what} at {place}: {reason_of(error)}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
     if made is None:

@@ -47,6 +47,7 @@ from pretraining.data.storage.index import (
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
+from pretraining.files import check_regular, exists
 from pretraining.launch.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -334,6 +335,7 @@ def _places(files: DatasetFiles) -> Iterator[tuple[Path, str]]:
 def _read(place: Path, dataset: str) -> dict[str, tuple[int, int]]:
     """Documents and tokens of the dataset's files, by path. A row names `dataset/path`, whatever stands before that."""
     counts = {}
+    check_regular(place)
     with place.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             _, found, path = f"/{row['dataset/filename']}".partition(f"/{dataset}/")
@@ -344,7 +346,7 @@ def _read(place: Path, dataset: str) -> dict[str, tuple[int, int]]:
 
 def _contradiction(files: DatasetFiles, path: str, count: tuple[int, int], held: tuple[int, int] | None) -> str | None:
     if held is None:
-        return None if Path(files.folder, path).exists() else f"{path} is gone"
+        return None if exists(Path(files.folder, path)) else f"{path} is gone"
     if count == held:
         return None
     return f"{path} has {held[0]:,} documents of {held[1]:,} tokens, not {count[0]:,} of {count[1]:,}"

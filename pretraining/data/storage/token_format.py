@@ -18,6 +18,7 @@ import numpy as np
 from pretraining.config.plugins import TOKEN_FORMATS, load_plugin
 from pretraining.config.training import DataConfig
 from pretraining.errors import DataError
+from pretraining.files import check_regular
 
 _SMALL_FILE_BYTES = 1 << 16
 """Files up to this size are read as a whole, which is faster than to map them."""
@@ -82,6 +83,7 @@ def load_format(file_type: str, config: DataConfig) -> TokenFormat:
 def read_bytes(path: str) -> np.ndarray:
     """Returns the bytes of a file, [size] uint8, a large one mapped; a DataError where it cannot be read."""
     try:
+        check_regular(path)
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             size = os.fstat(descriptor).st_size

@@ -16,6 +16,7 @@ from pathlib import Path
 from pretraining.config.commands import DoctorConfig
 from pretraining.distributed.processes import Processes, gather_from_every_rank, join_processes
 from pretraining.errors import ConfigError
+from pretraining.files import is_folder
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.doctor.diagnosis import Diagnosis, RankReport, as_object, as_text, find_what_is_slow
 from pretraining.tools.doctor.environment import facts_of, warnings_across, warnings_of
@@ -61,7 +62,7 @@ def _examine(config: DoctorConfig, processes: Processes, clock: float) -> RankRe
     rates = measure_device(processes.device, processes.local_world_size)
     if config.disk_path is not None and processes.local_rank == 0:
         folder = Path(config.disk_path)
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise ConfigError(f"--disk_path={folder} is not a folder: name one, or give --disk_path=none.")
         rates += measure_disk(folder, config.disk_mib, f".pretrain_doctor_{processes.rank}_{os.getpid()}")
     warnings = warnings_of(processes.device, processes.local_world_size, os.environ)

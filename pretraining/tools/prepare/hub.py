@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from pretraining.errors import DataError
+from pretraining.files import exists, is_folder
 from pretraining.tools.prepare.inputs import even_cuts, fingerprint
 from pretraining.tools.prepare.tables import ROWS_AT_ONCE, field_type, pieces_of_rows
 from pretraining.tools.prepare.text import Piece
@@ -135,7 +136,7 @@ def _open_split(split: HubSplit) -> Any:
     folder = Path(split.path).expanduser()
     way_out = ". Look at --hf_dataset (a name on the Hub or a folder), --hf_config and --hf_split"
     with _errors_named(f"the dataset {split} cannot be opened", way_out):
-        if not any((folder / name).exists() for name in _SAVED_TO_DISK):
+        if not any(exists(folder / name) for name in _SAVED_TO_DISK):
             return datasets.load_dataset(_place(split), split.config, split=split.split, streaming=True)
         loaded = datasets.load_from_disk(str(folder))
     if isinstance(loaded, datasets.Dataset):  # a single split, whatever it was called
@@ -156,14 +157,14 @@ def _data_files(split: HubSplit) -> list[tuple[str, int]]:
         builder = datasets.load_dataset_builder(_place(split), split.config)
         for url in (builder.config.data_files or {}).get(split.split, ()):
             system, path = fsspec.core.url_to_fs(url)
-            name = Path(url).relative_to(folder.absolute()).as_posix() if folder.is_dir() else url
+            name = Path(url).relative_to(folder.absolute()).as_posix() if is_folder(folder) else url
             found.append((name, int(system.size(path) or 0)))
     return found
 
 
 def _place(split: HubSplit) -> str:
     folder = Path(split.path).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else split.path
+    return str(folder.absolute()) if is_folder(folder) else split.path
 
 
 def _is_streamed(opened: Dataset | IterableDataset) -> bool:

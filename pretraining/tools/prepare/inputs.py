@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pretraining.config.commands import COMPRESSED_ENDINGS
 from pretraining.errors import DataError
+from pretraining.files import exists, is_file, is_folder
 from pretraining.tools.prepare.token_files import MANIFEST_FILE
 
 SMALLEST_CORPUS_BYTES = 2_000_000
@@ -116,17 +117,17 @@ def even_cuts(length: int, pieces: int) -> list[tuple[int, int]]:
 def _paths_of(given: str, extensions: Sequence[str]) -> Iterator[tuple[Path, str]]:
     """Paths of one input with their names below it."""
     path = Path(given).expanduser()
-    if path.is_dir():
+    if is_folder(path):
         plain = [f".{extension.lower().lstrip('.')}" for extension in extensions]
         yield from _walk(path, tuple(ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS)))
-    elif path.exists():
+    elif exists(path):
         yield path, path.name
     elif set("*?[").intersection(given):
         # Names start below the last folder without a wildcard.
         fixed = next(parent for parent in path.parents if not set("*?[").intersection(str(parent)))
         # Unlike Path.glob, glob.glob takes absolute patterns and passes hidden names over.
         for match in sorted(Path(found) for found in glob.glob(str(path), recursive=True)):  # noqa: PTH207
-            if not match.is_dir():
+            if not is_folder(match):
                 yield match, match.relative_to(fixed).as_posix()
     else:
         raise DataError(f"--input_path: there is no file or folder {path.absolute()}")
@@ -173,7 +174,7 @@ def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALL
         InputFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
         for top in sorted(sys.stdlib_module_names)
         for path in (root / f"{top}.py", *sorted((root / top).rglob("*.py")))
-        if path.is_file()
+        if is_file(path)
     )
     modules = [file for file in files if _is_kept(file)]
     size = sum(file.size for file in modules)

@@ -26,7 +26,7 @@ from typing import Any
 
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pretraining.errors import DataError
-from pretraining.files import write_atomic
+from pretraining.files import entries_of, exists, is_folder, read_json, write_atomic
 from pretraining.tools.prepare.token_files import COLUMN, MANIFEST_FILE, Counts, TokenFile
 from pretraining.tools.prepare.units import Unit
 
@@ -229,8 +229,8 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
     try:
         summary, made, token_files = _read(folder)
     except (FileNotFoundError, NotADirectoryError):
-        is_empty = folder.is_dir() and not any(folder.iterdir())
-        if is_empty or not (folder.exists() or folder.is_symlink()):
+        is_empty = is_folder(folder) and not entries_of(folder)
+        if is_empty or not (exists(folder) or folder.is_symlink()):
             return None
         raise DataError(
             f"{folder} is there already and was not made by `pretrain prepare` (it has no {MANIFEST_FILE}). "
@@ -238,7 +238,7 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
         ) from None
     wanted = dict(settings)
     if summary.tokenizer is not None:
-        if not (folder.parent / TOKENIZER_FILE).exists() or tokenizer is None:
+        if not exists(folder.parent / TOKENIZER_FILE) or tokenizer is None:
             raise DataError(
                 f"{folder.parent / TOKENIZER_FILE}, with which {folder} was encoded, is gone. Put it back, or delete "
                 f"{folder} to prepare it again"
@@ -272,7 +272,7 @@ def _check_sizes(folder: Path, token_files: Sequence[TokenFile]) -> None:
 
 
 def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None
+    return path.stat().st_size if exists(path) else None
 
 
 def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]]:
@@ -283,7 +283,7 @@ def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]
     """
     file = folder / MANIFEST_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         if content["format_version"] != FORMAT_VERSION:
             raise DataError(
                 f"{file} has format {content['format_version']}, this version reads format {FORMAT_VERSION}. "
@@ -310,7 +310,7 @@ def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object that was written here; empty where it is missing, or a failing disk has spoilt it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (FileNotFoundError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -24,11 +24,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretraining.errors import DataError, PretrainError
-from pretraining.files import write_atomic
+from pretraining.files import exists, is_folder, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Team:
     def receive(self, name: str) -> Any:
         """Others: wait for what rank 0 publishes."""
         path = self._folder / f"{name}.json"
-        self.wait(path.exists, lambda: f"rank 0: {name}")
+        self.wait(partial(exists, path), lambda: f"rank 0: {name}")
         return json.loads(path.read_text(encoding="utf-8"))
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -133,9 +134,9 @@ class Team:
 
         def is_named() -> bool:
             with suppress(FileNotFoundError):  # cleared away under our hands
-                if joined.exists() and json.loads(joined.read_text()).get(str(self.rank)) == name:
+                if exists(joined) and json.loads(joined.read_text()).get(str(self.rank)) == name:
                     return True
-                if not self._member(self.rank).exists():
+                if not exists(self._member(self.rank)):
                     write_atomic(self._member(self.rank), name)
             return False
 
@@ -148,7 +149,7 @@ class Team:
             if error.is_everywhere:
                 return
             error.rank, text = self.rank or None, str(error)
-        if self._folder.is_dir():
+        if is_folder(self._folder):
             write_atomic(self._folder / f"failed_{self.rank}", text)
 
     def _keep_heartbeat(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import write_atomic
+from pretraining.files import exists, write_atomic
 from pretraining.tools.prepare.records import WorkFolder, read_object, read_summaries
 from pretraining.tools.prepare.text import PIECE_CHARACTERS
 from pretraining.tools.prepare.units import Input, read_part
@@ -34,7 +34,7 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
         DataError: it cannot be read, or the root has another one.
     """
     given = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
-    if not (root / TOKENIZER_FILE).exists():
+    if not exists(root / TOKENIZER_FILE):
         return given
     present = load_tokenizer(root)
     way_out = "All datasets of a root share one tokenizer: drop the flag to use it, or give another --output_path"
@@ -92,7 +92,7 @@ def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> 
 
 def keep_tokenizer(root: Path, tokenizer: Tokenizer) -> None:
     """Puts a tokenizer into a root, unless another one has come there: that is a DataError."""
-    if not (root / TOKENIZER_FILE).exists():
+    if not exists(root / TOKENIZER_FILE):
         tokenizer.save(root)
     elif load_tokenizer(root).sha256 != tokenizer.sha256:
         raise DataError(

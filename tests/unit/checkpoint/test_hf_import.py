@@ -101,6 +101,15 @@ def test_an_index_without_a_map_is_refused(tmp_path: Path, index: str) -> None:
         open_folder(folder)
 
 
+def test_a_link_to_itself_is_a_missing_file(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    file = next(folder.glob("*.safetensors"))
+    file.unlink()
+    file.symlink_to(file.name)
+    with pytest.raises(CheckpointError, match=rf"{file.name} is missing"):
+        open_folder(folder)
+
+
 def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read(tmp_path: Path) -> None:
     folder = single(tmp_path / "m")
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")

@@ -166,6 +166,15 @@ def test_every_recipe_that_cannot_be_read_is_named() -> None:
     assert len(problems_of(recipe="missing.yaml,nowhere.json,demo")) == 2
 
 
+def test_a_path_with_a_comma_is_one_recipe_where_it_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "a,b.yaml"
+    path.write_text("use_dummy_dataset: true\nseed: 5")
+    assert load_train_config([], {"recipe": str(path)}).run.seed == 5
+    problems = problems_of(recipe=f"{path},demo")
+    assert len(problems) == 2
+    assert problems[1].startswith("--recipe=b.yaml: there is no such file. (A comma parts recipes.")
+
+
 def test_without_data_the_error_says_how_to_get_some() -> None:
     assert problems_of() == ("no data: give --data_path, --use_dummy_dataset=true or --recipe=demo",)
 

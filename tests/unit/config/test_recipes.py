@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import Setting, build, settings_of
-from pretraining.config.recipes import dump_config, load_config, read_recipe, shipped_recipes
+from pretraining.config.recipes import LARGEST_RECIPE_BYTES, dump_config, load_config, read_recipe, shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import NONE_WORDS
 from pretraining.errors import ConfigError
@@ -110,6 +111,9 @@ def test_a_mistake_names_the_file(tmp_path: Path, text: str, problem: str) -> No
         ("{", "a.json", "is not valid JSON"),
         ('{"seed": 1, "seed": 2}', "a.json", "is not valid JSON: seed stands there twice"),
         ('{"learning_rate": NaN}', "a.json", "learning_rate: NaN: a number is needed"),
+        ("a: " + "[" * 31 + "]" * 31, "a.yaml", "a list holds plain values"),
+        ("a: " + "[" * 32 + "]" * 32, "a.yaml", "lists and mappings are nested more than 32 deep"),
+        (f"skip_samples: [{'1, ' * 2**14}]", "a.yaml", "written out it holds more than 16,384 values"),
     ],
 )
 def test_a_file_that_cannot_be_parsed_says_why(tmp_path: Path, text: str, name: str, message: str) -> None:
@@ -120,6 +124,20 @@ def test_a_file_that_is_no_text_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert "cannot be read" in problems_of(str(path))[0]
+
+
+def test_a_recipe_may_repeat_itself_by_aliases(tmp_path: Path) -> None:
+    settings = read_recipe(str(recipe(tmp_path, "seed: &a 5\nbatch: {batch_size: *a}")))
+    assert [(each.name, each.raw) for each in settings] == [("seed", "5"), ("batch.batch_size", "5")]
+
+
+def test_what_a_recipe_is_not_read_from_is_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").mkdir()
+    (tmp_path / "c.yaml").write_text("#" * (LARGEST_RECIPE_BYTES + 1))
+    said = ("it is a pipe, not a file", "Is a directory", "it has more than 1,048,576 bytes")
+    for name, reason in zip("abc", said, strict=True):
+        assert f"cannot be read: {reason}" in problems_of(str(tmp_path / f"{name}.yaml"))[0]
 
 
 def test_a_recipe_executes_nothing(tmp_path: Path) -> None:

@@ -174,6 +174,14 @@ def test_a_file_without_documents(tmp_path: Path) -> None:
     assert len(layout_of(tmp_path / "x.arrow").lengths) == 0
 
 
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    schema = pa.schema([("tokens", pa.list_(pa.uint16()))] * 2)
+    with pa.ipc.new_file(str(tmp_path / "x.arrow"), schema) as writer:
+        writer.write_batch(pa.record_batch([pa.array([[1]], schema.types[0])] * 2, schema=schema))
+    with pytest.raises(DataError, match=r"x\.arrow has 2 columns 'tokens', and nothing says which one is meant"):
+        layout_of(tmp_path / "x.arrow")
+
+
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> None:
     write_documents(tmp_path / "x.arrow", [[1]], column="input_ids")
     with pytest.raises(DataError, match=r"x\.arrow has no column 'tokens', but input_ids: give --col_name"):

@@ -63,6 +63,35 @@ def test_links_are_followed_but_not_round_in_circles(tmp_path: Path) -> None:
     assert listing[0].paths == ("2.arrow", "linked/1.arrow")
 
 
+def test_a_folder_is_listed_under_each_of_its_names_up_to_a_bound(tmp_path: Path) -> None:
+    put(tmp_path / "web/real/1.arrow")
+    for number in range(63):
+        (tmp_path / f"web/again{number:02}").symlink_to("real")
+    paths = list_datasets(config(tmp_path))[0].paths
+    assert len(paths) == 64 and paths[0] == "again00/1.arrow" and paths[-1] == "real/1.arrow"
+    (tmp_path / "web/again99").symlink_to("real")
+    with pytest.raises(DataError, match=r"web/real is in .*web under more than 64 names, such as .*link to each other"):
+        list_datasets(config(tmp_path))
+
+
+def test_what_is_no_file_is_no_token_file(tmp_path: Path) -> None:
+    put(tmp_path / "web/1.arrow")
+    os.mkfifo(tmp_path / "web/2.arrow")
+    with pytest.raises(DataError, match=r"web/2\.arrow is no file that could hold tokens: a pipe or a device"):
+        list_datasets(config(tmp_path))
+
+
+def test_folders_that_are_nested_without_end_are_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "web/1.arrow")
+
+    def nested(path: str) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(os, "scandir", nested)
+    with pytest.raises(DataError, match=r"cannot list .*web: folders there are nested too deep"):
+        list_datasets(config(tmp_path))
+
+
 def test_a_listing_does_not_depend_on_the_place_and_can_be_sent(tmp_path: Path) -> None:
     for place, names in (("here", "abc"), ("there", "cab")):
         for name in names:

@@ -1,0 +1,394 @@
+"""Paths and files that others have made, or broken: rows 36, 38 and 41 of the table in docs/reliability.md.
+
+Every command ends at once, with one error that names the path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers import run_command
+from training_runs import TINY, write_two_datasets
+from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_full_form, write_sharded
+
+import pretraining.tools.export
+import pretraining.tools.import_weights
+import pretraining.tools.inspect
+import pretraining.tools.list_checkpoints
+import pretraining.tools.prepare.prepare
+import pretraining.tools.verify_data
+import pretraining.train.run  # noqa: F401  loaded here: another user may not read where they are
+from pretraining.checkpoint.lease import LEASE
+from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST
+from pretraining.checkpoint.start_point import CONFIG_FILE
+from pretraining.cli import main
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.files import DEEPEST_JSON
+from pretraining.model.hf import CONFIG_FILE as HF_CONFIG_FILE
+from pretraining.model.hf import config_document
+from pretraining.tools.verify_checkpoints import faults_of
+from pretraining.train.run_status import STATUS_FILE
+
+NOBODY = 65534
+
+DEEP = "[" * 100_000
+ALIASES = "\n".join(["a0: &a0 [x, x]", *(f"a{n + 1}: &a{n + 1} {{b: *a{n}, c: *a{n}}}" for n in range(40))])
+
+SMALL = [*TINY, "num_steps=1"]
+COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
+    "train, data": lambda path, good: ["train", *SMALL, f"--data_path={path}", f"--ckpt_save_path={good}/run"],
+    "train, run": lambda path, good: ["train", *SMALL, "--use_dummy_dataset", f"--ckpt_save_path={path}"],
+    "train, start": lambda path, good: [
+        *("train", *SMALL, "--use_dummy_dataset", f"--ckpt_save_path={good}/run", f"--ckpt_load_path={path}")
+    ],
+    "train, recipe": lambda path, good: ["train", *SMALL, "--use_dummy_dataset", f"--recipe={path}/a.yaml"],
+    "train, tokenizer": lambda path, good: [
+        *("train", *SMALL, "--use_dummy_dataset", f"--ckpt_save_path={good}/run", f"--tokenizer_path={path}")
+    ],
+    "train, index": lambda path, good: [
+        *("train", *SMALL, f"--data_path={good}/data", f"--ckpt_save_path={good}/run", f"--index_path={path}")
+    ],
+    "prepare, input": lambda path, good: ["prepare", f"--input_path={path}", f"--output_path={good}/out"],
+    "prepare, output": lambda path, good: ["prepare", f"--input_path={good}/a.txt", f"--output_path={path}"],
+    "inspect": lambda path, good: ["inspect", "--step=1", f"--ckpt_load_path={path}"],
+    "list": lambda path, good: ["list", f"{path}"],
+    "export": lambda path, good: ["export", f"{path}", f"--output_path={good}/exported"],
+    "import": lambda path, good: ["import", f"{path}", f"--ckpt_save_path={good}/run"],
+    "verify, checkpoint": lambda path, good: ["verify", f"{path}"],
+    "verify, data": lambda path, good: ["verify", f"--data_path={path}"],
+    "doctor": lambda path, good: ["doctor", f"--disk_path={path}"],
+}
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one error that a command ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    said = capsys.readouterr()
+    assert ending.value.code == 1 and said.err.count("error:") == 1
+    return said.err[said.err.index("error:") :]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a text, a tokenizer, and a run of one checkpoint."""
+    folder = tmp_path_factory.mktemp("template")
+    write_two_datasets(folder / "data")
+    (folder / "a.txt").write_text("a text\n" * 100)
+    (folder / "tokenizer").mkdir()
+    train_tokenizer(["a text"], 300).save(folder / "tokenizer")
+    checkpoint = folder / "good_run" / CHECKPOINTS / "step_3_ckp"
+    write_sharded(checkpoint, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]), processes=1)
+    return folder
+
+
+@pytest.fixture
+def good(template: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the template, to be spoilt."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    yield tmp_path
+    if dist.is_initialized():  # a start that fails leaves that to the end of its process
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def somebodys(good: Path) -> Iterator[Path]:
+    """A folder that the process may not look into."""
+    folder = good / "somebodys"
+    shutil.copytree(good / "good_run", folder / "x")
+    folder.chmod(0)
+    was_root = os.geteuid() == 0
+    if was_root:  # who may look everywhere
+        for each in (good, *good.parents[:2]):
+            each.chmod(0o711)
+        os.chown(good, NOBODY, -1)
+        os.seteuid(NOBODY)
+    try:
+        yield folder
+    finally:
+        if was_root:
+            os.seteuid(0)
+        folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_row_38_a_folder_of_somebody_else_is_named(
+    command: str, somebodys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(COMMANDS[command](somebodys / "x", somebodys.parent), capsys)
+    assert str(somebodys) in error and "Permission denied" in error
+
+
+@pytest.mark.parametrize(
+    "command", sorted(COMMANDS.keys() - {"doctor"})
+)  # which asks as others do, and measures for long
+@pytest.mark.parametrize("kind", ["300 characters", "a link to itself", "a pipe"])
+def test_row_38_what_can_be_no_folder_is_named(
+    command: str, kind: str, good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = good / ("x" * 300 if kind == "300 characters" else "strange")
+    if kind == "a link to itself":
+        path.symlink_to(path.name)
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    assert str(path) in error_of(COMMANDS[command](path, good), capsys)
+
+
+def pipe_in_place_of(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link_to_itself_in_place_of(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def device_in_place_of(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+PLACES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], list[str]]]] = {
+    "a shard, verified": (
+        lambda good: next((good / "good_run").rglob("*.safetensors")),
+        lambda good: ["verify", f"{good}/good_run"],
+    ),
+    "a shard, exported": (
+        lambda good: next((good / "good_run").rglob("*.safetensors")),
+        lambda good: ["export", f"{good}/good_run", f"--output_path={good}/exported"],
+    ),
+    "token file, verified": (
+        lambda good: next((good / "data/first").glob("*.arrow")),
+        lambda good: ["verify", f"--data_path={good}/data"],
+    ),
+    "token file, indexed": (
+        lambda good: next((good / "data/first").glob("*.arrow")),
+        lambda good: ["train", *SMALL, f"--data_path={good}/data", f"--ckpt_save_path={good}/run"],
+    ),
+    "recipe": (
+        lambda good: good / "a.yaml",
+        lambda good: ["train", *SMALL, "--use_dummy_dataset", f"--recipe={good}/a.yaml"],
+    ),
+    "tokenizer": (
+        lambda good: good / "tokenizer.json",
+        lambda good: ["prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}", f"--output_path={good}/o"],
+    ),
+    "tokenizer's config": (
+        lambda good: good / "tokenizer" / "tokenizer_config.json",
+        lambda good: [
+            *("prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}/tokenizer"),
+            f"--output_path={good}/o",
+        ],
+    ),
+    "prepare.json": (
+        lambda good: good / "data" / "first" / "prepare.json",
+        lambda good: ["verify", f"--data_path={good}/data"],
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("replace", [pipe_in_place_of, link_to_itself_in_place_of, device_in_place_of])
+def test_row_38_what_is_no_file_is_named_at_once(
+    place: str, replace: Callable[[Path], None], good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find, command = PLACES[place]
+    path = find(good)
+    path.touch()
+    replace(path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ending:
+        main(command(good))
+    said = capsys.readouterr()
+    assert ending.value.code == 1 and said.err.count("error:") == 1
+    assert str(path) in said.out + said.err
+
+
+def test_row_38_a_manifest_that_is_a_pipe_makes_no_checkpoint(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe_in_place_of(next((good / "good_run").rglob(MANIFEST)))
+    (good / "good_run" / CHECKPOINTS / "best").symlink_to("best")
+    main(["list", str(good / "good_run")])
+    assert "incomplete" in capsys.readouterr().out
+
+
+def test_row_38_folders_that_link_to_each_other_are_one_error(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [good / "data" / "first" / f"f{number}" for number in range(9)]
+    for folder in folders:
+        folder.mkdir()
+    for folder in folders:
+        for other in folders:
+            (folder / other.name).symlink_to(other)
+    error = error_of(["verify", f"--data_path={good}/data"], capsys)
+    assert "data/first under more than 64 names" in error and "link to each other" in error
+
+
+def test_row_38_a_working_folder_that_is_gone_is_one_error(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    program = "from pretraining.cli import main; main(['train', '--use_dummy_dataset', '--num_steps=1'])"
+    script = f'cd "{folder}" && rmdir "{folder}" && exec "$0" -c "{program}"'
+    ended = run_command(["bash", "-c", script, sys.executable], check=False)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert "error: the folder that this command was started in is gone" in ended.stderr
+
+
+# Files to be parsed
+
+
+def in_config(good: Path, content: str) -> list[str]:
+    folder = good / "hf"
+    folder.mkdir()
+    (folder / HF_CONFIG_FILE).write_text(content)
+    return ["import", str(folder), f"--ckpt_save_path={good}/run"]
+
+
+def in_index(good: Path, content: str) -> list[str]:
+    command = in_config(good, json.dumps(config_document(SHAPES["plain"], "float32", 32, None, None)))
+    (good / "hf" / "model.safetensors.index.json").write_text(content)
+    return command
+
+
+def in_header(good: Path, content: str) -> list[str]:
+    command = in_config(good, json.dumps(config_document(SHAPES["plain"], "float32", 32, None, None)))
+    header = content.encode()
+    (good / "hf" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return command
+
+
+def in_manifest(good: Path, content: str) -> list[str]:
+    next((good / "good_run").rglob(MANIFEST)).write_text(content)
+    return ["export", str(good / "good_run"), f"--output_path={good}/exported"]
+
+
+def in_json_recipe(good: Path, content: str) -> list[str]:
+    (good / "a.json").write_text(content)
+    return ["train", *SMALL, "--use_dummy_dataset", f"--recipe={good}/a.json"]
+
+
+def in_recipe(good: Path, content: str) -> list[str]:
+    (good / "a.yaml").write_text(content)
+    return ["train", *SMALL, "--use_dummy_dataset", f"--recipe={good}/a.yaml"]
+
+
+def in_tokenizer(good: Path, content: str) -> list[str]:
+    (good / "tokenizer.json").write_text(content)
+    return ["prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}", f"--output_path={good}/out"]
+
+
+@pytest.mark.parametrize(
+    "place", [in_config, in_index, in_header, in_manifest, in_json_recipe, in_recipe, in_tokenizer]
+)
+@pytest.mark.parametrize(
+    "content",
+    [DEEP, '{"a":' * 100_000, "[" * (DEEPEST_JSON + 40) + "]" * (DEEPEST_JSON + 40), '{"a": "\\ud800"}'],
+    ids=["lists", "objects", "closed lists", "half a pair"],
+)
+def test_row_36_deep_json_is_one_error(
+    place: Callable[[Path, str], list[str]], content: str, good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert str(good) in error_of(place(good, content), capsys)
+
+
+def test_row_36_yaml_that_multiplies_itself_is_one_error(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "with its aliases written out it holds more than" in error_of(in_recipe(good, ALIASES), capsys)
+    assert "is not valid YAML" in error_of(in_recipe(good, "a: &a [*a]"), capsys)
+    assert "more than 1,048,576 bytes" in error_of(in_recipe(good, "# nothing\n" * 200_000), capsys)
+    main(["list", str(good / "good_run")])  # the settings in a manifest are read only where they are needed
+
+
+@pytest.mark.parametrize("content", [DEEP, '{"a": "\\ud800"}'], ids=["deep", "half a pair"])
+@pytest.mark.parametrize("name", [STATUS_FILE, LEASE, "logs/metrics.jsonl", CONFIG_FILE])
+def test_row_36_what_a_run_notes_for_itself_keeps_it_from_nothing(
+    name: str, content: str, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = good / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(content + "\n")
+    os.utime(path, (0, 0))  # long ago
+    main(["train", *SMALL, "--use_dummy_dataset", f"--ckpt_save_path={good}/run"])
+    assert json.loads((good / "run" / STATUS_FILE).read_text())["status"] == "finished"
+
+
+# Models that nobody has
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is no size of a model"),
+        ({"vocab_size": 2**60}, "vocab_size=1152921504606846976 is no size of a model"),
+        ({"hidden_size": 2**40, "head_dim": None}, "hidden_size=1099511627776 is no size"),
+        ({"intermediate_size": 10**300}, "intermediate_size=1000"),
+        ({"num_attention_heads": True}, "num_attention_heads is True, not a whole number"),
+        ({"hidden_size": -16}, "hidden_size is -16"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 cannot be computed with"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True"),
+        ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta is 1000"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta=0.0 cannot be computed with"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', neither true nor false"),
+        (
+            {
+                "rope_parameters": {
+                    **{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+                    "original_max_position_embeddings": float("inf"),
+                }
+            },
+            "original_max_position_embeddings is inf",
+        ),
+        ({"hidden_act": "x" * 10**6}, "hidden_act is 'xxx"),
+    ],
+)
+def test_row_41_sizes_of_no_model_are_refused_before_it_is_built(
+    entries: dict[str, object], named: str, good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = config_document(SHAPES["plain"], "float32", 32, None, None) | entries
+    error = error_of(in_config(good, json.dumps(document)), capsys)
+    assert named in error and str(good) in error and len(error) < 2000
+
+
+@pytest.mark.parametrize("flag", ["num_hidden_layers=1000000000", "hidden_size=1e12", "vocab_size=1e18"])
+def test_row_41_flags_have_the_same_bounds(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(["train", "--use_dummy_dataset", f"--{flag}"], capsys)
+    assert f"{flag.partition('=')[0]}=" in error and "is no size of a model" in error
+
+
+def test_row_41_a_manifest_of_such_a_model_is_damaged(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = next((good / "good_run").rglob(MANIFEST)).parent
+    manifest = manifest_of(SHAPES["plain"])
+    manifest.model["num_hidden_layers"] = 10**9
+    (path / MANIFEST).write_text(json.dumps(manifest.document()))
+    with pytest.raises(SystemExit):
+        main(["verify", str(path)])
+    assert "does not describe a model: num_hidden_layers=1000000000" in capsys.readouterr().out
+
+
+# Right words
+
+
+def test_a_limit_on_the_size_of_files_is_named(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        error = error_of(["export", f"{good}/good_run", f"--output_path={good}/exported"], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "4,096 bytes at most. Raise this limit (ulimit -f)" in error
+
+
+@pytest.mark.parametrize("write", [write_sharded, write_full_form])
+def test_a_sound_checkpoint_is_sound_under_any_name(write: Callable[..., object], tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9") / "step_3_ckp"
+    write(folder, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
+    assert faults_of(folder) == []
