@@ -164,7 +164,7 @@ def test_a_sentencepiece_model_alone_is_refused_with_its_conversion(tmp_path: Pa
 
 
 def test_the_token_that_hugging_face_tools_put_first_is_known() -> None:
-    assert train_tokenizer(["some text"], 260).begin_of_text is None
+    assert TRAINED.begin_of_text is None
     tokenizer = train_tokenizer(["some text"], 260)
     tokenizer.library.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
