@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import fire
 from fire.decorators import SetParseFn
 
+from pretraining import __version__
 from pretraining.config.command_line import load_train_config, parse_config, value_on_command_line
 from pretraining.config.commands import (
     DoctorConfig,
@@ -37,11 +38,12 @@ from pretraining.errors import LaunchError, LostPeerError, Preempted, PretrainEr
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
-from pretraining.launch.terminal import log_to_terminal
+from pretraining.launch.terminal import log_to_terminal, outlive_readers
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Trains a model."""
+    outlive_readers()
     signals = ReceivedSignals().listen()
     end_with_launcher()
     config = load_train_config(overrides, flags)
