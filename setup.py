@@ -23,7 +23,7 @@ setup(
     package_data={"pretraining": ["py.typed", "config/recipes/*.yaml"]},
     install_requires=[
         "annotated-types>=0.7",
-        "torch>=2.11,<2.14",
+        "torch>=2.11,<2.16",
         "torchdata>=0.11",
         "pyarrow>=17",
         "fire>=0.7",

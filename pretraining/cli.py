@@ -41,11 +41,12 @@ from pretraining.files import path_error
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
-from pretraining.launch.terminal import log_to_terminal
+from pretraining.launch.terminal import log_to_terminal, outlive_readers
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Trains a model."""
+    outlive_readers()
     signals = ReceivedSignals().listen()
     end_with_launcher()
     config = load_train_config(overrides, flags)

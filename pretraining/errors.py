@@ -89,3 +89,9 @@ class Preempted(PretrainError):
     """The run was told to end before it was done: no mistake, and the next start goes on."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+class Interrupted(Preempted):
+    """The same by Ctrl-C: no launcher is to start the job again."""
+
+    exit_code = 130  # what shells report for a process that SIGINT ended

@@ -21,7 +21,7 @@ import shutil
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
+CHECKSUM = "checksum"
 CHECKSUM_BYTES = 2**20  # read at once for a checksum: fits a core's cache
 
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
@@ -239,6 +240,29 @@ def link_atomic(link: Path, target: str) -> None:
 def write_json(path: Path, document: Any) -> None:
     """Writes a JSON file in place, flushed to disk."""
     write_flushed(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values with their CRC-32 as one more, by which `checked_values` finds a flipped bit."""
+    return {**values, CHECKSUM: _checksum_of(values)}
+
+
+def checked_values(document: Any) -> dict[str, Any]:
+    """Returns the values of a JSON object without their checksum; files of earlier versions have none.
+
+    Raises:
+        ValueError: it is no object, or its values are not those that the checksum is of.
+    """
+    if not isinstance(document, dict):
+        raise ValueError("no JSON object")
+    values = {name: value for name, value in document.items() if name != CHECKSUM}
+    if CHECKSUM in document and document[CHECKSUM] != _checksum_of(values):
+        raise ValueError("the content does not have the checksum that stands in it")
+    return values
+
+
+def _checksum_of(values: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(values, sort_keys=True).encode()):08x}"
 
 
 def flush_folder(folder: Path) -> None:

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Make the Python environment of this project, or find that it is ready.
 #
-#   bash scripts/setup.sh
+#   bash scripts/setup.sh           # what training needs
+#   bash scripts/setup.sh dev       # and an extra of setup.py: here what tests need
 #
 # An active environment (venv or conda) is used as it is; otherwise .venv in the repository is made and used.
 # torch comes first, pinned, and from wherever your pip is told to look (PIP_INDEX_URL, PIP_FIND_LINKS, pip config), so
-# that you get the CPU or CUDA build you want; a torch from 2.11 to 2.13 that is already there is kept.
+# that you get the CPU or CUDA build you want. A torch from 2.11 to 2.15 that is already there is kept, and in an active
+# environment no torch is ever replaced.
 # PYTHON=/path/to/python chooses the interpreter that .venv is made with.
 #
-# Other scripts source this file; `python`, `torchrun` and `pretrain` are then the environment's.
+# Other scripts source this file, with the extra or ""; `python`, `torchrun` and `pretrain` are then the environment's.
 set -euo pipefail
 
 TORCH_VERSION=2.13.0
 
-setup_say() { echo "setup: $*" >&2; }
+setup_say() { echo "setup: $*" >&2 || true; } # that nobody reads it is no reason to end
 
 setup_die() {
     setup_say "$*"
@@ -33,7 +35,7 @@ setup_find_python() {
         echo "$PYTHON"
         return
     fi
-    for candidate in python3 python3.13 python3.12 python3.11 python; do
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
         if setup_is_python "$candidate"; then
             echo "$candidate"
             return
@@ -73,7 +75,7 @@ setup_find_environment() {
 setup_fingerprint() {
     "$1/bin/python" - "$2" <<'END'
 import hashlib, sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 root = Path(sys.argv[1])
@@ -82,51 +84,105 @@ try:
     torch = version("torch")
 except PackageNotFoundError:
     torch = "missing"
-print(root, sys.executable, sys.version.split()[0], torch, hashlib.sha256(files).hexdigest())
+# Where it is installed from; pip may have been used by hand since.
+urls = [text.strip() for each in distributions(name="pretraining") if (text := each.read_text("direct_url.json"))]
+print(root, sys.executable, sys.version.split()[0], torch, hashlib.sha256(files).hexdigest(), *urls)
 END
 }
 
-setup_has_torch() {
-    "$1/bin/python" - 2>/dev/null <<'END'
-import sys
+# Whether an extra, or without one what training needs, is installed as it should be.
+setup_is_done() {
+    [[ -f $(setup_stamp "$1" "$3") && $(setup_fingerprint "$1" "$2") == "$(<"$(setup_stamp "$1" "$3")")" ]]
+}
+
+setup_stamp() { echo "$1/.pretraining-setup${2:+-$2}"; }
+
+# Version of the torch that is there, and whether it is "older" or "newer" than those that are supported, or "kept".
+setup_find_torch() {
+    "$1/bin/python" - 2>/dev/null <<'END' || true
 from importlib.metadata import version
 
-sys.exit(not (2, 11) <= tuple(int(part) for part in version("torch").split(".")[:2]) <= (2, 13))
+torch = version("torch")
+release = tuple(int(part) for part in torch.split(".")[:2])
+print(torch, "older" if release < (2, 11) else "newer" if release > (2, 15) else "kept")
 END
+}
+
+# The folder of another checkout whose `pretraining` the environment has, if any.
+setup_find_other_checkout() {
+    "$1/bin/python" - "$2" 2>/dev/null <<'END' || true
+import json, sys
+from importlib.metadata import distributions
+from urllib.parse import unquote, urlparse
+
+for installed in distributions(name="pretraining"):
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    folder = unquote(urlparse(origin.get("url", "")).path)
+    if origin.get("dir_info", {}).get("editable") and folder != sys.argv[1]:
+        print(folder)
+        break
+END
+}
+
+# Runs a command as a step that says what it does and how long it took.
+setup_step() {
+    local what=$1 began=$SECONDS
+    shift
+    setup_say "$what ..."
+    "$@" >&2 || return 1
+    setup_say "$what: $((SECONDS - began)) s"
 }
 
 setup_install() {
-    local python=$1/bin/python root=$2
+    local environment=$1 root=$2 extra=$3 python=$1/bin/python
+    local found version="" fit="" other constraint=""
     local hint="pip's own settings say where it looks: PIP_INDEX_URL, PIP_FIND_LINKS, 'pip config list'."
-    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >&2 ||
+    found=$(setup_find_torch "$environment")
+    read -r version fit <<<"$found" || true
+    if [[ $fit == older || $fit == newer ]] && [[ -n ${VIRTUAL_ENV:-${CONDA_PREFIX:-}} ]]; then
+        setup_die "the active environment $environment has torch $version, $fit than 2.11 to 2.15, which this project" \
+            "runs on. Nothing was changed. Deactivate it, and .venv gets torch $TORCH_VERSION; or choose one in it" \
+            "yourself: $python -m pip install torch==$TORCH_VERSION"
+    fi
+    other=$(setup_find_other_checkout "$environment" "$root")
+    if [[ -n $other ]]; then
+        setup_say "$environment has the pretraining of $other, and now gets that of $root. To use both, give each an" \
+            "environment of its own"
+    fi
+    "$python" -m pip --version >/dev/null 2>&1 || setup_step "installing pip" "$python" -m ensurepip ||
         setup_die "$python has no pip and cannot make one; install pip into the environment."
-    if setup_has_torch "$1"; then
-        setup_say "torch is there, kept"
+    if [[ $fit == kept ]]; then
+        setup_say "torch is there, kept ($version)"
+        # Whatever the other packages ask for.
+        constraint=$(mktemp)
+        echo "torch==$version" >"$constraint"
+        local -x PIP_CONSTRAINT="${PIP_CONSTRAINT:+$PIP_CONSTRAINT }$constraint"
     else
-        setup_say "installing torch $TORCH_VERSION"
-        "$python" -m pip install "torch==$TORCH_VERSION" >&2 ||
+        setup_step "installing torch $TORCH_VERSION" "$python" -m pip install "torch==$TORCH_VERSION" ||
             setup_die "could not install torch $TORCH_VERSION (above). $hint"
     fi
-    setup_say "installing pretraining and what it needs"
-    "$python" -m pip install --editable "${root}[dev]" >&2 ||
+    setup_step "installing pretraining and what ${extra:-training} needs" \
+        "$python" -m pip install --editable "$root${extra:+[$extra]}" ||
         setup_die "could not install pretraining's requirements (above). $hint"
+    [[ -z $constraint ]] || rm -f "$constraint"
 }
 
 setup_main() {
-    local root environment stamp
+    local root environment extra=$1
+    [[ $extra =~ ^[a-z0-9,]*$ ]] || setup_die "'$extra' is no extra of setup.py. Call or source this with one, or with \"\"."
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
     environment=$(setup_find_environment "$root") || exit 1
-    stamp=$environment/.pretraining-setup
-    if [[ ! -f $stamp || $(setup_fingerprint "$environment" "$root") != "$(<"$stamp")" ]]; then
+    if ! setup_is_done "$environment" "$root" "$extra"; then
         # Jobs that start at the same time install once: those that waited for the lock find the work done.
         if command -v flock >/dev/null; then
             exec 9>"$environment/.pretraining-setup.lock"
             flock 9
         fi
-        if [[ ! -f $stamp || $(setup_fingerprint "$environment" "$root") != "$(<"$stamp")" ]]; then
+        if ! setup_is_done "$environment" "$root" "$extra"; then
             setup_say "using $environment"
-            setup_install "$environment" "$root"
-            setup_fingerprint "$environment" "$root" >"$stamp"
+            setup_install "$environment" "$root" "$extra"
+            setup_fingerprint "$environment" "$root" >"$(setup_stamp "$environment" "$extra")"
+            setup_fingerprint "$environment" "$root" >"$(setup_stamp "$environment" "")"
         fi
         exec 9>&-
     fi
@@ -134,4 +190,4 @@ setup_main() {
     export PATH="$environment/bin:$PATH"
 }
 
-setup_main
+setup_main "${1:-}"

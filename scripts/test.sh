@@ -7,7 +7,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/setup.sh
-source scripts/setup.sh
+source scripts/setup.sh dev
 
 ruff check .
 ruff format --check .

@@ -7,6 +7,7 @@ whatever the worker returned, and a signal with another traceback. That buries w
 - a signal ends a worker, which could not say anything: one line says which and where; exit code 128 + number;
 - SIGTERM or SIGUSR1 comes: the workers get it, and as long as they need to save (its sender knows when to kill);
   further ones are ignored, and the exit code is theirs: 75, the run is saved and can be gone on with;
+- Ctrl-C comes: the same, with exit code 130; by the second one the workers leave at once, by the third they are killed;
 - another signal comes: the workers get it and 30 seconds; exit code 128 + number.
 
 Errors of torchrun itself (wrong arguments, machines that do not meet) are shown as they are.
@@ -17,22 +18,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 INTERRUPTED = 130
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h; the workers', too
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
     """A signal before anything has begun."""
     if number == signal.SIGINT:
-        os.write(2, b"interrupted; nothing has begun\n")
+        with suppress(OSError):  # nobody reads it
+            os.write(2, b"interrupted; nothing has begun\n")
     os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds, in which a signal would end in a traceback
-    for stop_signal in (*STOP_SIGNALS, signal.SIGINT):
+    for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, leave_at_once)
 
 import logging  # noqa: E402
@@ -49,7 +52,7 @@ from torch.distributed.run import main  # noqa: E402
 LOGS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
 EXPECTED = re.compile(r"failed \(exitcode|(Sending|Closing) process|Received .* death signal|\W*Setting OMP_NUM_THR")
 
-OTHER_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
+OTHER_SIGNALS = "SIGHUP,SIGQUIT"
 UNTIL_KILLED = 10**9  # seconds
 
 
@@ -67,13 +70,20 @@ class Workers(SubprocessContext):
         """Ends them: on request, in their own time."""
         super().close(death_sig, UNTIL_KILLED if Stop.received is not None else timeout)
 
+    def send(self, number: int) -> None:
+        """Sends a signal to those that run."""
+        for handler in self.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, number)
+
     def exit_codes(self) -> list[int | None]:
         """How they ended: an exit code, or minus a signal's number."""
         return [handler.proc.returncode for handler in self.subprocess_handlers.values()]
 
 
 class Stop(SignalException):
-    """SIGTERM or SIGUSR1 has come; torchrun answers by handing it to its workers.
+    """SIGTERM, SIGUSR1 or Ctrl-C has come; torchrun answers by handing it to its workers.
 
     Attributes:
         received: which one, from then on.
@@ -86,8 +96,22 @@ class Stop(SignalException):
         """The handler of these signals."""
         for each in STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, cls.hurry)
         cls.received = signal.Signals(number)
         raise cls(f"got {cls.received.name}", cls.received)
+
+    @classmethod
+    def hurry(cls, number: int, frame: FrameType | None) -> None:
+        """The handler of Ctrl-C after that."""
+        signal.signal(signal.SIGINT, cls.kill)
+        if Workers.newest is not None:
+            Workers.newest.send(signal.SIGINT)
+
+    @classmethod
+    def kill(cls, number: int, frame: FrameType | None) -> None:
+        """The handler of Ctrl-C where that was of no use."""
+        if Workers.newest is not None:
+            Workers.newest.send(signal.SIGKILL)
 
 
 def exit_code_after_stop(number: int, codes: list[int | None]) -> int:
@@ -100,6 +124,8 @@ def exit_code_after_stop(number: int, codes: list[int | None]) -> int:
     """
     if codes and all(code == 0 for code in codes):
         return 0  # the run was at its end
+    if number == signal.SIGINT:
+        return INTERRUPTED
     if all(code in (0, PREEMPTED, -number) for code in codes):
         return PREEMPTED
     failure = next((code for code in codes if code is not None and code > 0 and code != PREEMPTED), None)
@@ -148,7 +174,7 @@ def run(arguments: list[str]) -> int:
         return exit_code_after_stop(stop.sigval, Workers.newest.exit_codes() if Workers.newest is not None else [])
     except SignalException as stopped:
         return 128 + stopped.sigval
-    except KeyboardInterrupt:  # before there are workers, torchrun handles no signals
+    except KeyboardInterrupt:
         return INTERRUPTED
     return 0
 
@@ -156,5 +182,4 @@ def run(arguments: list[str]) -> int:
 if __name__ == "__main__":
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, Stop.come)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))

@@ -26,7 +26,7 @@ FLAGS=(
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/setup.sh
-source "$root/scripts/setup.sh"
+source "$root/scripts/setup.sh" ""
 
 # Whether any argument is --name, --name=..., name=..., or one of these with the section in front, with - or _.
 gives() {
@@ -64,9 +64,9 @@ if gives "help h" ${arguments[@]+"${arguments[@]}"}; then
 fi
 
 if ! gives "recipe config data_path use_dummy_dataset model_variant" ${arguments[@]+"${arguments[@]}"}; then
-    echo "train: no recipe, data or model chosen: this is the demo (bash scripts/train.sh --help lists the flags)" >&2
+    echo "train: no recipe, data or model chosen: this is the demo (bash scripts/train.sh --help lists the flags)" >&2 || true
     if [[ ! -f $root/data/demo/stdlib/prepare.json ]]; then
-        pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo"
+        pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo" >&2 # like all set-up
     fi
     arguments=(
         --recipe=demo
@@ -99,7 +99,7 @@ fi
 # Share the cores; torchrun would give each process one, with a warning.
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
-echo "train: $processes processes on this machine, $nodes machine(s)" >&2
+echo "train: $processes processes on this machine, $nodes machine(s)" >&2 || true
 
 # In a process group of its own torchrun does not see Ctrl-C itself: it gets each signal once, from here, and hands it to
 # its workers.

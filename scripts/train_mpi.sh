@@ -23,7 +23,7 @@ FLAGS=(
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/setup.sh
-source "$root/scripts/setup.sh"
+source "$root/scripts/setup.sh" ""
 
 if [[ -n $HOSTFILE ]]; then
     first_line=$(grep -m 1 -v -E '^[[:space:]]*(#|$)' "$HOSTFILE") || {

@@ -4,7 +4,8 @@
 
 A second start on the same folder is refused while the first one lives. A lease whose process is gone is taken over: at
 once where its process was on this machine, otherwise when it was not renewed for a minute. Before each commit the
-writer looks whether the lease is still its own; a process that was stopped for long and wakes up commits nothing.
+writer looks whether the lease is still its own; a process that was stopped for long and wakes up commits nothing. A
+lease with a flipped bit says nothing: its holder writes it again, others wait whether somebody does.
 
 Ages are compared on the file system's clock, never on those of two machines.
 """
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, read_json, run_not_writable
+from pretraining.files import checked_values, exists, read_json, run_not_writable, with_checksum
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Lease:
         self._pause = pause
         self._own = Holder.this_process()
         self._ending = threading.Event()
+        self._mending = threading.Lock()
         self._heartbeat = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def acquire(self) -> None:
@@ -93,7 +95,7 @@ class Lease:
 
     def check(self) -> None:
         """Raises a CheckpointError if the lease is no longer this process's."""
-        holder = _read(self._path)
+        holder = self._holder()
         if holder != self._own:
             now = f"now {holder} writes there" if holder else f"{self._path} is gone"
             raise CheckpointError(
@@ -107,25 +109,46 @@ class Lease:
         if self._heartbeat.is_alive():
             self._heartbeat.join()
         with suppress(OSError):  # what is left of it is stale at once: this process ends
-            if _read(self._path) == self._own:
+            if self._holder() == self._own:
                 self._path.unlink()
                 self._run.rmdir()  # only where a start was refused before it wrote anything
 
     def _create(self) -> bool:
         try:
             with self._path.open("x", encoding="utf-8") as file:  # of two starts at once, one makes it
-                json.dump(asdict(self._own), file)
+                file.write(self._content())
         except FileExistsError:
             return False
         return True
+
+    def _content(self) -> str:
+        return json.dumps(with_checksum(asdict(self._own)))
+
+    def _holder(self) -> Holder | None:
+        """Returns who holds the lease, once this process has it; None where it is gone."""
+        with self._mending:
+            holder, content = _read(self._path), self._content().encode()
+            # One that another start has made is whole, or still empty.
+            if holder is None and self._size() == len(content):
+                log.warning("%s is damaged: written again", self._path)
+                with suppress(OSError), self._path.open("r+b") as file:  # in place, which takes no space
+                    file.write(content)
+                return self._own
+            return holder
+
+    def _size(self) -> int:
+        with suppress(FileNotFoundError):
+            return self._path.stat().st_size
+        return 0
 
     def _await_end_of_holder(self) -> None:
         """Waits until the lease that is there is free; an error where its holder lives."""
         holder, renewed = _read(self._path), self._renewed()
         if holder is not None and holder.is_gone():
             return self._remove_stale(holder)
+        whoever = holder or f"an unknown process ({LEASE} is damaged)"
         refusal = CheckpointError(
-            f"another run is writing into {self._run}: {holder or 'an unknown process'}. Stop it, or give another "
+            f"another run is writing into {self._run}: {whoever}. Stop it, or give another "
             f"--ckpt_save_path. (If you are sure that it is gone, remove {self._path}.)"
         )
         if holder is not None and holder.machine == _machine():
@@ -133,8 +156,10 @@ class Lease:
         if self._age(renewed) < STALE_SECONDS:
             log.warning(
                 "%s was written to by %s less than %.0f s ago: waiting whether it is still there",
-                *(self._run, holder or "an unknown process", STALE_SECONDS),
+                *(self._run, whoever, STALE_SECONDS),
             )
+        elif holder is None and renewed is not None:
+            log.warning("%s is damaged, and old: taken over", self._path)
         while renewed is not None and self._age(renewed) < STALE_SECONDS:
             self._pause(1.0)
             if self._renewed() not in (renewed, None):
@@ -173,7 +198,7 @@ class Lease:
     def _beat(self) -> None:
         while not self._ending.wait(HEARTBEAT_SECONDS):
             try:
-                if _read(self._path) != self._own:
+                if self._holder() != self._own:
                     return  # taken over: the next commit says so
                 os.utime(self._path)  # takes no space, so a full disk does not end it
             except OSError as error:
@@ -195,7 +220,7 @@ def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
 def _read(path: Path) -> Holder | None:
     """Who holds a lease; None where there is none, or nobody can tell."""
     try:
-        return Holder(**read_json(path))
+        return Holder(**checked_values(read_json(path)))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

@@ -77,7 +77,7 @@ class CheckpointContents:
             seconds=progress.seconds,
             loss=self.observer.last_loss,
             data=self.loader.state_dict(),
-            state={name: stateful.state_dict() for name, stateful in self.states.items()},
+            state={name: kept for name, stateful in self.states.items() if (kept := stateful.state_dict())},
             global_batch_size=self.loader.reader.mixture.phases[-1].global_batch_size,
             model=asdict(resolve_shape(self.config.model)),
             world={"processes": dist.get_world_size(), "sharding_strategy": self.config.parallel.sharding_strategy},

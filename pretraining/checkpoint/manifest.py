@@ -70,7 +70,7 @@ class Stateful(Protocol):
     """A part of the run whose memory influences the next step, and so goes into checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep; values that JSON has."""
+        """What to keep, values that JSON has; empty where there is nothing."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what was kept."""

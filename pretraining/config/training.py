@@ -364,7 +364,7 @@ class ReportConfig:
     )
     tracker_dir: str | None = setting(None, "folder of the tracker's files; none = <ckpt_save_path>/logs")
     progress: Literal["auto", "live", "plain"] = setting(
-        "auto", "live: one line that is redrawn; plain: a line a report; auto: live on a terminal"
+        "auto", "plain: a line a report; live: below them a line that shows each step; auto: live on a terminal"
     )
 
 

@@ -191,18 +191,51 @@ def model_settings(shape: LlamaShape) -> ModelConfig:
 
     They name the variant if the shape is one, perhaps with another vocabulary or context.
     """
-    alike = {"vocab_size", "max_position_embeddings", "tie_word_embeddings"}
-    names = [
-        name
-        for name, variant in VARIANTS.items()
-        if replace(variant, **{field: getattr(shape, field) for field in alike}) == shape
-    ]
+    names = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
     scaling = shape.rope_scaling
     return ModelConfig(
         model_variant=names[0] if names else None,
         rope_scaling=() if scaling is None else tuple(float(value) for value in astuple(scaling)),
         **{field: value for field, value in vars(shape).items() if field not in ("head_dim", "rope_scaling")},
     )
+
+
+def name_of_model(model: ModelConfig) -> str:
+    """Returns what to call the model of these settings: "7b", "7b with num_hidden_layers=4", or "llama".
+
+    A variant with another vocabulary, context or tying is that variant still. With hidden size, layers, heads and
+    feed-forward all given nothing is left of the one that they are laid over.
+    """
+    shape = resolve_shape(model)
+    given = (model.model_variant or DEFAULT_VARIANT).lower()
+    alike = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
+    if alike:
+        return given if given in alike else alike[0]
+    sizes = (model.hidden_size, model.num_hidden_layers, model.num_attention_heads, model.intermediate_size)
+    if None not in sizes:
+        return "llama"
+    before = vars(VARIANTS[given])
+    follows = {"head_dim"} if model.num_key_value_heads is not None else {"head_dim", "num_key_value_heads"}
+    changes = [
+        f"{name}={_written(value)}"
+        for name, value in vars(shape).items()
+        if value != before[name] and name not in _SAME_VARIANT | follows
+    ]
+    return f"{given} with {', '.join(changes)}"
+
+
+_SAME_VARIANT = {"vocab_size", "max_position_embeddings", "tie_word_embeddings"}
+
+
+def _is_alike(variant: LlamaShape, shape: LlamaShape) -> bool:
+    return replace(variant, **{field: getattr(shape, field) for field in _SAME_VARIANT}) == shape
+
+
+def _written(value: object) -> str:
+    """Writes a dimension in as few characters as it takes."""
+    if isinstance(value, RopeScaling):
+        return ",".join(f"{each:g}" for each in astuple(value))
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def parameter_count(shape: LlamaShape) -> int:

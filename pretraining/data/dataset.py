@@ -21,8 +21,8 @@ from pretraining.data.samples import DummySamples, OpenedDataset, OpenedDatasets
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.index import find_index, index_places
-from pretraining.data.storage.index_build import build_index
+from pretraining.data.storage.index import index_places
+from pretraining.data.storage.index_build import build_index, open_index
 from pretraining.errors import ConfigError, DataError
 
 
@@ -51,7 +51,7 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
 
 
 def _open_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset:
-    index, packed = find_index(files, config), config.packing != "stream"
+    index, packed = open_index(files, config), config.packing != "stream"
     counts = find_bin_counts(files, index, config) if index is not None and packed else None
     if index is None or (packed and counts is None):
         missing = "index" if index is None else f"{config.packing} counts"

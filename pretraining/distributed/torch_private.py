@@ -27,8 +27,9 @@ def store_of_job(prefix: str) -> dist.Store:
 
 
 def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Sets when a process that waits in a collective of the group gives up."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    """Sets when a process that waits in a collective of the group gives up; public since torch 2.14."""
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
 
 
 def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None = None) -> nn.Module:

@@ -1,7 +1,8 @@
 """What this process does about signals, from its start.
 
     SIGTERM, SIGUSR1    remembered, no more: training looks between steps, saves and ends (train/preemption.py)
-    SIGINT (Ctrl-C)     KeyboardInterrupt, as always in Python; during imports one line and the end
+    SIGINT (Ctrl-C)     KeyboardInterrupt, as always in Python; during imports one line and the end; in the training
+                        loop the first one is remembered like the others, and the next one is a KeyboardInterrupt
 
 A handler that only remembers cannot interrupt a save half-way. By default either signal would end a process on the
 spot, so they are listened to before torch is imported, which takes seconds.
@@ -14,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -27,12 +28,37 @@ class ReceivedSignals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
+        self._listens = False
 
     def listen(self) -> ReceivedSignals:
         """Remembers signals from now on until the process ends, so that a late one does not kill it on its way out."""
         for number in PREEMPTION_SIGNALS:
             signal.signal(number, self._remember)
+        self._listens = True
         return self
+
+    @contextmanager
+    def remembering_interrupts(self, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+        """For the time of a `with` block, the first Ctrl-C is remembered as well; the next one interrupts.
+
+        Only where signals are listened to at all. What a shell starts in the background ignores SIGINT, and goes on so.
+        """
+
+        def come(number: int, frame: FrameType | None) -> None:
+            self._remember(number, frame)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if environ.get("RANK", "0") == "0":
+                with suppress(OSError):
+                    os.write(2, b"\ninterrupted: the step is finished and saved; Ctrl-C again ends it at once\n")
+
+        if not self._listens or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, come)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
@@ -48,7 +74,8 @@ def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> It
 
     def leave(number: int, frame: FrameType | None) -> None:
         if environ.get("RANK", "0") == "0":
-            os.write(2, f"{text}\n".encode())
+            with suppress(OSError):  # nobody reads it
+                os.write(2, f"{text}\n".encode())
         os._exit(INTERRUPTED)
 
     # What a shell starts in the background ignores SIGINT, and shall go on doing so.

@@ -5,16 +5,94 @@
     log.warning(…)    shown by every rank, on stderr, with the rank in front
 
 Results that a command was asked for (a table, a JSON line) are printed, not logged.
+
+A run of days outlives those who read what it prints: `outlive_readers` makes output that cannot be written no error.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 PACKAGE = "pretraining"
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+class _Output(io.FileIO):
+    """Standard output or standard error; what cannot be written is lost, and the first time this is said on stderr."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._descriptor = descriptor
+        self._all_well = True
+
+    def write(self, content: ReadableBuffer) -> int:
+        """Writes as much as goes in; the rest of what a reader does not take counts as written, too."""
+        size = memoryview(content).nbytes
+        try:
+            written = super().write(content)
+        except OSError as error:  # its reader has gone, its disk is full, its terminal was closed
+            if self._all_well and self._descriptor == STDOUT:
+                self._say(error)
+            self._all_well = False
+            return size
+        return size if written is None else written  # None: it may not block, and would
+
+    def _say(self, error: OSError) -> None:
+        line = (
+            f"standard output cannot be written ({error.strerror}): training goes on, reports are in the run's logs\n"
+        )
+        with suppress(OSError):
+            os.write(STDERR, line.encode())
+
+
+def outlive_readers() -> None:
+    """Makes what this process prints from now on no reason to end, where nobody can read it.
+
+    Leaves alone a `sys.stdout` or `sys.stderr` that somebody has put in place of the process's own.
+    """
+    for descriptor in (STDIN, STDOUT, STDERR):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed by whoever started the process: the next file would get its number, and its output
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _lasting(sys.stdout, STDOUT)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _lasting(sys.stderr, STDERR)
+
+
+def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper):  # closed at the start of the process
+        return io.TextIOWrapper(io.BufferedWriter(_Output(descriptor)), errors="replace", line_buffering=True)
+    with suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(descriptor)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def is_watched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tells whether a person sees standard output as it is written, on a terminal.
+
+    Open MPI gives its processes terminals of their own, whatever becomes of what they write.
+    """
+    if any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
+        return False
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _print_line(line: str) -> None:

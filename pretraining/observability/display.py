@@ -1,15 +1,18 @@
-"""What a person sees while a run trains: one line that is redrawn on a terminal, a line a report elsewhere."""
+"""What a person sees while a run trains: a line a report, and below them on a terminal one that shows each step."""
 
 from __future__ import annotations
 
-import sys
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from pretraining.launch.terminal import showing_through
+from pretraining.launch.terminal import is_watched, showing_through
+
+REDRAW_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -49,33 +52,54 @@ class Display:
     def __exit__(self, *raised: object) -> None:
         """Leaves the terminal in order."""
 
+    def advance(self, step: int) -> None:
+        """Shows that a step is done, of which nothing else is known yet."""
+
     def show(self, report: Report) -> None:
         """Shows the newest report."""
 
 
 class PlainLines(Display):
-    """A line a report."""
+    """A line a report.
 
-    def __init__(self, total_steps: int, peak_tflops: float | None) -> None:
+    Args:
+        cpu_processes: of a job on CPUs, whose tokens/s are those of all together; 0 on GPUs.
+    """
+
+    def __init__(self, total_steps: int, peak_tflops: float | None, cpu_processes: int = 0) -> None:
         self._total_steps = total_steps
         self._peak_tflops = peak_tflops
+        self._cpu_processes = cpu_processes
 
     def show(self, report: Report) -> None:
         """Prints the report."""
-        line = summary(report, self._peak_tflops, verbose=True)
-        print(f"step {report.step}/{self._total_steps}  {line}", flush=True)
+        line = summary(report, self._peak_tflops, verbose=True, cpu_processes=self._cpu_processes)
+        self._print(f"step {report.step}/{self._total_steps}  {line}")
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True)
 
 
-class LiveLine(Display):
-    """A bar and the newest numbers in one line; messages scroll above it."""
+class LiveLine(PlainLines):
+    """The same, and below them a bar with the newest numbers in one line that is redrawn; messages scroll above it."""
 
-    def __init__(self, total_steps: int, peak_tflops: float | None, console: Console | None = None) -> None:
-        self._peak_tflops = peak_tflops
+    def __init__(
+        self,
+        total_steps: int,
+        peak_tflops: float | None,
+        console: Console | None = None,
+        cpu_processes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(total_steps, peak_tflops, cpu_processes)
+        self._clock = clock
+        self._drawn = -REDRAW_SECONDS
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[numbers]}"),
             console=console or Console(highlight=False),
+            auto_refresh=False,  # a thread that redraws would take the time of the one that trains
             redirect_stdout=False,
         )
         self._task = self._progress.add_task("training", total=total_steps, numbers="starting")
@@ -83,37 +107,55 @@ class LiveLine(Display):
 
     def __enter__(self) -> LiveLine:
         self._progress.start()
-        self._messages.enter_context(showing_through(self._print_above))
+        self._messages.enter_context(showing_through(self._print))
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._messages.close()
         self._progress.stop()
 
+    def advance(self, step: int) -> None:
+        """Redraws the line, unless that was just done."""
+        self._progress.update(self._task, completed=step)
+        if self._clock() - self._drawn >= REDRAW_SECONDS:
+            self._redraw()
+
     def show(self, report: Report) -> None:
-        """Redraws the line."""
-        numbers = summary(report, self._peak_tflops, verbose=False)
+        """Prints the report above the line, and redraws that."""
+        numbers = summary(report, self._peak_tflops, verbose=False, cpu_processes=self._cpu_processes)
         self._progress.update(self._task, completed=report.step, numbers=numbers)
+        super().show(report)
+        self._redraw()
 
-    def _print_above(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+    def _redraw(self) -> None:
+        self._drawn = self._clock()
+        self._progress.refresh()
+
+    def _print(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def choose_display(choice: str, total_steps: int, peak_tflops: float | None) -> Display:
+def choose_display(choice: str, total_steps: int, peak_tflops: float | None, cpu_processes: int = 0) -> Display:
     """Returns the display of rank 0 for `--progress`; "auto" is live where standard output is a terminal."""
-    live = choice == "live" or (choice == "auto" and sys.stdout.isatty())
-    return LiveLine(total_steps, peak_tflops) if live else PlainLines(total_steps, peak_tflops)
+    kind = LiveLine if choice == "live" or (choice == "auto" and is_watched()) else PlainLines
+    return kind(total_steps, peak_tflops, cpu_processes=cpu_processes)
 
 
-def summary(report: Report, peak_tflops: float | None, verbose: bool) -> str:
-    """Puts a report into one line; `verbose` adds the gradient norm and what MFU is relative to."""
+def summary(report: Report, peak_tflops: float | None, verbose: bool, cpu_processes: int = 0) -> str:
+    """Puts a report into one line.
+
+    Args:
+        verbose: adds the gradient norm and what MFU is relative to.
+        cpu_processes: of a job on CPUs, whose tokens/s are those of all together; 0 on GPUs.
+    """
     parts = [f"loss {report.loss:.4f}"]
     if report.z_loss > 0:
         parts.append(f"z-loss {report.z_loss:.1e}")
     parts.append(f"lr {report.learning_rate:.2e}")
     if verbose:
         parts.append(f"grad {report.grad_norm:.3f}")
-    parts.append(f"{report.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
+    rate = report.tokens_per_second_per_gpu * (cpu_processes or 1)
+    parts.append(f"{rate:,.0f} tokens/s" if cpu_processes else f"{rate:,.0f} tokens/s/GPU")
     if report.mfu is not None and peak_tflops is not None:
         peak = f" of {peak_tflops:g} TFLOP/s" if verbose else ""
         hfu = f" HFU {report.hfu:.1%}" if report.hfu is not None and report.hfu != report.mfu else ""

@@ -5,13 +5,16 @@
 Between reports everything stays on the device: adding to running sums needs no answer from it. A report is the one
 place where the host waits: one all-reduce of the sums, one of the peaks of memory, and the numbers go to the display
 and the trackers of rank 0.
+
+A checkpoint between two reports keeps the sums since the first of them, so the second one has the same loss whether the
+run was stopped in between or not. Rates are those of this process: time that it did not train does not count.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -87,9 +90,14 @@ class Observer:
         self._z_loss_sum += torch.where(kept, outcome.z_loss_sum, 0.0)
         self._valid_tokens += torch.where(kept, outcome.valid_tokens, 0)
         self._skipped += outcome.skipped
+        self._steps += 1
         self._attention_spans += outcome.attention_span
-        if state.stopping or self.interval.is_due(state):
+        self.display.advance(state.step)
+        is_due = self.interval.is_due(state)
+        if is_due or state.stopping:
             self._report(state.progress, outcome)
+        if is_due:  # the sums of a report that comes early, at an invocation's end, go on in the next one's
+            self._clear_sums()
 
     def after_evaluation(self, progress: Progress, loss: float) -> None:
         """Shows and keeps the loss of an evaluation."""
@@ -98,6 +106,7 @@ class Observer:
         self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, "evaluation_loss": _finite(loss)})
 
     def _clear_sums(self) -> None:
+        self._steps = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._z_loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -149,7 +158,36 @@ class Observer:
         values = {name: _finite(value) for name, value in asdict(report).items() if name != "step"}
         self.trackers.log(report.step, values)
         self._reported = now
-        self._clear_sums()
+        self._attention_spans = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums since the last report that was due, of all ranks; a collective call that waits for them.
+
+        Without a step since then there is nothing to keep, nothing to wait for, and the result is empty.
+        """
+        if self._steps == 0:
+            return {}
+        sums = torch.stack((self._loss_sum, self._z_loss_sum))
+        dist.all_reduce(sums)
+        loss_sum, z_loss_sum = sums.tolist()
+        return {
+            "steps": self._steps,
+            "loss_sum": _finite(loss_sum),
+            "z_loss_sum": _finite(z_loss_sum),
+            "valid_tokens": int(self._valid_tokens.item()),
+            "skipped_updates": int(self._skipped.item()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the sums of all ranks, which rank 0 holds for them."""
+        if state["loss_sum"] is None or state["z_loss_sum"] is None:
+            return
+        self._steps += state["steps"]
+        if dist.get_rank() == 0:
+            self._loss_sum += state["loss_sum"]
+            self._z_loss_sum += state["z_loss_sum"]
+        self._valid_tokens += state["valid_tokens"]  # these are of all ranks, on each of them
+        self._skipped += state["skipped_updates"]
 
     def _memory_of_the_fullest_rank(self) -> list[float]:
         """Returns GiB of the fullest rank: peak, allocated now, reserved; on a CPU only the peak of the process."""
@@ -173,6 +211,10 @@ def build_observer(
     """Makes the observer of a run; `training_tokens` are those of one pass over the datasets."""
     peak = peak_tflops(device_name(processes.device))
     share = recomputed_share(config.parallel, shape, config.data.seq_length)
+    display = Display()
+    if processes.is_main:
+        cpu_processes = processes.world_size if processes.device.type == "cpu" else 0
+        display = choose_display(config.report.progress, state.total_steps, peak, cpu_processes)
     return Observer(
         state=state,
         interval=Interval(config.report.report_interval, training_tokens),
@@ -181,7 +223,7 @@ def build_observer(
         peak_tflops=peak,
         device=processes.device,
         stopwatch=stopwatch,
-        display=choose_display(config.report.progress, state.total_steps, peak) if processes.is_main else Display(),
+        display=display,
         trackers=trackers,
         stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
     )

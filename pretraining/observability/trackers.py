@@ -2,13 +2,24 @@
 
 At a resume, what was logged after the restored step is dropped: those steps are reported again. Checkpoints keep the id
 by which a tracker, such as an online service, knows the run.
+
+Training does not end because a report cannot be kept: a full disk, or a service that is away, is one warning, and a
+line when it is over. Files then get what they have missed; trackers of the user's own see to that themselves.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
+import socket
+import time
+from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +28,13 @@ from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import check_regular, exists, parse_json, write_atomic
 
+log = logging.getLogger(__name__)
+
 LOGS = "logs"
 METRICS_FILE = "metrics.jsonl"
+
+MOST_WAITING = 20_000
+"""Reports that wait in memory while the disk of a file is full: about 10 MB."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,51 @@ class Tracker(Protocol):
         """Writes out what is buffered."""
 
 
+class ReportFile:
+    """A file that reports are appended to: each whole or not at all, and one that finds no room as soon as there is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+
+    def append(self, record: bytes) -> None:
+        """Appends a record behind those that wait.
+
+        Raises:
+            OSError: it waits, too; the error names the file.
+        """
+        self._waiting.append(record)
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._lost += 1
+        self._write_waiting()
+
+    def close(self) -> None:
+        """Closes the file; an OSError where records still find no room, which are lost then."""
+        with self._file:
+            self._write_waiting()
+
+    @property
+    def lacks(self) -> int:
+        """Records that are not in the file."""
+        return self._lost + len(self._waiting)
+
+    def _write_waiting(self) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while self._waiting:
+                left = self._waiting[0]
+                while left:
+                    left = left[self._file.write(left) :]
+                end += len(self._waiting.popleft())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+
 class JsonLines:
     """One JSON object a report; a line is written whole, so a reader never sees half a report."""
 
@@ -57,52 +118,103 @@ class JsonLines:
         path = folder / METRICS_FILE
         if exists(path):
             _drop_lines_after(path, restored_step)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.file = ReportFile(path)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Appends a line."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.append(json.dumps({"step": step, **values}).encode() + b"\n")
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self.file.close()
 
 
 class TensorBoard:
-    """Scalars for TensorBoard."""
+    """Scalars for TensorBoard, in an event file of this process.
+
+    TensorBoard's own writer has a thread that a full disk ends, and with it all curves.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # only rank 0 needs it, and it takes its time
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # TensorBoard hides what an earlier process logged from this step on.
-        self._writer = SummaryWriter(str(run.folder), purge_step=run.restored_step + 1 if run.restored_step else None)
+        self._event, self._summary = Event, Summary
+        run.folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        paths = (run.folder / f"{name}.{number}" for number in count())
+        self.file = ReportFile(next(path for path in paths if not path.exists()))
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if run.restored_step:  # TensorBoard hides what an earlier process logged from the next step on
+            start = SessionLog(status=SessionLog.START)
+            self._append(Event(wall_time=time.time(), step=run.restored_step + 1, session_log=start))
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Adds a point to each curve."""
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
+        points = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in values.items() if value is not None
+        ]
+        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
+
+    def _append(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self.file.append(record.getvalue())
 
     def close(self) -> None:
         """Closes the event file."""
-        self._writer.close()
+        self.file.close()
 
 
 @dataclass
 class Trackers:
-    """All trackers of a run, by what `--tracker` says; none on other ranks than 0."""
+    """All trackers of a run, by what `--tracker` says; none on other ranks than 0.
+
+    Attributes:
+        failing_since: step of the first report that a tracker did not take; without an entry all is well.
+    """
 
     by_name: dict[str, Tracker] = field(default_factory=dict)
+    failing_since: dict[str, int] = field(default_factory=dict)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Hands the values of a step to all."""
-        for tracker in self.by_name.values():
-            tracker.log(step, values)
+        """Hands the values of a step to all; warns where one begins to fail, and says when that is over."""
+        for name, tracker in self.by_name.items():
+            try:
+                tracker.log(step, values)
+            except OSError as error:
+                self._note_failure(name, step, error)
+            else:
+                self._note_success(name, step)
+
+    def _note_failure(self, name: str, step: int, error: OSError) -> None:
+        if name not in self.failing_since:
+            self.failing_since[name] = step
+            log.warning(
+                "%s cannot be written since step %d (%s): training goes on, and each report tries again",
+                *(error.filename or f"--tracker={name}", step, error.strerror or error),
+            )
+
+    def _note_success(self, name: str, step: int) -> None:
+        since = self.failing_since.pop(name, None)
+        if since is not None:
+            log.info("step %d  %s can be written again%s", step, name, self._lost(name))
+
+    def _lost(self, name: str) -> str:
+        """Says how many reports a file lacks, if it lacks any."""
+        file = getattr(self.by_name[name], "file", None)
+        return f"; it lacks {file.lacks} reports" if isinstance(file, ReportFile) and file.lacks else ""
 
     def close(self) -> None:
-        """Closes all."""
-        for tracker in self.by_name.values():
-            tracker.close()
+        """Closes all; what cannot be written any more is a warning, which must not hide how the run ended."""
+        for name, tracker in self.by_name.items():
+            try:
+                tracker.close()
+            except OSError as error:
+                what = error.filename or f"--tracker={name}"
+                log.warning("%s cannot be written (%s)%s", what, error.strerror or error, self._lost(name))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the ids by which trackers know the run, for checkpoints."""
@@ -136,14 +248,29 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
+    """Drops the reports of later steps, and says how many lines are damaged: those are dropped, too."""
+    kept, damaged = [], 0
     check_regular(path)
-    kept = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                is_past = parse_json(line)["step"] <= step
-            except (ValueError, KeyError, TypeError):
-                continue  # the line that a killed process was writing
-            if is_past:
-                kept.append(line)
-    write_atomic(path, "".join(kept))
+    *lines, unfinished = path.read_bytes().split(b"\n")
+    for line in lines:
+        line_step = _step_of(line)
+        if line_step is None:
+            damaged += 1
+        elif line_step <= step:
+            kept.append(line)
+    # The last line has no end where a process was killed that was writing it.
+    line_step = _step_of(unfinished)
+    if line_step is not None and line_step <= step:
+        kept.append(unfinished)
+    if damaged:
+        log.warning("%s: %d damaged lines are dropped", path, damaged)
+    write_atomic(path, b"".join(line + b"\n" for line in kept))
+
+
+def _step_of(line: bytes) -> float | None:
+    """Returns the step of a report; None where the line is none."""
+    try:
+        step = parse_json(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int | float) else None

@@ -62,7 +62,7 @@ from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext
 
-TRACKERS_STATE = "trackers"  # in checkpoints
+TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         should_stop=should_stop,
     )
     guards = Guards(config.guard, plan.loader, Replicas(context.parameters, plan.mesh), processes.activity, tokens)
-    states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator}
+    states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator, REPORT_STATE: observer}
     if context.spikes is not None:
         states["spikes"] = context.spikes
     if context.scaler is not None:

@@ -13,15 +13,16 @@ from pretraining.config.fields import settings_of
 from pretraining.config.recipes import dump_config, parse_recipe
 from pretraining.config.training import PER_OPERATION, ParallelConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import Raw
-from pretraining.config.variants import parameter_count
+from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
+from pretraining.errors import Preempted
 from pretraining.model.flops import flops_per_token, matmul_parameters
 from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name, peak_tflops
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.progress import TrainState
 from pretraining.train.loop import Run
-from pretraining.train.preemption import reason_of
+from pretraining.train.preemption import ending, reason_of
 
 if TYPE_CHECKING:
     from pretraining.train.build import RunPlan  # which imports this module
@@ -33,9 +34,8 @@ def announce(plan: RunPlan) -> None:
     """Logs what is about to be trained, on what data, for how long, and from where."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
-    name = config.model.model_variant or "llama"
     lines = [
-        f"model       {name}, {parameter_count(plan.shape):,} parameters, {precision}, "
+        f"model       {name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
         f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}",
         *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
         _describe_data(plan),
@@ -134,11 +134,12 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     return "\n".join(lines)
 
 
-def conclude_preempted(state: TrainState) -> str:
-    """Says why a run ended before it was done, and how it goes on."""
-    return (
-        f"Preempted at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): saved; "
-        "the same command goes on from there."
+def conclude_preempted(state: TrainState) -> Preempted:
+    """Says why a run ends before it is done, and how it goes on."""
+    return ending(
+        state.stop,
+        f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): saved; the same command goes on from "
+        "there.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Why and when a run ends before it is done: a signal to any of its processes, or a time limit that comes near.
+"""Why and when a run ends before it is done: a signal to any of its processes, Ctrl-C, or a time limit that comes near.
 
     signal handler, clock -> `StopRequests.pending` of this rank -> HostSync -> all ranks stop after the same step
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pretraining.errors import Preempted
+from pretraining.errors import Interrupted, Preempted
 from pretraining.launch.signals import ReceivedSignals
 from pretraining.progress import Duration
 
@@ -50,13 +50,20 @@ class StopRequests:
         """Raises `Preempted` if a request is pending before the first step."""
         pending = self.pending()
         if pending:
-            raise Preempted(f"Preempted before training began ({reason_of(pending)}): nothing has changed.")
+            raise ending(pending, f"before training began ({reason_of(pending)}): nothing has changed.")
+
+
+def ending(stop: int, text: str) -> Preempted:
+    """Makes what a run ends with on request, which decides about the first word of its text and the exit code."""
+    return Interrupted(f"Interrupted {text}") if stop == signal.SIGINT else Preempted(f"Preempted {text}")
 
 
 def reason_of(stop: int) -> str:
     """Puts a request of any rank into words."""
     if stop == TIME_LIMIT:
         return "the time limit is near"
+    if stop == signal.SIGINT:
+        return "Ctrl-C"
     return signal.Signals(stop).name
 
 

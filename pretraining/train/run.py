@@ -14,7 +14,7 @@ from pretraining.data.tokenizer import load_tokenizer
 from pretraining.distributed.compile import naming_the_flag, without_compiling
 from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
-from pretraining.errors import ConfigError, Preempted
+from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import generate
 from pretraining.launch.layout import ProcessLayout
 from pretraining.observability.out_of_memory import explain_out_of_memory
@@ -36,7 +36,7 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
         stop_requests: what asks this process to end early; None = nothing.
 
     Raises:
-        Preempted: the run was told to end before it was done, and is saved.
+        Preempted: the run was told to end before it was done, and is saved; `Interrupted` if it was Ctrl-C.
         PretrainError: any mistake of the user; the message says what to change.
     """
     requests = StopRequests() if stop_requests is None else stop_requests
@@ -62,7 +62,7 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
         ):
             run, trained = train_to_the_end(config, Job(processes, requests, status, lease, memory))
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-            raise Preempted(conclude_preempted(run.state))
+            raise conclude_preempted(run.state)
         _finish(config, processes, run, prompt, trained)
 
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
-from pretraining.files import read_json, write_atomic
+from pretraining.files import checked_values, read_json, with_checksum, write_atomic
 from pretraining.progress import TrainState
 from pretraining.train.preemption import reason_of
 
@@ -140,16 +140,32 @@ class StatusKeeper:
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_atomic(self._path, json.dumps(asdict(replace(status, updated=now)), indent=1) + "\n")
+        document = with_checksum(asdict(replace(status, updated=now)))
+        write_atomic(self._path, json.dumps(document, indent=1) + "\n")
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """The status in a file; None where it cannot be read, since counting must not keep a run from starting."""
+    """Returns the status in a file; None where there is none, or a line says that it is damaged.
+
+    Counting must not keep a run from starting.
+    """
     try:
-        document = read_json(path)
-        return RunStatus(**{field.name: document[field.name] for field in fields(RunStatus)})
-    except (OSError, ValueError, KeyError, TypeError):
+        values = checked_values(read_json(path))
+        status = RunStatus(**{field.name: values[field.name] for field in fields(RunStatus)})
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("%s is damaged (%s): starts are counted from here on", path, _shortly(error))
+        return None
+    forms = asdict(RunStatus())
+    if any(type(value) is not type(forms[name]) for name, value in asdict(status).items()):
+        log.warning("%s is damaged (a value has another form): starts are counted from here on", path)
+        return None
+    return status
+
+
+def _shortly(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _crash_loop(path: Path, previous: RunStatus, crashes: int) -> CheckpointError:

@@ -61,6 +61,9 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
     found = find_bin_counts(files, index, config)
     if found is not None:
         return found
+    damaged = next((place for place in _places(files, index, config) if place.exists()), None)
+    if damaged is not None:
+        log.warning("%s is damaged, or of other documents: it is made again", damaged)
     name, seq_length, packing = files.name, config.seq_length, config.packing
     documents = f"{len(index.documents):,}"
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
@@ -106,6 +109,7 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packi
     processes = min(workers or usable_cores(), blocks // BLOCKS_A_PROCESS)
     if processes < 2:
         return count_bins(index, seq_length, packing, 0, blocks)
+    index.check(0, len(index.documents))  # they open it by its path, and know no files to mend it from
     ranges = list(pairwise(blocks * number // processes for number in range(processes + 1)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with ExitStack() as running:
@@ -141,7 +145,9 @@ def _header(index: Index, config: DataConfig) -> dict[str, Any]:
     checksum = 0
     for name in SPLITS:
         checksum = zlib.crc32(index.split(name).block_bounds.tobytes(), checksum)
-    for begin in np.linspace(0, max(len(index.documents) - BLOCK_DOCUMENTS, 0), _BLOCKS_LOOKED_AT, dtype=np.int64):
+    count = len(index.documents)
+    for begin in np.linspace(0, max(count - BLOCK_DOCUMENTS, 0), _BLOCKS_LOOKED_AT, dtype=np.int64).tolist():
+        index.check(begin, min(begin + BLOCK_DOCUMENTS, count))
         checksum = zlib.crc32(index.documents[begin : begin + BLOCK_DOCUMENTS].tobytes(), checksum)
     return {
         "algorithm": ALGORITHM_VERSION,

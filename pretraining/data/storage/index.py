@@ -14,13 +14,15 @@ empty. What is put around documents are virtual tokens: they count in lengths an
 stored. A document of which no stored token is left has length 0, and no virtual tokens.
 
 An index is valid for exactly one listing and one `settings_digest`. `index_build.py` makes it. It is checked when it is
-opened, except for the documents, of which each block is checked when it is first looked at.
+opened, except for the documents, of which each block is checked when it is first looked at, and read from the token
+files again where it is damaged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
 import os
 import struct
@@ -38,6 +40,8 @@ from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.token_format import load_format
 from pretraining.errors import DataError
 from pretraining.files import check_regular, parse_json, reason_of
+
+log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
@@ -89,7 +93,11 @@ class Index:
         documents: [n] `DOCUMENT`.
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes a token.
+        read_again: reads documents [begin, end) from the token files, for a block that is damaged; None where whoever
+            has opened the index does not know them.
     """
+
+    read_again: Callable[[int, int], np.ndarray] | None = None
 
     def __init__(self, path: Path) -> None:
         """Maps an index; a DataError where the file is no whole one, an OSError where it cannot be read."""
@@ -146,13 +154,46 @@ class Index:
             self._content.madvise(mmap.MADV_DONTNEED)
 
     def check(self, begin: int, end: int) -> None:
-        """Checks the blocks of documents [begin, end) that were not yet; a DataError where one is damaged."""
+        """Checks the blocks of documents [begin, end) that were not yet, and mends those that are damaged.
+
+        Raises:
+            DataError: one is damaged, and cannot be mended.
+        """
         for block in range(begin // BLOCK_DOCUMENTS, -(-end // BLOCK_DOCUMENTS)):
             if not self._checked[block]:
-                documents = self.documents[block * BLOCK_DOCUMENTS : (block + 1) * BLOCK_DOCUMENTS]
-                if zlib.crc32(documents.data) != self._checksums[block]:
-                    raise DataError(f"index {self.path} is damaged: delete it, and it is made anew at the next start")
+                if not self._is_whole(block, self._block(block)):
+                    self._mend(block)
                 self._checked[block] = True
+
+    def _block(self, number: int) -> np.ndarray:
+        return self.documents[number * BLOCK_DOCUMENTS : (number + 1) * BLOCK_DOCUMENTS]
+
+    def _is_whole(self, block: int, documents: np.ndarray) -> bool:
+        return zlib.crc32(documents.data) == int(self._checksums[block])
+
+    def _mend(self, block: int) -> None:
+        """Writes a block's documents into the file, where every process of the machine that has it mapped sees them."""
+        begin = block * BLOCK_DOCUMENTS
+        hopeless = DataError(f"index {self.path} is damaged: delete it, and it is made anew at the next start")
+        if self.read_again is None:
+            raise hopeless
+        documents = self.read_again(begin, min(begin + BLOCK_DOCUMENTS, len(self.documents)))
+        if not self._is_whole(block, documents):  # the token files have changed since
+            raise hopeless
+        try:
+            with self.path.open("r+b", buffering=0) as file:
+                file.seek(self.header["parts"]["documents"]["offset"] + begin * DOCUMENT.itemsize)
+                file.write(documents.tobytes())
+        except OSError:
+            raise hopeless from None
+        if not self._is_whole(
+            block, self._block(block)
+        ):  # the file has been replaced, and is not the one that is mapped
+            raise hopeless
+        log.warning(
+            "index %s is damaged: documents %d to %d were read from the token files again",
+            *(self.path, begin, begin + len(documents) - 1),
+        )
 
     def files_of(self, documents: np.ndarray) -> np.ndarray:
         """Returns the number of the file that holds each document."""

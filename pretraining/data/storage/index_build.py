@@ -69,11 +69,14 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     Raises:
         DataError: a file cannot be used, or there is no place to write the index.
     """
-    index = find_index(files, config)
+    index = open_index(files, config)
     if index is not None:
         return index
+    damaged = next((place for place in index_places(files, config) if place.exists()), None)
     change = _what_changed(files, config)
-    if change:
+    if damaged is not None:  # its name is that of these files and settings
+        log.warning("index %s is damaged: it is made again", damaged)
+    elif change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
     held: dict[str, tuple[int, int]] = {}
@@ -81,12 +84,32 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     def write(file: IO[bytes]) -> None:
         held.update(_write_index(file, files, config, change, _read_files(files, config, workers)))
 
-    find = partial(find_index, files, config)
+    find = partial(open_index, files, config)
     index = write_once(index_places(files, config), f"the index of dataset '{files.name}'", write, find)
     contradictions = describe_contradictions(files, held)
     if contradictions:
         log.info(contradictions)
     return index
+
+
+def open_index(files: DatasetFiles, config: DataConfig) -> Index | None:
+    """Opens the index of a dataset, if there is a valid one, as one that mends itself from the dataset's files."""
+    index = find_index(files, config)
+    if index is not None:
+        index.read_again = partial(_read_again, files, config, index.first_documents)
+    return index
+
+
+def _read_again(
+    files: DatasetFiles, config: DataConfig, first_documents: np.ndarray, begin: int, end: int
+) -> np.ndarray:
+    """Reads documents [begin, end) as the index has them, [end - begin] `DOCUMENT`."""
+    token_format = load_format(files.file_type, config)
+    first, last = (np.searchsorted(first_documents, (begin, end - 1), side="right") - 1).tolist()
+    found = [_read_file(files, config, token_format, number)[0] for number in range(first, last + 1)]
+    skipped = begin - int(first_documents[first])
+    documents: np.ndarray = np.concatenate(found)[skipped : skipped + end - begin]
+    return documents
 
 
 def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:

@@ -187,3 +187,49 @@ def test_a_job_holds_one_lease(tmp_path: Path) -> None:
     with join_processes(0, 1, 0, 1, {}) as processes, hold_lease(tmp_path / "run", processes) as lease:
         lease.check()
     assert not (tmp_path / "run").exists()
+
+
+def flipped(content: bytes) -> Iterator[bytes]:
+    """The content with one flipped bit, of each byte in turn."""
+    for at in range(len(content)):
+        yield content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+
+
+def test_any_flipped_bit_of_a_lease_that_is_held_is_mended_by_its_holder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / LEASE
+    with held(tmp_path) as lease:
+        content = path.read_bytes()
+        for damaged in flipped(content):
+            path.write_bytes(damaged)
+            lease.check()
+            assert json.loads(path.read_bytes())["token"] == json.loads(content)["token"]
+        assert set(caplog.messages) == {f"{path} is damaged: written again"}
+        path.write_bytes(damaged)
+    assert not path.exists()
+
+
+def test_any_flipped_bit_of_a_lease_whose_holder_is_gone_refuses_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "something").touch()
+    with held(tmp_path):
+        content = (tmp_path / LEASE).read_bytes()
+    for damaged in flipped(content):
+        path = tmp_path / LEASE
+        path.write_bytes(damaged)
+        os.utime(path, (time.time() - STALE_SECONDS - 1,) * 2)
+        if lease_module._read(path) is not None:
+            continue  # in the name of the checksum: the rest is whole, and says who it is
+        with held(tmp_path) as lease:
+            lease.check()
+        assert caplog.messages[-1] == f"{path} is damaged, and old: taken over"
+
+
+def test_a_lease_that_is_damaged_and_new_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, elsewhere())
+    path.write_bytes(path.read_bytes()[:-9] + b"?" * 9)
+    with held(tmp_path, lambda seconds: path.unlink()):
+        pass
+    assert "an unknown process (lease.json is damaged)" in caplog.messages[0]

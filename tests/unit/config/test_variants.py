@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import VARIANTS, LlamaShape, RopeScaling, parameter_count, resolve_shape
+from pretraining.config.variants import VARIANTS, LlamaShape, RopeScaling, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
 
 # variant: hidden, heads, kv heads, layers, feed-forward, context, theta, vocabulary, parameters in units of 10^7
@@ -155,3 +155,35 @@ def test_all_heads_that_do_not_divide_are_told_with_the_arithmetic() -> None:
 def test_an_odd_head_cannot_be_rotated() -> None:
     with pytest.raises(ConfigError, match="36 / 4 = 9 is odd"):
         resolve_shape(ModelConfig(model_variant="tiny", hidden_size=36))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (ModelConfig(), "7b"),
+        (ModelConfig(model_variant="125M", vocab_size=50257, max_position_embeddings=4096), "125m"),
+        (ModelConfig(model_variant="medium", tie_word_embeddings=True), "medium"),
+        (ModelConfig(num_hidden_layers=4), "7b with num_hidden_layers=4"),
+        (
+            ModelConfig(model_variant="7b", hidden_size=5120, num_attention_heads=40),
+            "7b with hidden_size=5120, num_attention_heads=40",
+        ),
+        (
+            ModelConfig(model_variant="llama3_8b", num_key_value_heads=4, rope_theta=1e6),
+            "llama3_8b with num_key_value_heads=4, rope_theta=1e+06",
+        ),
+        (ModelConfig(model_variant="llama3.2_1b", rope_scaling=(1, 1, 4, 8192)), "llama3.2_1b with rope_scaling=none"),
+        (
+            ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4),
+            "llama",
+        ),
+        (
+            ModelConfig(
+                hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40, vocab_size=99
+            ),
+            "13b",
+        ),
+    ],
+)
+def test_a_model_is_called_what_it_is(model: ModelConfig, name: str) -> None:
+    assert name_of_model(model) == name

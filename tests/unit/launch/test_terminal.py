@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from pretraining.launch.terminal import PACKAGE, TerminalHandler, log_to_terminal, showing_through
+from pretraining.launch.terminal import PACKAGE, TerminalHandler, _Output, log_to_terminal, showing_through
 
 log = logging.getLogger(f"{PACKAGE}.some.module")
 
@@ -63,3 +65,14 @@ def test_a_reader_that_has_gone_ends_the_program_and_other_trouble_does_not() ->
         log.info("to nobody")
     handler.show = broken
     log.info("the display has failed")  # logging prints the traceback itself
+
+
+def test_what_a_slow_reader_of_a_pipe_that_may_not_block_does_not_take_is_lost() -> None:
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    stream = io.TextIOWrapper(io.BufferedWriter(_Output(writing)), line_buffering=True)
+    stream.write("x" * 1_000_000 + "\n")
+    assert len(os.read(reading, 10_000_000)) > 1000
+    stream.write("again\n")
+    stream.close()
+    os.close(reading)
+    os.close(writing)

@@ -96,6 +96,48 @@ def test_the_live_line_is_redrawn_and_messages_stay_above_it(capsys: pytest.Capt
     assert capsys.readouterr().out == "after it\n"
 
 
+def test_the_live_line_leaves_a_line_a_report_above_it(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = io.StringIO()
+    with LiveLine(100, 989.4, Console(file=screen, force_terminal=True, width=120)) as display:
+        for step in (50, 60):
+            display.show(replace(REPORT, step=step))
+    plain = PlainLines(100, 989.4)
+    plain.show(REPORT)
+    plain.show(replace(REPORT, step=60))
+    for line in capsys.readouterr().out.splitlines():
+        assert screen.getvalue().count(f"{line}\n") == 1
+
+
+def test_the_live_line_advances_with_each_step_but_is_drawn_ten_times_a_second_at_most() -> None:
+    screen, now = io.StringIO(), [0.0]
+    console = Console(file=screen, force_terminal=True, width=120)
+    with LiveLine(1000, None, console, clock=lambda: now[0]) as display:
+        for step in range(1, 101):  # 50 steps a second
+            now[0] += 0.02
+            display.advance(step)
+        drawn = [step for step in range(1, 101) if f"step {step}/1000" in screen.getvalue()]
+    assert 15 <= len(drawn) <= 20
+    assert "step 100/1000" in screen.getvalue()  # where it ends
+
+
+def test_cpus_have_their_tokens_counted_together() -> None:
+    line = summary(replace(REPORT, tokens_per_second_per_gpu=100.0), None, verbose=True, cpu_processes=3)
+    assert "  300 tokens/s  " in line and "GPU" not in line
+
+
+@pytest.mark.parametrize("name", [None, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"])
+def test_auto_is_live_on_a_terminal_but_for_those_that_open_mpi_makes(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    if name is not None:
+        monkeypatch.setenv(name, "0")
+    assert isinstance(choose_display("auto", 10, None), LiveLine) == (name is None)
+    assert isinstance(choose_display("live", 10, None), LiveLine)
+    monkeypatch.setattr("sys.stdout", None)  # closed
+    assert not isinstance(choose_display("auto", 10, None), LiveLine)
+
+
 def test_auto_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(choose_display("auto", 10, None), PlainLines)
     assert isinstance(choose_display("plain", 10, None), PlainLines)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import math
 from dataclasses import dataclass, field
@@ -54,9 +55,12 @@ def observe(
     skipped: tuple[int, ...] = (),
     spans: tuple[float, ...] = (10.0,),
     recomputed_share: float = 0.0,
+    done: int = 0,
+    kept: dict[str, Any] | None = None,
 ) -> Observer:
-    """Observes steps of 10 tokens and 2 seconds with the given mean losses."""
-    state = TrainState(len(losses), len(losses), 10, Progress(0, 0))
+    """Observes steps of 10 tokens and 2 seconds with the given mean losses, after some that are done."""
+    steps = done + len(losses)
+    state = TrainState(steps, steps, 10, Progress(done, 10 * done))
     observer = Observer(
         state=state,
         interval=Interval(Duration(every, "steps"), None),
@@ -69,6 +73,8 @@ def observe(
         trackers=Trackers({"recorder": recorder}),
         stragglers=StragglerWatch(None, Activity()),
     )
+    if kept:
+        observer.load_state_dict(kept)
     with observer:
         for index, loss in enumerate(losses):
             recorder.now += 2.0
@@ -95,6 +101,22 @@ def test_a_report_is_the_mean_over_its_interval_and_the_last_step_is_always_repo
     assert [report.z_loss for report in recorder.reports] == pytest.approx([0.02, 0.05, 0.08])
     assert observer.last_loss == 8.0
     assert recorder.closed == 2  # display and tracker
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6, 7])
+def test_a_report_after_a_resume_is_that_of_the_run_which_was_not_stopped(stop: int) -> None:
+    losses, skipped = [0.1, 3.7, math.nan, 5.2, 8.9, 0.3, 1.1, 2.2], (2,)
+    whole, before, after = Recorder(), Recorder(), Recorder()
+    observe(whole, losses, every=4, skipped=skipped)
+    kept = json.loads(json.dumps(observe(before, losses[:stop], every=4, skipped=skipped).state_dict()))
+    later = tuple(index - stop for index in skipped)
+    observe(after, losses[stop:], every=4, skipped=later, done=stop, kept=kept)
+    reports = before.reports + after.reports
+    seen = {report.step: (report.loss, report.z_loss, report.skipped_updates) for report in reports}
+    expected = {report.step: (report.loss, report.z_loss, report.skipped_updates) for report in whole.reports}
+    assert {step: seen[step] for step in expected} == expected
+    assert seen.keys() == expected.keys() | {stop}
+    assert after.reports[-1].step_seconds == 2.0  # rates are those of the process
 
 
 def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
 from pretraining.errors import ConfigError
-from pretraining.observability.trackers import METRICS_FILE, JsonLines, TrackedRun, open_trackers
+from pretraining.observability import trackers as trackers_module
+from pretraining.observability.trackers import METRICS_FILE, JsonLines, TrackedRun, Trackers, open_trackers
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -98,3 +103,142 @@ def test_a_tracker_of_the_users_own_gets_settings_name_and_the_id_that_it_gave_b
 def test_a_tracker_that_cannot_be_found_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--tracker=no\.such:Thing: no\.such cannot be imported"):
         open_trackers(config_of(tmp_path, "no.such:Thing"), 0, {})
+
+
+# Disks that are full, services that are away
+
+
+@contextmanager
+def no_file_longer_than(size: int) -> Iterator[None]:
+    """What a full disk does: a write goes in as far as there is room, and the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def scalars_of(folder: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_reports_that_find_no_room_are_written_once_there_is_some_and_this_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    trackers = open_trackers(config_of(tmp_path, "tensorboard"), 0, {})
+    (events,) = (tmp_path / "logs").glob("events.out.tfevents.*")
+    metrics = tmp_path / "logs" / METRICS_FILE
+    trackers.log(1, {"loss": 1.0})
+    with no_file_longer_than(metrics.stat().st_size + 10):
+        for step in (2, 3):
+            trackers.log(step, {"loss": float(step)})
+        assert [line["step"] for line in lines_of(tmp_path / "logs")] == [1]  # no half line
+    assert caplog.messages == [
+        f"{path} cannot be written since step 2 (File too large): training goes on, and each report tries again"
+        for path in (metrics, events)
+    ]
+    trackers.log(4, {"loss": 4.0})
+    assert caplog.messages[2:] == [f"step 4  {name} can be written again" for name in (METRICS_FILE, "tensorboard")]
+    trackers.close()
+    assert [line["step"] for line in lines_of(tmp_path / "logs")] == [1, 2, 3, 4]
+    assert scalars_of(tmp_path / "logs", "loss") == [(step, float(step)) for step in (1, 2, 3, 4)]
+
+
+def test_a_full_disk_under_the_curves_leaves_the_metrics_complete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    trackers = open_trackers(config_of(tmp_path, "tensorboard", tracker_dir=tmp_path / "board"), 0, {})
+    board: Any = trackers.by_name["tensorboard"]
+    monkeypatch.setattr(board.file, "_file", full.open("wb", buffering=0))
+    for step in range(1, 6):
+        trackers.log(step, {"loss": 1.0})
+    trackers.close()
+    assert [line["step"] for line in lines_of(tmp_path / "logs")] == [1, 2, 3, 4, 5]
+    first, last = caplog.messages
+    assert f"{tmp_path}/board/events.out.tfevents." in first and "since step 1 (No space left on device)" in first
+    assert last.endswith("cannot be written (No space left on device); it lacks 5 reports")
+
+
+def test_reports_wait_in_memory_up_to_a_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    monkeypatch.setattr(trackers_module, "MOST_WAITING", 3)
+    trackers = Trackers({METRICS_FILE: JsonLines(tmp_path, 0)})
+    with no_file_longer_than(0):
+        for step in range(1, 6):
+            trackers.log(step, {})
+    trackers.log(6, {})
+    trackers.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [4, 5, 6]
+    assert caplog.messages[-1] == f"step 6  {METRICS_FILE} can be written again; it lacks 3 reports"
+
+
+def test_a_service_that_is_away_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Away(Service):
+        def log(self, step: int, values: dict[str, Any]) -> None:
+            raise ConnectionResetError("the service has hung up")
+
+        def close(self) -> None:
+            raise ConnectionResetError("still")
+
+    run = TrackedRun(config_of(tmp_path), "run", tmp_path, 0)
+    trackers = Trackers({"mine:Away": Away(run), METRICS_FILE: JsonLines(tmp_path, 0)})
+    for step in (1, 2):
+        trackers.log(step, {})
+    trackers.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+    assert caplog.messages == [
+        "--tracker=mine:Away cannot be written since step 1 (the service has hung up): training goes on, and each "
+        "report tries again",
+        "--tracker=mine:Away cannot be written (still)",
+    ]
+
+
+# Damage
+
+
+def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / METRICS_FILE
+    first = JsonLines(tmp_path, 0)
+    for step in (10, 20, 30, 40):
+        first.log(step, {"loss": 2.5, "mfu": None})
+    first.close()
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        caplog.clear()
+        resumed = JsonLines(tmp_path, restored_step=30)
+        resumed.log(40, {"loss": 2.5, "mfu": None})
+        resumed.close()
+        *kept, last = path.read_bytes().splitlines()
+        assert last == content.splitlines()[-1]
+        assert len([line for line in kept if line in content.splitlines()]) >= 1
+        assert all(json.loads(line)["step"] <= 30 for line in kept)
+        assert all(message == f"{path}: 1 damaged lines are dropped" for message in caplog.messages)
+
+
+def test_a_line_that_is_nested_deeply_is_dropped_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text("[" * 100_000 + '\n{"step": "4"}\n{"step": 4}\n')
+    JsonLines(tmp_path, restored_step=4).close()
+    assert lines_of(tmp_path) == [{"step": 4}]
+
+
+def test_a_later_start_hides_the_points_that_it_makes_again(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "tensorboard")
+    for restored_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        trackers = open_trackers(config, restored_step, {})
+        for step in steps:
+            trackers.log(step, {"loss": float(step + 10 * restored_step)})
+        trackers.close()
+    assert len(list((tmp_path / "logs").glob("events.out.tfevents.*"))) == 2
+    assert scalars_of(tmp_path / "logs", "loss") == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +22,10 @@ def stand_in(tmp_path: Path) -> StandIn:
     return StandIn(tmp_path)
 
 
-def set_up(stand_in: StandIn, variables: Mapping[str, str], check: bool = True) -> subprocess.CompletedProcess[str]:
-    return run_command(["bash", stand_in.root / "scripts" / "setup.sh"], variables, check=check, timeout=60)
+def set_up(
+    stand_in: StandIn, variables: Mapping[str, str], *extra: str, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    return run_command(["bash", stand_in.root / "scripts" / "setup.sh", *extra], variables, check=check, timeout=60)
 
 
 def installs(stand_in: StandIn) -> list[str]:
@@ -43,14 +47,78 @@ def python_without(command: str) -> str:
 
 def test_a_torch_that_fits_is_kept(stand_in: StandIn) -> None:
     done = set_up(stand_in, stand_in.variables())
-    assert installs(stand_in) == [f"--editable {stand_in.root}[dev]"]
+    assert installs(stand_in) == [f"--editable {stand_in.root}"]
     assert "torch is there, kept" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.15.1+cu130", "2.14.0a0+fe12.nv26.6"])
+def test_a_torch_of_an_active_environment_stays_whatever_other_packages_ask_for(
+    stand_in: StandIn, tmp_path: Path, version: str
+) -> None:
+    text = (stand_in.environment / "bin" / "python").read_text()
+    noting = f'[[ $2 == pip ]] && cat $PIP_CONSTRAINT >>"{tmp_path}/constraints" 2>/dev/null'
+    stand_in.add_program("python", text.replace("\n", f"\n{noting}\n", 1))
+    done = set_up(stand_in, with_torch(stand_in, tmp_path / "packages", version))
+    assert installs(stand_in) == [f"--editable {stand_in.root}"] and f"kept ({version})" in done.stderr
+    assert (tmp_path / "constraints").read_text().splitlines() == [f"torch=={version}"]
+
+
+@pytest.mark.parametrize(("version", "fit"), [("2.10.2", "older"), ("2.16.0.dev20261101+cu130", "newer")])
+def test_another_torch_of_an_active_environment_ends_with_what_to_do_and_nothing_is_changed(
+    stand_in: StandIn, tmp_path: Path, version: str, fit: str
+) -> None:
+    reason = f"has torch {version}, {fit} than 2.11 to 2.15, which this project runs on. Nothing was changed."
+    assert_stops(stand_in, with_torch(stand_in, tmp_path / "packages", version), reason)
+    assert installs(stand_in) == []
+
+
+def with_torch(stand_in: StandIn, packages: Path, version: str) -> dict[str, str]:
+    """The stand-in's variables, with a torch that is found before any other."""
+    metadata = packages / f"torch-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return stand_in.variables(PYTHONPATH=str(packages))
+
+
+def test_each_step_says_what_it_does_and_how_long_it_took(stand_in: StandIn) -> None:
+    said = set_up(stand_in, stand_in.variables(), "dev").stderr.splitlines()
+    assert "setup: installing pretraining and what dev needs ..." in said
+    assert any(re.fullmatch(r"setup: installing pretraining and what dev needs: \d+ s", line) for line in said)
+
+
+def test_what_tests_need_is_installed_on_top_of_what_training_needs_and_once(stand_in: StandIn) -> None:
+    for extra in ("", "dev", "", "dev"):
+        set_up(stand_in, stand_in.variables(), extra)
+    assert installs(stand_in) == [f"--editable {stand_in.root}", f"--editable {stand_in.root}[dev]"]
+
+
+def test_what_tests_need_is_enough_for_training(stand_in: StandIn) -> None:
+    for extra in ("dev", ""):
+        set_up(stand_in, stand_in.variables(), extra)
+    assert installs(stand_in) == [f"--editable {stand_in.root}[dev]"]
+
+
+def test_another_checkout_in_a_shared_environment_is_noticed(stand_in: StandIn, tmp_path: Path) -> None:
+    set_up(stand_in, stand_in.variables())
+    installed = tmp_path / "packages" / "pretraining-0.1.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: pretraining\nVersion: 0.1.0\n")
+    origin = {"url": "file:///home/me/other%20one", "dir_info": {"editable": True}}
+    (installed / "direct_url.json").write_text(json.dumps(origin))
+    done = set_up(stand_in, stand_in.variables(PYTHONPATH=str(tmp_path / "packages")))
+    said = f"{stand_in.environment} has the pretraining of /home/me/other one, and now gets that of {stand_in.root}."
+    assert said in done.stderr and len(installs(stand_in)) == 2
+
+
+def test_that_nobody_reads_what_it_says_does_not_end_it(stand_in: StandIn) -> None:
+    script = f"exec 2>&-; bash {stand_in.root}/scripts/setup.sh && echo ready"
+    assert run_command(["bash", "-c", script], stand_in.variables(), timeout=60).stdout == "ready\n"
 
 
 def test_without_torch_the_pinned_one_comes_before_everything_else(stand_in: StandIn) -> None:
     change_python(stand_in, f'exec {sys.executable} "$@"', REAL_PYTHON_WITHOUT_PACKAGES)
     set_up(stand_in, stand_in.variables())
-    assert installs(stand_in) == ["torch==2.13.0", f"--editable {stand_in.root}[dev]"]
+    assert installs(stand_in) == ["torch==2.13.0", f"--editable {stand_in.root}"]
 
 
 def test_a_second_call_installs_nothing(stand_in: StandIn) -> None:

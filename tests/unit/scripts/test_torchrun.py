@@ -37,7 +37,7 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     """The exit code where torchrun itself ends so."""
 
     def main(arguments: list[str]) -> None:
-        assert arguments == ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", "--standalone", "job.py"]
+        assert arguments == ["--signals-to-handle=SIGHUP,SIGQUIT", "--standalone", "job.py"]
         if outcome is not None:
             raise outcome
 
@@ -112,6 +112,36 @@ def test_a_job_that_is_told_to_stop_ends_with_the_word_of_its_workers(
     torchrun: ModuleType, codes: list[int | None], code: int
 ) -> None:
     assert torchrun.exit_code_after_stop(15, codes) == code
+
+
+@pytest.mark.parametrize(("codes", "code"), [([130, 130], 130), ([0, 0], 0), ([], 130), ([75, -2], 130), ([1], 130)])
+def test_a_job_that_is_interrupted_says_so_unless_it_was_at_its_end(
+    torchrun: ModuleType, codes: list[int | None], code: int
+) -> None:
+    assert torchrun.exit_code_after_stop(2, codes) == code
+
+
+def test_a_second_interrupt_goes_to_the_workers_and_a_third_one_kills_them(
+    torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sent(list[int]):
+        send = list[int].append
+
+    sent = Sent()
+    monkeypatch.setattr(torchrun.Stop, "received", None)
+    monkeypatch.setattr(torchrun.Workers, "newest", sent)
+    before = {number: signal.getsignal(number) for number in torchrun.STOP_SIGNALS}
+    try:
+        signal.signal(signal.SIGINT, torchrun.Stop.come)
+        with pytest.raises(SignalException):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert sent == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert sent == [signal.SIGINT, signal.SIGKILL] and torchrun.Stop.received == signal.SIGINT
 
 
 def test_a_second_request_to_stop_is_ignored(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from pretraining.errors import Preempted
 from pretraining.launch.signals import ReceivedSignals
 from pretraining.progress import Duration
 from pretraining.train.preemption import StopRequests, reason_of, stop_requests
@@ -17,6 +18,37 @@ def test_a_signal_is_a_request_and_so_is_a_deadline_that_has_come() -> None:
     assert reason_of(requests.pending()) == "the time limit is near"
     requests.signals.first = signal.SIGUSR1
     assert reason_of(requests.pending()) == "SIGUSR1"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "Interrupted before"), (signal.SIGTERM, 75, "Preempted before")]
+)
+def test_a_request_before_training_ends_it_with_its_own_exit_code(number: signal.Signals, code: int, said: str) -> None:
+    requests = StopRequests(ReceivedSignals())
+    requests.signals.first = number
+    with pytest.raises(Preempted, match=said) as ended:
+        requests.end_before_training()
+    assert ended.value.exit_code == code
+
+
+def test_interrupts_are_remembered_in_the_training_loop_of_a_command_only() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for signals, listens in ((ReceivedSignals(), False), (ReceivedSignals().listen(), True)):
+            with signals.remembering_interrupts({"RANK": "1"}):
+                assert (signal.getsignal(signal.SIGINT) is signal.default_int_handler) != listens
+                if listens:
+                    signal.raise_signal(signal.SIGINT)
+                    with pytest.raises(KeyboardInterrupt):
+                        signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signals.first == signal.SIGINT
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with signals.remembering_interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

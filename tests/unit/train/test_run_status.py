@@ -35,7 +35,7 @@ def start(
 
 def status_of(run: Path) -> dict[str, object]:
     document = json.loads((run / STATUS_FILE).read_text())
-    return {name: value for name, value in document.items() if name != "updated"}
+    return {name: value for name, value in document.items() if name not in ("updated", "checksum")}
 
 
 @pytest.mark.parametrize(
@@ -150,3 +150,38 @@ def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: 
         StatusKeeper(2, is_writer=True).begin(tmp_path, 3)
         raise CheckpointError("taken over")
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("running", 2)
+
+
+def test_any_flipped_bit_of_the_status_is_said_and_refuses_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    StatusKeeper(5, is_writer=True).begin(tmp_path, 5)
+    path = tmp_path / STATUS_FILE
+    content = path.read_bytes()
+    before = read_status(path)
+    for at in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+            caplog.clear()
+            status = read_status(path)
+            assert status in (None, before)
+            assert len(caplog.messages) == (status is None)
+    assert caplog.messages == [] or caplog.messages[0].startswith(f"{path} is damaged (")
+
+
+def test_a_flipped_bit_while_a_run_trains_is_mended_at_its_end(tmp_path: Path) -> None:
+    with StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 0)
+        text = (tmp_path / STATUS_FILE).read_text()
+        (tmp_path / STATUS_FILE).write_text(text.replace('"starts": 1', '"starts": 3'))
+        status.training(TrainState(10, 10, 1, Progress(10, 10)))
+    assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("finished", 1)
+
+
+def test_a_status_of_an_earlier_version_counts(tmp_path: Path) -> None:
+    start(tmp_path, 3, 4, ValueError("the loss is no number"))
+    document = json.loads((tmp_path / STATUS_FILE).read_text())
+    del document["checksum"]
+    (tmp_path / STATUS_FILE).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="crash loop"):
+        start(tmp_path, 3, None, limit=1)

@@ -18,6 +18,7 @@ from pretraining.data.storage import index_build
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
+    DOCUMENT,
     Index,
     find_index,
     index_digest,
@@ -25,7 +26,7 @@ from pretraining.data.storage.index import (
     open_any_index,
     settings_digest,
 )
-from pretraining.data.storage.index_build import build_index, held_out_mask
+from pretraining.data.storage.index_build import build_index, held_out_mask, open_index
 from pretraining.errors import DataError
 
 CONFIG = DataConfig()
@@ -176,6 +177,60 @@ def test_a_flipped_bit_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
             assert index.is_for(files(tmp_path), CONFIG)  # documents are looked at when they are needed
             with pytest.raises(DataError, match=rf"index .*/{at}\.index is damaged: delete it, and it is made anew"):
                 index.split("train").lengths(0, 30)
+
+
+@pytest.mark.parametrize("documents", [30, BLOCK_DOCUMENTS + 700])
+def test_a_flipped_bit_anywhere_in_an_index_is_mended(
+    tmp_path: Path, documents: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, part in (("x", 20), ("y", documents - 20)):
+        write_documents(tmp_path / f"web/{name}.arrow", random_documents(part, seed=part))
+    path = build_index(files(tmp_path), CONFIG).path
+    content = path.read_bytes()
+    end_of_documents = documents * DOCUMENT.itemsize
+    places = {0, 5, 321, end_of_documents - 1, *range(end_of_documents, len(content), 7 if documents == 30 else 97)}
+    for at in sorted(places):
+        path.unlink()
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        caplog.clear()
+        build_index(files(tmp_path), CONFIG)  # in the process that makes indices
+        index = open_index(files(tmp_path), CONFIG)  # in each process
+        assert index is not None
+        index.split("train").lengths(0, documents)
+        assert path.read_bytes() == content
+        (said,) = caplog.messages
+        end = min(at // 16 // BLOCK_DOCUMENTS * BLOCK_DOCUMENTS + BLOCK_DOCUMENTS, documents) - 1
+        if at < end_of_documents:
+            begin = end // BLOCK_DOCUMENTS * BLOCK_DOCUMENTS
+            assert said.endswith(f"is damaged: documents {begin} to {end} were read from the token files again")
+        else:
+            assert said == f"index {path} is damaged: it is made again"
+
+
+def test_an_index_that_cannot_be_mended_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 2], [3]])
+    index = build_index(files(tmp_path), CONFIG)
+    content = index.path.read_bytes()
+    hopeless = pytest.raises(DataError, match="is damaged: delete it, and it is made anew at the next start")
+
+    def damaged() -> Index:
+        index.path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        opened = open_index(files(tmp_path), CONFIG)
+        assert opened is not None
+        return opened
+
+    write_documents(tmp_path / "web/x.arrow", [[3], [1, 2]])  # of the same size
+    with hopeless:
+        damaged().check(0, 2)
+    write_documents(tmp_path / "web/x.arrow", [[1, 2], [3]])
+    opened = damaged()
+    monkeypatch.setattr(Path, "open", read_only)
+    with hopeless:
+        opened.check(0, 2)
+
+
+def read_only(path: Path, *arguments: object, **more: object) -> object:
+    raise PermissionError(13, "Permission denied", str(path))
 
 
 def test_indices_of_read_only_data_lie_in_the_cache_folder(tmp_path: Path, cache_folder: Path) -> None:

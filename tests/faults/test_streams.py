@@ -1,0 +1,86 @@
+"""Fault 34 and Ctrl-C: who reads or interrupts a run decides neither whether it trains nor what it keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from faulty_runs import EIGHT_STEPS, assert_same_tensors, checkpoints_of, status_of
+from forked import start_forked
+from helpers import ROOT
+from training_runs import losses_of
+
+WORKER = ROOT / "tests" / "faults" / "streams_worker.py"
+
+
+def train(fault: str, run: Path, *flags: str, processes: int = 1) -> tuple[set[int | None], str, str]:
+    """Trains eight steps; returns the exit codes, and what all processes wrote to stdout and stderr."""
+    job = start_forked(WORKER, processes, [fault, *EIGHT_STEPS, f"ckpt_save_path={run}", *flags])
+    try:
+        said = [process.communicate(timeout=120) for process in job]
+    finally:
+        for process in job:
+            process.kill()
+    stdout, stderr = ("".join(texts) for texts in zip(*said, strict=True))
+    return {process.returncode for process in job}, stdout, stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "progress"),
+    [
+        *(("stdout gone", "plain"), ("stdout full", "plain"), ("stdout closed", "plain")),
+        *(("stderr closed", "plain"), ("both gone", "plain"), ("stdout gone", "live"), ("stdout full", "live")),
+    ],
+)
+def test_a_run_outlives_its_readers(tmp_path: Path, fault: str, progress: str) -> None:
+    codes, stdout, stderr = train(fault, tmp_path, f"progress={progress}")
+    assert codes == {0} and status_of(tmp_path)["status"] == "finished"
+    assert len(losses_of(tmp_path)) == 8 and "step_8_ckp" in checkpoints_of(tmp_path)
+    if fault.startswith("stdout") and fault != "stdout closed":
+        said = f"standard output cannot be written ({'Broken pipe' if 'gone' in fault else 'No space left on device'})"
+        assert stderr.startswith(said) and stderr.count("\n") == 1
+    assert "Traceback" not in stdout + stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
+    codes, _, stderr = train("Ctrl-C", tmp_path / "run", processes=processes)
+    assert codes == {130} and "Traceback" not in stderr
+    assert stderr.count("interrupted: the step is finished and saved; Ctrl-C again ends it at once\n") == 1
+    said = "Interrupted at step 3 of 8 (Ctrl-C): saved; the same command goes on from there.\n"
+    assert stderr.endswith(said) and stderr.count(said) == 1
+    status = status_of(tmp_path / "run")
+    assert (status["status"], status["reason"], status["step"]) == ("preempted", "Ctrl-C", 3)
+    assert checkpoints_of(tmp_path / "run") == {"step_3_ckp.preempt"}
+    train("nothing", tmp_path / "run", processes=processes)
+    train("nothing", tmp_path / "whole", processes=processes)
+    assert_same_tensors(*(tmp_path / name / "checkpoints" / "step_8_ckp" for name in ("run", "whole")))
+
+
+def test_ctrl_c_twice_leaves_at_once(tmp_path: Path) -> None:
+    codes, _, stderr = train("Ctrl-C twice", tmp_path)
+    assert codes == {130} and "Traceback" not in stderr
+    assert stderr.endswith("interrupted; the same command goes on from the newest checkpoint\n")
+    assert checkpoints_of(tmp_path) == set()
+    status = status_of(tmp_path)
+    assert (status["reason"], status["starts_without_progress"]) == ("interrupted (Ctrl-C)", 0)
+
+
+def test_reports_after_a_stop_between_two_are_those_of_the_run_that_was_not_stopped(tmp_path: Path) -> None:
+    flags = ("report_interval=4", "checkpoint_interval=1", "held_out_fraction=0")
+    train("nothing", tmp_path / "whole", *flags, processes=2)
+    train("nothing", tmp_path / "run", *flags, "run_steps=3", processes=2)
+    lines = (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [3]
+    train("nothing", tmp_path / "run", *flags, "run_steps=3", processes=2)  # across a report
+    train("nothing", tmp_path / "run", *flags, processes=2)
+    reports = {
+        name: {
+            line["step"]: (line["loss"], line["skipped_updates"])
+            for line in map(json.loads, (tmp_path / name / "logs" / "metrics.jsonl").read_text().splitlines())
+        }
+        for name in ("whole", "run")
+    }
+    assert reports["whole"].keys() == {4, 8} and reports["run"].keys() == {3, 4, 6, 8}
+    assert {step: reports["run"][step] for step in (4, 8)} == reports["whole"]
