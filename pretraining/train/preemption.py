@@ -50,7 +50,9 @@ class StopRequests:
         """Raises `Preempted` if a request is pending before the first step."""
         pending = self.pending()
         if pending:
-            raise Preempted(f"Preempted before training began ({reason_of(pending)}): nothing has changed.")
+            preempted = Preempted(f"Preempted before training began ({reason_of(pending)}): nothing has changed.")
+            preempted.is_out_of_time = is_out_of_time(pending)
+            raise preempted
 
 
 def reason_of(stop: int) -> str:
@@ -58,6 +60,11 @@ def reason_of(stop: int) -> str:
     if stop == TIME_LIMIT:
         return "the time limit is near"
     return signal.Signals(stop).name
+
+
+def is_out_of_time(stop: int) -> bool:
+    """Whether a request says that the time given is nearly over: the limit, or the signal that SLURM sends ahead."""
+    return stop in (TIME_LIMIT, signal.SIGUSR1)
 
 
 def stop_requests(

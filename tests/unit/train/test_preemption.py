@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from pretraining.errors import Preempted
 from pretraining.launch.signals import ReceivedSignals
 from pretraining.progress import Duration
 from pretraining.train.preemption import StopRequests, reason_of, stop_requests
@@ -17,6 +18,21 @@ def test_a_signal_is_a_request_and_so_is_a_deadline_that_has_come() -> None:
     assert reason_of(requests.pending()) == "the time limit is near"
     requests.signals.first = signal.SIGUSR1
     assert reason_of(requests.pending()) == "SIGUSR1"
+
+
+@pytest.mark.parametrize(("number", "is_out_of_time"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_start_that_ends_before_training_says_whether_its_time_is_over(
+    number: signal.Signals, is_out_of_time: bool
+) -> None:
+    requests = StopRequests(ReceivedSignals())
+    requests.end_before_training()
+    requests.signals.first = number
+    with pytest.raises(Preempted, match=number.name) as ended:
+        requests.end_before_training()
+    assert ended.value.is_out_of_time is is_out_of_time
+    with pytest.raises(Preempted, match="the time limit is near") as late:
+        StopRequests(ReceivedSignals(), deadline=0.0).end_before_training()
+    assert late.value.is_out_of_time
 
 
 @pytest.mark.parametrize(
