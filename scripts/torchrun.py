@@ -7,13 +7,15 @@ whatever the worker returned, and a signal with another traceback. That buries w
 - a signal ends a worker, which could not say anything: one line says which and where; exit code 128 + number;
 - SIGTERM or SIGUSR1 comes: the workers get it, and as long as they need to save (its sender knows when to kill);
   further ones are ignored, and the exit code is theirs: 75, the run is saved and can be gone on with;
-- another signal comes: the workers get it and 30 seconds; exit code 128 + number.
+- another signal comes: the workers get it and 30 seconds; exit code 128 + number;
+- the train.sh that started it is killed: as for SIGTERM.
 
 Errors of torchrun itself (wrong arguments, machines that do not meet) are shown as they are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -22,6 +24,7 @@ from types import FrameType
 INTERRUPTED = 130
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h; the workers', too
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
@@ -31,9 +34,19 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
 
 
+def end_with_script() -> None:
+    """Has Linux send SIGTERM to this process when the train.sh that started it dies, even by SIGKILL."""
+    script = os.environ.pop("PRETRAINING_SCRIPT_PID", "")
+    if script and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != int(script):  # dead already
+            os._exit(PREEMPTED)
+
+
 if __name__ == "__main__":  # before torch is imported, which takes seconds, in which a signal would end in a traceback
     for stop_signal in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(stop_signal, leave_at_once)
+    end_with_script()
 
 import logging  # noqa: E402
 import re  # noqa: E402
