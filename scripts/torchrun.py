@@ -62,6 +62,9 @@ from torch.distributed.run import main  # noqa: E402
 LOGS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
 EXPECTED = re.compile(r"failed \(exitcode|(Sending|Closing) process|Received .* death signal|\W*Setting OMP_NUM_THR")
 
+# A number of machines that may change.
+ELASTIC = re.compile(r"--nnodes=\d+:\d+")
+
 OTHER_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
 UNTIL_KILLED = 10**9  # seconds
 
@@ -148,6 +151,10 @@ def run(arguments: list[str]) -> int:
     multiprocessing.SubprocessContext = Workers  # type: ignore[misc]
     # --time_limit counts from here, also in workers that are started again.
     os.environ.setdefault("PRETRAINING_STARTED_AT", str(time.time()))
+    if any(ELASTIC.fullmatch(argument) for argument in arguments):
+        # With the store that its processes share torchrun tells only machines of the first round where it is: one that
+        # comes later, or back, waits for it, and the others for that one, until all give up.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         main([f"--signals-to-handle={OTHER_SIGNALS}", *arguments])
     except ChildFailedError as error:

@@ -41,8 +41,8 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
 """Between two looks at the store, in seconds: short while all are starting, longer where one is late."""
 MOST_NAMED = 16
 
-SECONDS_FOR_READERS = 5.0
-"""How long the process that serves the store stays for the others to read why it ends."""
+SECONDS_FOR_OTHERS = 5.0
+"""How long a process that cannot connect waits for what the others say, and for them to read why it ends."""
 
 # Keys of the store.
 OFFER, OFFERS, CONNECTED, ALL_CONNECTED = "offer", "offers", "connected", "all connected"
@@ -278,7 +278,8 @@ def connect_all(store: dist.Store, place: Place, connect: Callable[[dist.Store],
 
     if place.local_rank == 0 and place.has_other_nodes:
         offer = f"rank {place.rank} on {socket.gethostname()} offers {offered_address(os.environ)}"
-        watch.set(f"{OFFER}/{watch.add(OFFERS, 1)}", offer)
+        watch.set(f"{OFFER}/{place.rank}", offer)
+        watch.add(OFFERS, 1)
     try:
         _attend(lambda: connect(store), patience, look)
     except (RuntimeError, ValueError) as error:
@@ -292,17 +293,24 @@ def connect_all(store: dist.Store, place: Place, connect: Callable[[dist.Store],
 def _failure(watch: dist.Store, place: Place, text: str) -> LaunchError:
     """Returns the error that all processes raise: the first that any of them has told, else this one."""
     told = watch.compare_set(FAILED, "", text).decode()
-    read = watch.add(FAILURE_READ, 1)
-    until = time.monotonic() + SECONDS_FOR_READERS
-    # The store ends with the process that serves it, which may be this one.
-    while place.rank == 0 and read < place.world_size and time.monotonic() < until:
-        time.sleep(SHORTEST_PAUSE)
-        read = watch.add(FAILURE_READ, 0)
+    watch.add(FAILURE_READ, 1)
+    if place.rank == 0:  # the store ends with the process that serves it, which may be this one
+        _await_count(watch, FAILURE_READ, place.world_size)
     return LaunchError(told)
 
 
+def _await_count(store: dist.Store, key: str, count: int) -> None:
+    """Waits for a few seconds until a count is reached."""
+    until = time.monotonic() + SECONDS_FOR_OTHERS
+    while store.add(key, 0) < count and time.monotonic() < until:
+        time.sleep(SHORTEST_PAUSE)
+
+
 def _description(watch: dist.Store, place: Place, error: BaseException) -> str:
-    offers = [watch.get(f"{OFFER}/{number + 1}").decode() for number in range(min(watch.add(OFFERS, 0), MOST_NAMED))]
+    if place.has_other_nodes:
+        _await_count(watch, OFFERS, place.world_size // place.local_world_size)
+    keys = [f"{OFFER}/{rank}" for rank in range(place.world_size)]
+    offers = [watch.get(key).decode() for key in keys if watch.check([key])][:MOST_NAMED]
     return (
         f"all {place.world_size} processes have come to {place.meeting_point}, but rank {place.rank} on "
         f"{socket.gethostname()} cannot connect to the others: {_first_line(error)}."

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -215,6 +216,6 @@ def test_gloo_gets_the_interface_towards_the_others_unless_the_user_has_chosen(
     monkeypatch.setenv(GLOO_INTERFACE, "to be put back")
     monkeypatch.delenv(GLOO_INTERFACE) if own is None else monkeypatch.setenv(GLOO_INTERFACE, own)
     choose_interface("node01", [])
-    assert rendezvous_module.os.environ.get(GLOO_INTERFACE) == own
+    assert os.environ.get(GLOO_INTERFACE) == own
     choose_interface("node01", ["10.0.0.2"])
-    assert rendezvous_module.os.environ.get(GLOO_INTERFACE) == chosen
+    assert os.environ.get(GLOO_INTERFACE) == chosen

@@ -169,7 +169,7 @@ def test_the_processes_of_a_machine_share_its_cores(stand_in: StandIn) -> None:
     machine.write_text("def usable_cores():\n    return 64\n")
     names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")
     stand_in.torchrun.write_text(f"import os\nprint(*(os.environ.get(name) or '-' for name in {names}))\n")
-    plain = {"OMP_NUM_THREADS": "", "GOMP_SPINCOUNT": "", "OMP_WAIT_POLICY": ""}
+    unset = {"OMP_NUM_THREADS": "", "GOMP_SPINCOUNT": "", "OMP_WAIT_POLICY": ""}
     for variables, said in (
         ({"NPROC": "8"}, "8 10000\n"),
         ({"NPROC": "100"}, "1 10000\n"),
@@ -177,7 +177,8 @@ def test_the_processes_of_a_machine_share_its_cores(stand_in: StandIn) -> None:
         ({"NPROC": "8", "GOMP_SPINCOUNT": "7"}, "8 7\n"),
         ({"NPROC": "8", "OMP_WAIT_POLICY": "ACTIVE"}, "8 -\n"),
     ):
-        assert train(stand_in, CHOICE, **{**plain, **variables}).stdout == said
+        command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE]
+        assert run_command(command, stand_in.variables(**{**unset, **variables}), cwd=stand_in.root).stdout == said
 
 
 def test_several_machines_meet_where_they_are_told(stand_in: StandIn) -> None:
