@@ -39,7 +39,7 @@ def start(nodes: Nodes, run: Path, flags: Sequence[str], **variables: str) -> li
     """Starts a process on each of two machines; they meet at the name of the first."""
     (port,) = free_ports(1)
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": nodes.names[0]}
-    line = [sys.executable, PROGRAM, *TINY, "use_dummy_dataset=true", f"ckpt_save_path={run}", *flags]
+    line: list[str | Path] = [sys.executable, PROGRAM, *TINY, "use_dummy_dataset=true", f"ckpt_save_path={run}", *flags]
     return [
         nodes.start(rank, line, {**common, "MASTER_PORT": str(port), "RANK": str(rank), **variables})
         for rank in range(2)
@@ -105,7 +105,14 @@ def test_a_job_goes_on_without_a_machine_and_again_with_it(nodes: Nodes, tmp_pat
         elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job"]
         meeting = [f"--rdzv-endpoint={nodes.names[0]}:{port}", f"--rdzv-conf=is_host={1 - node},{soon}"]
         flags = [*TINY, "use_dummy_dataset=true", "checkpoint_interval=2", "global_batch_size=4", *ENDLESS[:1]]
-        launch = [sys.executable, ROOT / "scripts" / "torchrun.py", *elastic, *meeting, PROGRAM, *flags]
+        launch: list[str | Path] = [
+            sys.executable,
+            ROOT / "scripts" / "torchrun.py",
+            *elastic,
+            *meeting,
+            PROGRAM,
+            *flags,
+        ]
         return nodes.start(node, [*launch, f"ckpt_save_path={tmp_path}"], {})
 
     first, second = join(0), join(1)
