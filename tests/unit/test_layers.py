@@ -22,8 +22,8 @@ ROWS = (
     ("checkpoint", "evaluation"),
     ("train",),
     ("api", "tools"),
-    ("cli", "main_training"),
     ("__init__",),
+    ("cli", "main_training"),
 )
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
 TORCH_FREE = ("errors", "files", "progress", "config", "launch", "estimate")
