@@ -42,6 +42,7 @@ from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
 from pretraining.launch.terminal import log_to_terminal, outlive_readers
+from pretraining.launch.threads import spin_briefly
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -49,6 +50,7 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     outlive_readers()
     signals = ReceivedSignals().listen()
     end_with_launcher()
+    spin_briefly()
     config = load_train_config(overrides, flags)
     layout = resolve_layout(os.environ)
     with leave_at_interrupt(_interrupted("train")):  # torch is imported only when there is something to train
@@ -142,6 +144,7 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Measures the machines that training would run on."""
     config = parse_config(DoctorConfig, overrides, flags)
     layout = resolve_layout(os.environ)
+    spin_briefly()  # as training does
     from pretraining.tools.doctor.doctor import doctor
 
     doctor(config, layout)

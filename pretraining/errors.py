@@ -86,9 +86,14 @@ class LostPeerError(LaunchError):
 
 
 class Preempted(PretrainError):
-    """The run was told to end before it was done: no mistake, and the next start goes on."""
+    """The run was told to end before it was done: no mistake, and the next start goes on.
+
+    Attributes:
+        is_out_of_time: whether its time was nearly over, rather than that somebody wanted its place.
+    """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
+    is_out_of_time: bool = False
 
 
 class Interrupted(Preempted):

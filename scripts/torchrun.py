@@ -8,13 +8,15 @@ whatever the worker returned, and a signal with another traceback. That buries w
 - SIGTERM or SIGUSR1 comes: the workers get it, and as long as they need to save (its sender knows when to kill);
   further ones are ignored, and the exit code is theirs: 75, the run is saved and can be gone on with;
 - Ctrl-C comes: the same, with exit code 130; by the second one the workers leave at once, by the third they are killed;
-- another signal comes: the workers get it and 30 seconds; exit code 128 + number.
+- another signal comes: the workers get it and 30 seconds; exit code 128 + number;
+- the train.sh that started it is killed: as for SIGTERM.
 
 Errors of torchrun itself (wrong arguments, machines that do not meet) are shown as they are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -24,6 +26,7 @@ from types import FrameType
 INTERRUPTED = 130
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h; the workers', too
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
@@ -34,9 +37,19 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
 
 
+def end_with_script() -> None:
+    """Has Linux send SIGTERM to this process when the train.sh that started it dies, even by SIGKILL."""
+    script = os.environ.pop("PRETRAINING_SCRIPT_PID", "")
+    if script and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != int(script):  # dead already
+            os._exit(PREEMPTED)
+
+
 if __name__ == "__main__":  # before torch is imported, which takes seconds, in which a signal would end in a traceback
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, leave_at_once)
+    end_with_script()
 
 import logging  # noqa: E402
 import re  # noqa: E402
@@ -51,6 +64,9 @@ from torch.distributed.run import main  # noqa: E402
 # What torchrun logs as warnings and errors though it is only how jobs end, and its banner about a default.
 LOGS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
 EXPECTED = re.compile(r"failed \(exitcode|(Sending|Closing) process|Received .* death signal|\W*Setting OMP_NUM_THR")
+
+# A number of machines that may change.
+ELASTIC = re.compile(r"--nnodes=\d+:\d+")
 
 OTHER_SIGNALS = "SIGHUP,SIGQUIT"
 UNTIL_KILLED = 10**9  # seconds
@@ -161,6 +177,10 @@ def run(arguments: list[str]) -> int:
     multiprocessing.SubprocessContext = Workers  # type: ignore[misc]
     # --time_limit counts from here, also in workers that are started again.
     os.environ.setdefault("PRETRAINING_STARTED_AT", str(time.time()))
+    if any(ELASTIC.fullmatch(argument) for argument in arguments):
+        # With the store that its processes share torchrun tells only machines of the first round where it is: one that
+        # comes later, or back, waits for it, and the others for that one, until all give up.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         main([f"--signals-to-handle={OTHER_SIGNALS}", *arguments])
     except ChildFailedError as error:

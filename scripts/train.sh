@@ -96,15 +96,19 @@ else
     meeting=(--nnodes="$nodes" --node-rank="${NODE_RANK:?number of this machine, from 0}"
         --master-addr="${MASTER_ADDR:?host of machine 0}" --master-port="${MASTER_PORT:-29500}")
 fi
-# Share the cores; torchrun would give each process one, with a warning.
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
+# Share the cores; torchrun would give each process one, with a warning. Threads that wait let others have them soon, as
+# those of a single process do (launch/threads.py).
+if [[ -z ${OMP_NUM_THREADS:-} ]]; then
+    cores=$(cd "$root" && python -c "from pretraining.launch.machine import usable_cores; print(usable_cores())")
+    export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
+    [[ -n ${OMP_WAIT_POLICY:-}${GOMP_SPINCOUNT:-} ]] || export GOMP_SPINCOUNT=10000
+fi
 echo "train: $processes processes on this machine, $nodes machine(s)" >&2 || true
 
 # In a process group of its own torchrun does not see Ctrl-C itself: it gets each signal once, from here, and hands it to
-# its workers.
+# its workers. It ends with this shell, however that ends.
 set -m
-python "$root/scripts/torchrun.py" "${meeting[@]}" --nproc-per-node="$processes" --max-restarts="$restarts" \
+PRETRAINING_SCRIPT_PID=$$ python "$root/scripts/torchrun.py" "${meeting[@]}" --nproc-per-node="$processes" --max-restarts="$restarts" \
     "$root/main_training.py" "${arguments[@]}" &
 child=$!
 for signal in TERM INT HUP USR1; do

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.writer import SavePlan
-from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, on_every_rank
+from pretraining.distributed.processes import on_every_rank
+from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 
 
 class BackgroundSave:

@@ -7,7 +7,8 @@ once where its process was on this machine, otherwise when it was not renewed fo
 writer looks whether the lease is still its own; a process that was stopped for long and wakes up commits nothing. A
 lease with a flipped bit says nothing: its holder writes it again, others wait whether somebody does.
 
-Ages are compared on the file system's clock, never on those of two machines.
+The age of a lease is told by the file system's clock, never by those of two machines. Where that cannot be, as with a
+time in the future, a lease is stale once it was unchanged for a minute of this process's own clock.
 """
 
 from __future__ import annotations
@@ -70,10 +71,13 @@ class Holder:
 class Lease:
     """The right to write into a run's folder."""
 
-    def __init__(self, run: Path, pause: Callable[[float], object] = time.sleep) -> None:
+    def __init__(
+        self, run: Path, pause: Callable[[float], object] = time.sleep, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._run = run
         self._path = run / LEASE
         self._pause = pause
+        self._clock = clock
         self._own = Holder.this_process()
         self._ending = threading.Event()
         self._mending = threading.Lock()
@@ -97,10 +101,9 @@ class Lease:
         """Raises a CheckpointError if the lease is no longer this process's."""
         holder = self._holder()
         if holder != self._own:
-            now = f"now {holder} writes there" if holder else f"{self._path} is gone"
             raise CheckpointError(
-                f"{self._run} does not belong to this run any more: {now}. This process was not heard of for "
-                f"{STALE_SECONDS:.0f} s. Nothing was changed; end this run."
+                f"{self._run} does not belong to this run any more: {self._how_it_was_lost(holder)}. "
+                "Nothing was changed; end this run."
             )
 
     def release(self) -> None:
@@ -112,6 +115,15 @@ class Lease:
             if self._holder() == self._own:
                 self._path.unlink()
                 self._run.rmdir()  # only where a start was refused before it wrote anything
+
+    def _how_it_was_lost(self, holder: Holder | None) -> str:
+        if holder is not None:
+            return f"now {holder} writes there, since this process was not heard of for {STALE_SECONDS:.0f} s"
+        if not self._run.exists():
+            return "the folder was removed or renamed while this run was writing into it"
+        if not self._path.exists():
+            return f"{self._path} is gone; somebody has removed it, and another run may write there"
+        return f"{self._path} cannot be read any more"
 
     def _create(self) -> bool:
         try:
@@ -153,14 +165,17 @@ class Lease:
         )
         if holder is not None and holder.machine == _machine():
             raise refusal
-        if self._age(renewed) < STALE_SECONDS:
+        # Its time may lie in the future, where a clock was set or a machine has started again: that is no older lease.
+        left = min(STALE_SECONDS - self._age(renewed), STALE_SECONDS)
+        if left > 0:
             log.warning(
-                "%s was written to by %s less than %.0f s ago: waiting whether it is still there",
-                *(self._run, whoever, STALE_SECONDS),
+                "%s belongs to %s: waiting up to %.0f s whether it is still there",
+                *(self._run, whoever, left),
             )
         elif holder is None and renewed is not None:
             log.warning("%s is damaged, and old: taken over", self._path)
-        while renewed is not None and self._age(renewed) < STALE_SECONDS:
+        deadline = self._clock() + left
+        while self._clock() < deadline:
             self._pause(1.0)
             if self._renewed() not in (renewed, None):
                 raise refusal

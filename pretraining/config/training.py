@@ -182,7 +182,9 @@ class RunConfig:
         "none = 5 minutes ahead of the end of a SLURM job",
     )
     max_starts_without_progress: NonNegativeInt = setting(
-        5, "refuse to start once this many starts in a row have crashed before a new checkpoint; 0 = never"
+        5,
+        "refuse to start once this many starts in a row have crashed before a new checkpoint, or have run out of their "
+        "time before their first step; 0 = never",
     )
     seed: NonNegativeInt = setting(2023, "of the initial weights and of the order of the data")
     gc_interval: NonNegativeInt = setting(

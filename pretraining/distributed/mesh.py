@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pretraining.config.training import ParallelConfig
-from pretraining.distributed.processes import COLLECTIVE_TIMEOUT
+from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.distributed.torch_private import set_timeout_of_group
 from pretraining.errors import ConfigError
 

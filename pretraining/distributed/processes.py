@@ -1,6 +1,6 @@
 """The processes of a job: how they meet, part, fail together, and what each is doing.
 
-    join_processes -> rendezvous in a key-value store -> process group (NCCL for GPU tensors, gloo for CPU tensors)
+    join_processes -> rendezvous (rendezvous.py) -> process group (NCCL for GPU tensors, gloo for CPU tensors)
 
 A mistake that one rank finds (a missing folder, a damaged checkpoint) must end every rank with the same message and
 without a hang. So what may fail before training runs inside `on_rank_zero` or `on_every_rank`.
@@ -9,10 +9,9 @@ without a hang. So what may fail before training runs inside `on_rank_zero` or `
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import socket
-import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,18 +21,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, Patience, Place, meet
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
+from pretraining.launch.machine import usable_cores
+from pretraining.launch.threads import threads_in_quota
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Long enough for rank 0 to index a large dataset while the others wait for it. A watchdog that is on ends a job that
-# hangs earlier, since it can say why (`watchdog.collective_timeout`).
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-
 # How gloo and NCCL say that a process at the other end of a connection is gone.
 SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-
-SECONDS_BETWEEN_LOOKS = 0.05
 
 # glibc's options (malloc.h), and the variables by which a user may set them.
 _M_TRIM_THRESHOLD = -1
@@ -104,6 +102,7 @@ def join_processes(
     local_world_size: int,
     environment: dict[str, str],
     timeout: timedelta = COLLECTIVE_TIMEOUT,
+    patience: Patience | None = None,
 ) -> Iterator[Processes]:
     """Joins the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
 
@@ -112,32 +111,32 @@ def join_processes(
         local_rank, local_world_size: of this process among those of its node.
         environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
         timeout: after which a process that waits in a collective gives up.
+        patience: with processes that have not come yet; None = as long as in a collective.
 
     Raises:
-        LaunchError: more processes than GPUs on a node, or two processes on one GPU.
+        LaunchError: the processes do not find each other; more processes than GPUs on a node, or two on one GPU.
     """
     device = _device_of(local_rank, local_world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
+        keep_to_quota(local_world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         # A store inside the process: no port that another job could hold.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         os.environ.update(environment)
-        try:
-            store = _store_of_this_start(rank, world_size)
+
+        def connect(store: dist.Store) -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # each thread has its own
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        except (dist.DistError, ValueError) as error:
-            address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
-            alone = LaunchError(
-                f"could not join the {world_size} processes at {address}: {error}. "
-                "Check that MASTER_ADDR is reachable from every node and that MASTER_PORT is free."
-            )
-            alone.rank = rank
-            raise alone from error
+
+        meeting_point = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        place = Place(rank, world_size, local_rank, local_world_size, *meeting_point)
+        meet(place, connect, Patience(timeout) if patience is None else patience)
     try:
         _refuse_shared_devices(device)
         yield Processes(rank, world_size, local_rank, local_world_size, device)
@@ -173,67 +172,19 @@ def keep_freed_memory() -> bool:
     return bool(set_option(_M_TRIM_THRESHOLD, -1))  # and the heap never shrinks
 
 
-def _store_of_this_start(rank: int, world_size: int) -> dist.Store:
-    """Returns the store in which the processes find each other: rank 0's, or torchrun's where it offers one."""
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=rank == 0 and not is_torchruns,
-        timeout=COLLECTIVE_TIMEOUT,
-        multi_tenant=True,
-    )
-    return rendezvous(store, rank, world_size, COLLECTIVE_TIMEOUT) if is_torchruns else store
+def keep_to_quota(processes: int) -> None:
+    """Lowers this process's number of threads where the CPU quota of its control group leaves less than its cores.
 
-
-def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Finds the processes of this start among what earlier starts have left in a store; a collective call.
-
-    torchrun keeps one key-value store for all its restarts. A restarted process would find in it the addresses of dead
-    ones, and wait for them until a timeout (pytorch issue 135712; the number of restarts does not help, since each
-    machine counts its own). So rank 0 makes up a name for this start and tells it to every rank that asks now:
-
-        rank r    ask/<r>  = a word of its own                 rank 0    answer/<that word> = the name of this start
-                  taken/<name>/<r>                                       done, when all have taken it
-
-    Nobody reads the answer to a word that a dead process has left. Returns the part of the store for this start alone.
-
-    Raises:
-        LaunchError: some ranks have not come.
+    More threads than that use the quota up early, and then all of them stand still for the rest of each period.
     """
-    name = _tell_name(store, world_size, timeout) if rank == 0 else _ask_name(store, rank)
-    return dist.PrefixStore(f"start/{name}", store)
-
-
-def _tell_name(
-    store: dist.Store, world_size: int, timeout: timedelta, clock: Callable[[], float] = time.monotonic
-) -> str:
-    name, answered = uuid.uuid4().hex, dict[int, bytes]()
-    missing = set(range(1, world_size))
-    deadline = clock() + timeout.total_seconds()
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"taken/{name}/{rank}"]):
-                missing.remove(rank)
-            elif store.check([f"ask/{rank}"]) and answered.get(rank) != (word := store.get(f"ask/{rank}")):
-                store.set(f"answer/{word.decode()}", name)
-                answered[rank] = word
-        if missing and clock() > deadline:
-            raise LaunchError(
-                f"ranks {sorted(missing)} have not come within {timeout.total_seconds():.0f} s. "
-                "See what their machines have printed."
-            )
-        time.sleep(SECONDS_BETWEEN_LOOKS if missing else 0)
-    return name
-
-
-def _ask_name(store: dist.Store, rank: int) -> str:
-    word = uuid.uuid4().hex
-    store.set(f"ask/{rank}", word)
-    name: str = store.get(f"answer/{word}").decode()  # waits until it is there
-    store.set(f"taken/{name}/{rank}", "")
-    return name
+    threads = threads_in_quota(processes)
+    if threads is not None and threads < torch.get_num_threads():
+        log.info(
+            "%d threads a process in place of %d: the control group's CPU quota is %d cores, for %d processes "
+            "(OMP_NUM_THREADS sets another number)",
+            *(threads, torch.get_num_threads(), usable_cores(), processes),
+        )
+        torch.set_num_threads(threads)
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -28,7 +28,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pretraining.config.training import GuardConfig
-from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, Processes
+from pretraining.distributed.processes import Processes
+from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.distributed.torch_private import store_of_job
 
 EXIT_HUNG = 124

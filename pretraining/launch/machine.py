@@ -31,8 +31,12 @@ class MachineMemory:
 
 def usable_cores() -> int:
     """Cores that this process may run on: its affinity, and the CPU quota of its control groups, rounded down."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *(int(quota) for quota in _cpu_quotas())]))
+    return max(1, min([allowed_cores(), *(int(quota) for quota in _cpu_quotas())]))
+
+
+def allowed_cores() -> int:
+    """Cores that this process may run on by its affinity, however much of their time it gets."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_memory() -> MachineMemory:

@@ -150,6 +150,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     processes = job.processes
     shape = resolve_shape(config.model)
     start = choose_start_point(config, job.status)
+    on_every_rank(job.stop_requests.end_before_training)
     abandoned = on_rank_zero(lambda: unfinished_saves(Path(config.checkpoint.ckpt_save_path)))
     processes.activity.step = start.step if start is not None else 0
     data = open_data(config, processes)

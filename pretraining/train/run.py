@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from pretraining.checkpoint.lease import hold_lease
@@ -13,6 +14,7 @@ from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.distributed.compile import naming_the_flag, without_compiling
 from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
+from pretraining.distributed.rendezvous import Patience
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import generate
@@ -40,6 +42,9 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
         PretrainError: any mistake of the user; the message says what to change.
     """
     requests = StopRequests() if stop_requests is None else stop_requests
+    # Whether the time limit leaves room for a start is asked once the start is counted.
+    end_at_signal = replace(requests, deadline=None).end_before_training
+    waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
     # The status is written last, when an error has been put into words.
     with (
         StatusKeeper(config.run.max_starts_without_progress, is_writer=layout.rank == 0) as status,
@@ -47,12 +52,13 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
             *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
             layout.as_environment(),
             timeout=collective_timeout(config.guard),
+            patience=Patience(timedelta(seconds=waiting), end_at_signal),
         ) as processes,
         Watchdog(config.guard, processes),
     ):
         config = adopt_model(config)
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
-        on_every_rank(requests.end_before_training)
+        on_every_rank(end_at_signal)
         run_path = on_rank_zero(lambda: settle_run_path(config))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
         with (

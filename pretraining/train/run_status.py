@@ -3,8 +3,9 @@
     {"status": "preempted", "step": 1040, "reason": "SIGUSR1", "starts": 7, "starts_without_progress": 0, ...}
 
 Rank 0 writes it at a start and at an end. What stays "running" was killed, or its machine was. So each start counts as
-a crash until an end that is none takes that back. A start that finds as many crashes as are allowed, with no checkpoint
-in between, is refused.
+a crash until an end that is none takes that back. A start that runs out of its time before its first step counts, too:
+one more would end alike. A start that finds as many of both as are allowed, with no checkpoint in between, is refused.
+No time in the file decides anything, since clocks differ.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from pretraining.errors import CheckpointError, Preempted, PretrainError
 from pretraining.files import checked_values, read_json, with_checksum, write_atomic
 from pretraining.progress import TrainState
-from pretraining.train.preemption import reason_of
+from pretraining.train.preemption import is_out_of_time, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class RunStatus:
         status: running, finished, preempted or failed.
         reason: why it ended, in words; how far it got where it is finished.
         starts: how often the run was started.
-        starts_without_progress: starts in a row, with this one, that crashed before they saved a new checkpoint.
+        starts_without_progress: starts in a row, with this one, that crashed before they saved a new checkpoint, or
+            ran out of their time before their first step.
         started_at_step: of the checkpoint that this start began with.
         updated: when this was written (ISO 8601, UTC).
     """
@@ -109,7 +111,8 @@ class StatusKeeper:
             return  # a later start has taken the folder over, and speaks for it
         status = "finished" if error is None else "preempted" if isinstance(error, Preempted) else "failed"
         step = self._state.step if self._state is not None else self._begun.step
-        crashes = self._begun.starts_without_progress - (not self._is_crash(error))
+        got_nowhere = self._is_crash(error) or self._ran_out_of_time(error, step)
+        crashes = self._begun.starts_without_progress - (not got_nowhere)
         ended = replace(
             self._begun, status=status, step=step, reason=self._reason(error), starts_without_progress=crashes
         )
@@ -124,6 +127,13 @@ class StatusKeeper:
         # A wrong flag is said at once and by all ranks; whoever mends it at the sixth start shall not be refused.
         is_mistake = isinstance(error, PretrainError) and error.is_everywhere and self._state is None
         return not is_mistake
+
+    def _ran_out_of_time(self, error: BaseException | None, step: int) -> bool:
+        """Whether the time given was over before a step was done; a later end saves, which is progress."""
+        assert self._begun is not None
+        if not isinstance(error, Preempted) or step > self._begun.step:
+            return False
+        return error.is_out_of_time or (self._state is not None and is_out_of_time(self._state.stop))
 
     def _reason(self, error: BaseException | None) -> str:
         if error is None:
@@ -173,6 +183,13 @@ def _crash_loop(path: Path, previous: RunStatus, crashes: int) -> CheckpointErro
     if previous.status == "running":
         last = "it ended without a word, as a process does that is killed or finds no memory left"
     starts = "its last start" if crashes == 1 else f"its last {crashes} starts"
+    if previous.status == "preempted":
+        return CheckpointError(
+            f"this run gets nowhere: {starts} went on from step {previous.started_at_step} and ran out of time, or "
+            f"crashed, before a new checkpoint. The last time: {last}\nA start takes longer than the time it is given: "
+            "raise --time_limit, or the time of the job (sbatch --time), then go on by the same command with "
+            f"--max_starts_without_progress=0. {path} counts the starts."
+        )
     return CheckpointError(
         f"this run is in a crash loop: {starts} went on from step {previous.started_at_step} and crashed before a new "
         f"checkpoint. The last time: {last}\nOne more would end alike. Mend the cause (--skip_samples leaves out what "

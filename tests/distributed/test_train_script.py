@@ -53,6 +53,24 @@ def test_every_process_gets_the_signal_once(stand_in: StandIn, number: signal.Si
     assert sum(call.startswith("signal") for call in stand_in.calls()) == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a service of Linux")
+def test_a_script_that_is_killed_leaves_no_process_behind(stand_in: StandIn) -> None:
+    """The workers are told to end by SIGTERM, in their own time."""
+    command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE, "--wait"]
+    environment = plain_environment(stand_in.variables(NPROC="2"))
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert [script.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        script.kill()
+        assert script.stdout.read() == ""  # until everybody who could write there has ended
+    assert stand_in.calls().count("signal SIGTERM") == 2
+
+
+def test_torchrun_does_not_begin_where_its_script_is_gone(tmp_path: Path) -> None:
+    done = torchrun("--standalone", tmp_path / "program.py", PRETRAINING_SCRIPT_PID="1")
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
+
+
 @pytest.mark.parametrize("code", [0, 1, 75])
 def test_the_exit_code_of_the_processes_is_returned_and_nothing_is_added(stand_in: StandIn, code: int) -> None:
     done = train(stand_in, EXIT_CODE=str(code))

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from pretraining.launch.machine import machine_memory, read_text, usable_cores
+from pretraining.launch.network import NCCL_INTERFACE, offered_address
 
 OPEN_FILES_WANTED = 4096
 SHARED_MEMORY_WANTED = 2**30
@@ -46,6 +47,8 @@ def facts_of(device: torch.device) -> dict[str, str]:
         "locked memory": "any amount" if soft_locked == resource.RLIM_INFINITY else _size(soft_locked),
         "/dev/shm": _size(_shared_memory_bytes()),
     }
+    facts["gloo listens at"] = offered_address(os.environ)
+    facts["NCCL listens at"] = os.environ.get(NCCL_INTERFACE) or f"what NCCL finds ({NCCL_INTERFACE} is not set)"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["device"] = f"{properties.name}, {_size(properties.total_memory)}"

@@ -126,14 +126,26 @@ def test_a_lease_from_elsewhere_is_waited_for_until_it_is_stale(
         lease.check()
 
 
-def test_the_wait_ends_when_the_minute_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, elsewhere(), seconds_ago=5)
-    ages = iter([5.0, 5.0, 30.0, 59.0, 61.0])
-    monkeypatch.setattr(Lease, "_age", lambda self, renewed: next(ages))
-    pauses: list[float] = []
-    with held(tmp_path, pauses.append) as lease:
-        lease.check()
-    assert len(pauses) == 3
+@pytest.mark.parametrize(
+    ("seconds_ago", "waited"),
+    [(5, 55), (-3 * 3600, STALE_SECONDS), (-1e9, STALE_SECONDS)],
+    ids=["the rest of a minute", "three hours ahead", "decades ahead"],
+)
+def test_a_lease_is_stale_once_it_was_unchanged_for_a_minute_of_our_own_clock(
+    tmp_path: Path, seconds_ago: float, waited: float
+) -> None:
+    """Also where its time lies in the future: of another boot, of a clock that was set."""
+    write(tmp_path, elsewhere(), seconds_ago)
+    now = [1000.0]
+
+    def pause(seconds: float) -> None:
+        now[0] += seconds
+
+    lease = Lease(tmp_path, pause, clock=lambda: now[0])
+    lease.acquire()
+    lease.check()
+    lease.release()
+    assert now[0] - 1000 == pytest.approx(waited, abs=2)
 
 
 def test_a_lease_from_elsewhere_that_is_renewed_refuses_the_start(tmp_path: Path) -> None:
@@ -172,9 +184,21 @@ def test_a_lease_that_was_lost_is_noticed_before_a_commit_and_left_alone(tmp_pat
             lease.check()
         lease.release()
         assert (tmp_path / LEASE).exists()
-        (tmp_path / LEASE).unlink()
-        with pytest.raises(CheckpointError, match=r"lease.json is gone"):
+        (tmp_path / LEASE).write_text("{")
+        with pytest.raises(CheckpointError, match=r"lease.json cannot be read any more"):
             lease.check()
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"), [("lease", "lease.json is gone; somebody has removed it"), ("folder", "was removed or renamed")]
+)
+def test_what_was_removed_is_not_said_to_be_silence(tmp_path: Path, lost: str, said: str) -> None:
+    run = tmp_path / "run"
+    with held(run) as lease:
+        run.rename(tmp_path / "renamed") if lost == "folder" else (run / LEASE).unlink()
+        with pytest.raises(CheckpointError, match=said) as raised:
+            lease.check()
+    assert "not heard of" not in str(raised.value)
 
 
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:

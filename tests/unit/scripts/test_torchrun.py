@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import signal
 from types import ModuleType
 
@@ -92,6 +93,20 @@ def test_other_ends(
     torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None, code: int
 ) -> None:
     assert run(torchrun, monkeypatch, outcome) == code
+
+
+@pytest.mark.parametrize(("nodes", "shares"), [("--nnodes=1:2", "1"), ("--nnodes=2", None)])
+def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
+    nodes: str, shares: str | None, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    monkeypatch.setenv(name, "to be put back")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(torchrun, "main", lambda arguments: None)
+    monkeypatch.setattr(multiprocessing, "SubprocessContext", multiprocessing.SubprocessContext)
+    monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
+    torchrun.run([nodes, "job.py"])
+    assert os.environ.get(name) == shares
 
 
 @pytest.mark.parametrize(

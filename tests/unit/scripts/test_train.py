@@ -162,11 +162,23 @@ def test_machines_that_may_come_and_go_meet_at_one_of_them(stand_in: StandIn) ->
 
 
 def test_the_processes_of_a_machine_share_its_cores(stand_in: StandIn) -> None:
-    stand_in.add_program("nproc", "#!/usr/bin/env bash\necho 64\n")
-    stand_in.torchrun.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'], 'threads')\n")
-    assert train(stand_in, CHOICE, NPROC="8", OMP_NUM_THREADS="").stdout == "8 threads\n"
-    assert train(stand_in, CHOICE, NPROC="8", OMP_NUM_THREADS="3").stdout == "3 threads\n"
-    assert train(stand_in, CHOICE, NPROC="100", OMP_NUM_THREADS="").stdout == "1 threads\n"
+    machine = stand_in.root / "pretraining" / "launch" / "machine.py"
+    machine.parent.mkdir(parents=True)
+    for folder in (machine.parent, machine.parent.parent):
+        (folder / "__init__.py").touch()
+    machine.write_text("def usable_cores():\n    return 64\n")
+    names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")
+    stand_in.torchrun.write_text(f"import os\nprint(*(os.environ.get(name) or '-' for name in {names}))\n")
+    unset = {"OMP_NUM_THREADS": "", "GOMP_SPINCOUNT": "", "OMP_WAIT_POLICY": ""}
+    for variables, said in (
+        ({"NPROC": "8"}, "8 10000\n"),
+        ({"NPROC": "100"}, "1 10000\n"),
+        ({"NPROC": "8", "OMP_NUM_THREADS": "3"}, "3 -\n"),
+        ({"NPROC": "8", "GOMP_SPINCOUNT": "7"}, "8 7\n"),
+        ({"NPROC": "8", "OMP_WAIT_POLICY": "ACTIVE"}, "8 -\n"),
+    ):
+        command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE]
+        assert run_command(command, stand_in.variables(**{**unset, **variables}), cwd=stand_in.root).stdout == said
 
 
 def test_several_machines_meet_where_they_are_told(stand_in: StandIn) -> None:

@@ -20,6 +20,21 @@ def test_a_signal_is_a_request_and_so_is_a_deadline_that_has_come() -> None:
     assert reason_of(requests.pending()) == "SIGUSR1"
 
 
+@pytest.mark.parametrize(("number", "is_out_of_time"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_start_that_ends_before_training_says_whether_its_time_is_over(
+    number: signal.Signals, is_out_of_time: bool
+) -> None:
+    requests = StopRequests(ReceivedSignals())
+    requests.end_before_training()
+    requests.signals.first = number
+    with pytest.raises(Preempted, match=number.name) as ended:
+        requests.end_before_training()
+    assert ended.value.is_out_of_time is is_out_of_time
+    with pytest.raises(Preempted, match="the time limit is near") as late:
+        StopRequests(ReceivedSignals(), deadline=0.0).end_before_training()
+    assert late.value.is_out_of_time
+
+
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(signal.SIGINT, 130, "Interrupted before"), (signal.SIGTERM, 75, "Preempted before")]
 )

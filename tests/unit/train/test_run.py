@@ -337,6 +337,21 @@ def test_a_time_limit_ends_a_run_with_the_resumable_exit_code(
     assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "finished"
 
 
+def test_a_time_limit_shorter_than_a_start_is_refused_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
+    codes = []
+    for _ in range(3):
+        with pytest.raises(SystemExit) as ending:
+            start(tmp_path, "time_limit=30s", "max_starts_without_progress=2")
+        codes.append(ending.value.code)
+    assert codes == [75, 75, 1]
+    assert "its last 2 starts went on from step 0 and ran out of time" in capsys.readouterr().err
+    start(tmp_path, "time_limit=0s", "max_starts_without_progress=0")
+    assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "finished"
+
+
 def test_an_interrupt_is_no_crash_and_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt

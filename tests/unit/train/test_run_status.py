@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -8,12 +9,20 @@ import pytest
 
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
 from pretraining.progress import Progress, TrainState
+from pretraining.train.preemption import TIME_LIMIT
 from pretraining.train.run_status import STATUS_FILE, StatusKeeper, read_status
 
 
 def everywhere(error: ConfigError) -> ConfigError:
     """An error as `join_processes` leaves it where all ranks have found it."""
     error.is_everywhere = True
+    return error
+
+
+def out_of_time() -> Preempted:
+    """The end of a start whose time limit is near."""
+    error = Preempted("the time limit is near")
+    error.is_out_of_time = True
     return error
 
 
@@ -28,7 +37,8 @@ def start(
             state = TrainState(10, 8, 1, Progress(restored_step, restored_step))
             status.training(state)
             state.progress = Progress(reached, reached)
-            state.request_stop(15 if isinstance(error, Preempted) else 0)
+            if isinstance(error, Preempted):
+                state.request_stop(TIME_LIMIT if error.is_out_of_time else 15)
         if error is not None:
             raise error
 
@@ -45,6 +55,9 @@ def status_of(run: Path) -> dict[str, object]:
         (None, 8, "finished", "8 of 10 steps are done, as many as --run_steps asked for", 0),
         (Preempted("long text"), 7, "preempted", "SIGTERM", 0),
         (Preempted("before training began"), None, "preempted", "before training began", 0),
+        (out_of_time(), None, "preempted", "the time limit is near", 1),
+        (out_of_time(), 5, "preempted", "the time limit is near", 1),
+        (out_of_time(), 6, "preempted", "the time limit is near", 0),
         (KeyboardInterrupt(), 7, "failed", "interrupted (Ctrl-C)", 0),
         (LostPeerError("another process has ended"), 7, "failed", "another process has ended", 1),
         (ValueError("nan"), 7, "failed", "ValueError: nan", 1),
@@ -87,6 +100,28 @@ def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert status_of(tmp_path)["starts_without_progress"] == 3
     start(tmp_path, 3, 10, limit=4)
     assert (status_of(tmp_path)["starts"], status_of(tmp_path)["starts_without_progress"]) == (5, 3)
+
+
+def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_path: Path) -> None:
+    start(tmp_path, 3, None, out_of_time())
+    start(tmp_path, 3, None, Preempted("SIGTERM"))  # somebody wanted the machine: that is no reason to give up
+    start(tmp_path, 3, None, out_of_time())
+    with pytest.raises(CheckpointError, match="its last 2 starts went on from step 3 and ran out of time") as refused:
+        start(tmp_path, 3, None)
+    assert "raise --time_limit, or the time of the job (sbatch --time)" in str(refused.value)
+    start(tmp_path, 3, 6, out_of_time(), limit=0)
+    assert status_of(tmp_path)["starts_without_progress"] == 2
+    start(tmp_path, 6, None, out_of_time())  # from the checkpoint that the last one has saved
+    assert status_of(tmp_path)["starts_without_progress"] == 1
+
+
+def test_a_time_in_the_file_decides_nothing(tmp_path: Path) -> None:
+    start(tmp_path, 3, 4, ValueError("the loss is no number"))
+    path = tmp_path / STATUS_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "updated": "2099-01-01T00:00:00+00:00"}))
+    os.utime(path, (4e9, 4e9))
+    start(tmp_path, 3, 4, ValueError("the loss is no number"))
+    assert (status_of(tmp_path)["starts"], status_of(tmp_path)["starts_without_progress"]) == (2, 2)
 
 
 def test_a_start_whose_checkpoint_is_damaged_counts_once_and_from_the_one_that_it_goes_on_from(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""Which network interface of this machine leads to the other machines of a job.
+
+gloo offers its peers the address that this host's own name resolves to. On Debian and its kin /etc/hosts makes that
+127.0.1.1, where no other machine reaches it. The way to a machine of the job is a better answer.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+DISCARD_PORT = 9  # nothing is sent there
+
+# linux/sockios.h and net/if.h: all IPv4 addresses, as names of 16 bytes and socket addresses.
+_SIOCGIFCONF = 0x8912
+_RECORD_BYTES = 40
+_MOST_RECORDS = 256
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface, and its address from which packets to some host leave."""
+
+    name: str
+    address: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine hears what is sent there."""
+        return ipaddress.ip_address(self.address).is_loopback
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.name})"
+
+
+def interface_towards(host: str) -> Interface | None:
+    """Returns the interface that leads to a host; None where nobody knows the host or a way to it."""
+    with suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # chooses the way; a datagram socket sends nothing by it
+                address = probe.getsockname()[0].partition("%")[0]
+                if (name := _names_of_interfaces().get(ipaddress.ip_address(address))) is not None:
+                    return Interface(name, address)
+    return None
+
+
+def interface_to_others(hosts: Iterable[str]) -> Interface | None:
+    """Returns the interface that leads to the first of the hosts that is on another machine; None where none is."""
+    found = (interface_towards(host) for host in hosts)
+    return next((each for each in found if each is not None and not each.is_loopback), None)
+
+
+def offered_address(environ: Mapping[str, str]) -> str:
+    """Describes where gloo tells other processes to find this one."""
+    if environ.get(GLOO_INTERFACE):
+        return f"{GLOO_INTERFACE}={environ[GLOO_INTERFACE]}"
+    name = socket.gethostname()
+    try:
+        return f"{socket.gethostbyname(name)}, to which its name {name} resolves"
+    except OSError:
+        return f"none: its name {name} does not resolve"
+
+
+def _names_of_interfaces() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
+    """Names by address, as Linux tells them; empty elsewhere."""
+    names: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str] = {}
+    if sys.platform != "linux":
+        return names
+    with suppress(OSError):
+        for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines():
+            address, *_, name = line.split()
+            names[ipaddress.IPv6Address(int(address, 16))] = name
+    return names | _names_by_ipv4_address()
+
+
+def _names_by_ipv4_address() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
+    import fcntl
+
+    records = array("B", bytes(_RECORD_BYTES * _MOST_RECORDS))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("iP", len(records), records.buffer_info()[0])
+        filled, _ = struct.unpack("iP", fcntl.ioctl(asking, _SIOCGIFCONF, request))
+    names: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str] = {}
+    for offset in range(0, filled, _RECORD_BYTES):
+        record = records[offset : offset + _RECORD_BYTES].tobytes()
+        # name[16], then a sockaddr_in: family (2), port (2), address (4)
+        names[ipaddress.IPv4Address(record[20:24])] = record[:16].partition(b"\0")[0].decode()
+    return names
