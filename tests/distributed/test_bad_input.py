@@ -66,7 +66,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["--hsdp_group_size", "divisor"],
     ),
     "a model that cannot fit": (
-        ["--model_variant=70b", "--num_hidden_layers=8000", "--hidden_size=8192", "--num_attention_heads=64"],
+        ["--model_variant=70b", "--num_hidden_layers=4000", "--hidden_size=8192", "--num_attention_heads=64"],
         ["the model cannot fit", "What would fit: --model_variant=", "--ignore_memory=true"],
     ),
     "a tokenizer that is not there": (["--tokenizer_path={root}/nowhere"], ["{root}/nowhere"]),
