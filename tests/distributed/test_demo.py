@@ -36,7 +36,7 @@ def test_the_demo_learns_from_real_text_and_says_how_to_go_on(checkout: Path) ->
         "--eval_interval=50",
     ]
     done = run_command(command, environment, timeout=280)
-    assert "Training a tokenizer" in done.stdout
+    assert "Training a tokenizer" in done.stderr
     assert "a sample of its text:" in done.stdout
 
     run = checkout / "runs" / "demo"
@@ -49,6 +49,6 @@ def test_the_demo_learns_from_real_text_and_says_how_to_go_on(checkout: Path) ->
     assert (run / "checkpoints" / f"step_{STEPS}_ckp" / "manifest.json").is_file()
 
     again = run_command(command, environment, timeout=120)
-    assert "Training a tokenizer" not in again.stdout
+    assert "Training a tokenizer" not in again.stderr
     assert f"finished already, at step {STEPS} of {STEPS}" in again.stdout
     assert f"--num_steps={2 * STEPS}" in again.stdout
