@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, reason_to_skip
+from xdist.scheduler import LoadFileScheduling
+
+USING_SLURM = ("tests/faults/test_slurm.py", "tests/distributed/test_launchers.py")
 
 # Before any test imports torch: tests are small, and threads of several processes only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,12 +31,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
     """Where tests run on several workers: those of a file together, and all that need the one SLURM."""
-    for item in items:
-        needs_slurm = "slurm" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("slurm" if needs_slurm else str(item.path)))
+    return SlurmTogether(config, log)
+
+
+class SlurmTogether(LoadFileScheduling):
+    """Files in order, each on one worker; those whose tests use SLURM count as one file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "slurm" if file.endswith(USING_SLURM) else file
 
 
 @pytest.fixture(autouse=True)

@@ -119,9 +119,9 @@ class Lease:
     def _how_it_was_lost(self, holder: Holder | None) -> str:
         if holder is not None:
             return f"now {holder} writes there, since this process was not heard of for {STALE_SECONDS:.0f} s"
-        if not self._run.exists():
+        if not exists(self._run):
             return "the folder was removed or renamed while this run was writing into it"
-        if not self._path.exists():
+        if not exists(self._path):
             return f"{self._path} is gone; somebody has removed it, and another run may write there"
         return f"{self._path} cannot be read any more"
 

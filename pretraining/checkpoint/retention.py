@@ -27,7 +27,7 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError
-from pretraining.files import link_atomic
+from pretraining.files import exists, link_atomic
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def point_to_best(run: Path, best: Record | None) -> None:
     """
     link = run / CHECKPOINTS / BEST
     try:
-        if link.exists() and not link.is_symlink():
+        if exists(link) and not link.is_symlink():
             raise FileExistsError(errno.EEXIST, "it is no link that a save has made")
         if best is None:
             link.unlink(missing_ok=True)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretraining.files import exists
+
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -61,7 +63,7 @@ def resident_bytes() -> int:
 
 def has_gpu() -> bool:
     """Whether the drivers of NVIDIA or AMD show a GPU; without torch, which takes a second to ask."""
-    return any((PROC / "driver" / "nvidia" / "gpus").glob("*")) or Path("/dev/kfd").exists()
+    return any((PROC / "driver" / "nvidia" / "gpus").glob("*")) or exists(Path("/dev/kfd"))
 
 
 def read_text(path: Path) -> str:

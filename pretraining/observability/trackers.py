@@ -143,7 +143,7 @@ class TensorBoard:
         run.folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         paths = (run.folder / f"{name}.{number}" for number in count())
-        self.file = ReportFile(next(path for path in paths if not path.exists()))
+        self.file = ReportFile(next(path for path in paths if not exists(path)))
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if run.restored_step:  # TensorBoard hides what an earlier process logged from the next step on
             start = SessionLog(status=SessionLog.START)

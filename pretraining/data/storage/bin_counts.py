@@ -29,7 +29,7 @@ from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, write_once
 from pretraining.errors import DataError
-from pretraining.files import check_regular, parse_json
+from pretraining.files import check_regular, exists, parse_json
 from pretraining.launch.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
     found = find_bin_counts(files, index, config)
     if found is not None:
         return found
-    damaged = next((place for place in _places(files, index, config) if place.exists()), None)
+    damaged = next((place for place in _places(files, index, config) if exists(place)), None)
     if damaged is not None:
         log.warning("%s is damaged, or of other documents: it is made again", damaged)
     name, seq_length, packing = files.name, config.seq_length, config.packing

@@ -72,7 +72,7 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     index = open_index(files, config)
     if index is not None:
         return index
-    damaged = next((place for place in index_places(files, config) if place.exists()), None)
+    damaged = next((place for place in index_places(files, config) if exists(place)), None)
     change = _what_changed(files, config)
     if damaged is not None:  # its name is that of these files and settings
         log.warning("index %s is damaged: it is made again", damaged)
