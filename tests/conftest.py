@@ -13,7 +13,7 @@ import pytest
 from slurm_cluster import SlurmCluster, reason_to_skip
 from xdist.scheduler import LoadFileScheduling
 
-USING_SLURM = ("tests/faults/test_slurm.py", "tests/distributed/test_launchers.py")
+USING_SLURM = ("faults/test_slurm.py", "distributed/test_launchers.py", "distributed/test_prepare.py")
 
 # Before any test imports torch: tests are small, and threads of several processes only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,12 +31,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
     """Where tests run on several workers: those of a file together, and all that need the one SLURM."""
     return SlurmTogether(config, log)
 
 
-class SlurmTogether(LoadFileScheduling):
+class SlurmTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
     """Files in order, each on one worker; those whose tests use SLURM count as one file."""
 
     def _split_scope(self, nodeid: str) -> str:
