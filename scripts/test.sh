@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Set up, then lint, check types and run the tests, in three processes, since many of them wait for others. Arguments go
-# to pytest (-n 0: in one process):
+# Set up, then lint, check types and run the tests in two processes. Arguments go to pytest (-n 0: in one process):
 #
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/unit -k layout
@@ -13,4 +12,4 @@ source scripts/setup.sh dev
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
