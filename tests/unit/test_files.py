@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -117,8 +118,8 @@ def test_json_holds_text(tmp_path: Path) -> None:
 
 def test_a_file_that_is_too_large_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     error = OSError(errno.EFBIG, "File too large")
-    for limit, words in ((4096, "may have 4,096 bytes at most"), (files.resource.RLIM_INFINITY, "this file system")):
-        monkeypatch.setattr(files.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+    for limit, words in ((4096, "may have 4,096 bytes at most"), (resource.RLIM_INFINITY, "this file system")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert words in reason_of(error)
     assert reason_of(OSError("odd")) == "odd"
 
