@@ -27,7 +27,7 @@ RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 SHIPPED = Path(__file__).parent / "recipes"
 
 LARGEST_RECIPE_BYTES = 2**20
-"""Names and weights of tens of thousands of datasets."""
+"""Names and weights of thousands of datasets."""
 DEEPEST_YAML = 32
 """Lists and mappings inside each other; settings need two."""
 _MOST_VALUES = 2**14

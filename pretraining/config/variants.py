@@ -169,11 +169,11 @@ def size_problems(shape: LlamaShape) -> Iterator[str]:
     for name, largest in LARGEST_SIZES.items():
         size = getattr(shape, name)
         if type(size) is not int or not 1 <= size <= largest:
-            yield f"{name}={_shortened(size)} is no size of a model: give a whole number from 1 to {largest:,}"
+            yield f"{name}={shown(size)} is no size of a model: give a whole number from 1 to {largest:,}"
     for name, smallest in (("rms_norm_eps", 0), ("rope_theta", 1)):
         value = getattr(shape, name)
         if not is_number(value) or value < smallest:
-            yield f"{name}={_shortened(value)} cannot be computed with: give a finite number, at least {smallest}"
+            yield f"{name}={shown(value)} cannot be computed with: give a finite number, at least {smallest}"
 
 
 def is_number(value: Any) -> bool:
@@ -181,7 +181,8 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _shortened(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Writes a value that comes from elsewhere, and may be of any size, for a message."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 

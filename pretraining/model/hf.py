@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import LlamaShape, is_number, resolve_shape
+from pretraining.config.variants import LlamaShape, is_number, resolve_shape, shown
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.llama import Llama
 
@@ -27,7 +27,6 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
-_SHOWN_CHARACTERS = 80
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # What `LlamaConfig` assumes where an entry is missing, and what it may be here besides null.
@@ -121,7 +120,7 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     """Yields what stands against a model, an entry at a time."""
     kind, architectures = document.get("model_type"), document.get("architectures") or ["LlamaForCausalLM"]
     if kind != "llama" or architectures != ["LlamaForCausalLM"]:
-        yield f"model_type {_shown(kind)}, architectures {_shown(architectures)}: only llama, LlamaForCausalLM is"
+        yield f"model_type {shown(kind)}, architectures {shown(architectures)}: only llama, LlamaForCausalLM is"
         return
     missing = [name for name in _REQUIRED if document.get(name) is None]
     if missing:
@@ -129,23 +128,23 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     for name in (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         number = document.get(name)
         if number is not None and not (type(number) is int and number >= 1):
-            yield f"{name} is {_shown(number)}, not a whole number from 1"
+            yield f"{name} is {shown(number)}, not a whole number from 1"
             return
     rope = _rope(document)
     places = {"rms_norm_eps": document, "rope_theta": document}, dict.fromkeys(("rope_theta", *_SCALING), rope)
     for name, place in chain.from_iterable(each.items() for each in places):
         if place.get(name) is not None and not is_number(place[name]):
-            yield f"an entry is no number that can be computed with: {name} is {_shown(place[name])}"
+            yield f"an entry is no number that can be computed with: {name} is {shown(place[name])}"
             return
     if not isinstance(document.get("tie_word_embeddings"), bool | None):
-        yield f"tie_word_embeddings is {_shown(document['tie_word_embeddings'])}, neither true nor false"
+        yield f"tie_word_embeddings is {shown(document['tie_word_embeddings'])}, neither true nor false"
     for name, (supported, reason) in _SUPPORTED.items():
         value = document.get(name, rope.get(name))
         if value is not None and value != supported:
-            yield f"{name} is {_shown(value)}, but here {reason}"
+            yield f"{name} is {shown(value)}, but here {reason}"
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        yield f"rope_type is {_shown(kind)}, but only default and llama3 are computed here"
+        yield f"rope_type is {shown(kind)}, but only default and llama3 are computed here"
     elif kind == "llama3":
         missing = [name for name in _SCALING if rope.get(name) is None]
         if missing:
@@ -153,12 +152,6 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     hidden, heads, head_dim = (document.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     if head_dim is not None and hidden is not None and heads is not None and head_dim * heads != hidden:
         yield f"head_dim is {head_dim}, but here it is hidden_size / num_attention_heads = {hidden} / {heads}"
-
-
-def _shown(value: Any) -> str:
-    """A value of a document as a message shows it, which may be of any size."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
