@@ -38,11 +38,11 @@ from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
+from pretraining.launch.cpu_threads import spin_briefly
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
 from pretraining.launch.terminal import log_to_terminal, outlive_readers
-from pretraining.launch.threads import spin_briefly
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import PER_OPERATION, TrainConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape, parameter_count
+from pretraining.config.variants import LlamaShape, block_parameters, parameter_count
 
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer sees it, and of its gradient: float32."""
@@ -19,9 +19,7 @@ UNKNOWN_STATE_BYTES = 8
 RUNTIME_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Programs, and on a GPU the context, kernels and the buffers of communication; about what an idle process holds."""
 LOGITS_AT_ONCE = 2**28
-"""Logits of a chunk of the loss on a GPU, where `loss_chunk_tokens` is left to the device."""
-CPU_CHUNK_TOKENS = 256
-"""Tokens of a chunk of the loss on a CPU, where `loss_chunk_tokens` is left to the device."""
+"""Logits of a chunk of the loss on a GPU, at most, where it is taken in chunks."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,6 @@ def estimate_memory(
     )
 
 
-def block_parameters(shape: LlamaShape) -> int:
-    """Parameters of one decoder block: four matrices of attention, three of the feed-forward layer, two norms."""
-    attention = 2 * shape.hidden_size * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    return attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
-
-
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
     """Bytes that a block's forward pass keeps for each token, for its backward pass.
 
@@ -105,6 +97,13 @@ def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str
     heads = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
     norms = 16 * width if device_type == "cpu" else 2 * width * compute_bytes
     return compute_bytes * (2 * width + 2 * heads + 4 * feed_forward) + norms + 4 * (2 + shape.num_attention_heads)
+
+
+def loss_chunk_tokens(device_type: str, vocab_size: int) -> int:
+    """Returns the tokens of a chunk of the loss where the setting leaves them to the device; see `model/loss.py`."""
+    if device_type == "cpu":
+        return 256
+    return max(256, LOGITS_AT_ONCE >> (vocab_size - 1).bit_length())
 
 
 def _gathered_bytes(config: TrainConfig, shape: LlamaShape, shard_size: int, compute_bytes: int) -> int:
@@ -138,7 +137,7 @@ def _loss_bytes(config: TrainConfig, shape: LlamaShape, compute_bytes: int, devi
     tokens = config.batch.batch_size * config.data.seq_length
     chunk = config.loss.loss_chunk_tokens
     if chunk is None:
-        chunk = CPU_CHUNK_TOKENS if device_type == "cpu" else max(256, LOGITS_AT_ONCE // shape.vocab_size)
+        chunk = loss_chunk_tokens(device_type, shape.vocab_size)
     chunk = min(tokens, chunk or tokens)
     head_bytes = MASTER_BYTES if chunk < tokens else compute_bytes
     return (

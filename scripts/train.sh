@@ -97,7 +97,7 @@ else
         --master-addr="${MASTER_ADDR:?host of machine 0}" --master-port="${MASTER_PORT:-29500}")
 fi
 # Share the cores; torchrun would give each process one, with a warning. Threads that wait let others have them soon, as
-# those of a single process do (launch/threads.py).
+# those of a single process do (launch/cpu_threads.py).
 if [[ -z ${OMP_NUM_THREADS:-} ]]; then
     cores=$(cd "$root" && python -c "from pretraining.launch.machine import usable_cores; print(usable_cores())")
     export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))

@@ -131,31 +131,37 @@ def run_forked(
     """
     job = start_forked(script, processes, args, environment)
     try:
-        _wait_for_job(job, time.monotonic() + timeout)
+        is_in_time = _wait_for_job(job, time.monotonic() + timeout)
     finally:
         for process in job:
             process.kill()
     outputs = [process.communicate() for process in job]
     codes = [process.returncode for process in job]
     stdout, stderr = ("".join(texts) for texts in zip(*outputs, strict=True))
-    if check and any(codes):
-        raise AssertionError(f"{script} {list(args)}\nexited with {codes}\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
+    if not is_in_time or (check and any(codes)):
+        outcome = f"exited with {codes}" if is_in_time else f"ran past {timeout:.0f} s"
+        raise AssertionError(f"{script} {list(args)}\n{outcome}\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
     return subprocess.CompletedProcess([str(script), *args], int(any(codes)), stdout, stderr)
 
 
-def _wait_for_job(job: Sequence[ForkedProcess], deadline: float) -> None:
-    """Waits until all have ended; past the deadline, or once one has failed, they are asked to end."""
+def _wait_for_job(job: Sequence[ForkedProcess], deadline: float) -> bool:
+    """Waits until all have ended; past the deadline, or once one has failed, they are asked to end.
+
+    Returns:
+        Whether all ended, or one failed, before the deadline.
+    """
     running = {process.sentinel: process for process in job}
-    ends = False
+    ends = is_late = False
     while running:
         ready = wait(running, timeout=max(0.0, deadline - time.monotonic()))
         failed = not ready or any(running.pop(sentinel).returncode for sentinel in ready if isinstance(sentinel, int))
         if failed and ends and not ready:
-            return  # it has had its grace time
+            break  # they have had their grace time
         if failed and not ends:
-            ends, deadline = True, time.monotonic() + GRACE_SECONDS
+            ends, is_late, deadline = True, not ready, time.monotonic() + GRACE_SECONDS
             for process in running.values():
                 process.send_signal(signal.SIGTERM)
+    return not is_late
 
 
 def _work(script: Path, arguments: list[str], variables: dict[str, str], said: list[Path]) -> None:

@@ -242,15 +242,22 @@ def _written(value: object) -> str:
 def parameter_count(shape: LlamaShape) -> int:
     """Returns the number of trained parameters; a tied head is counted once.
 
-    A block holds q and o (D x HE each), k and v (D x KE each), gate, up and down (D x F each) and two norms (D each);
-    around the blocks are the embedding (V x D), the last norm (D) and, unless tied, the head (V x D).
+    Around the blocks are the embedding (V x D), the last norm (D) and, unless tied, the head (V x D).
     """
     width = shape.hidden_size
-    query_width = shape.num_attention_heads * shape.head_dim
-    key_width = shape.num_key_value_heads * shape.head_dim
-    block = 2 * width * query_width + 2 * width * key_width + 3 * width * shape.intermediate_size + 2 * width
     matrices_of_vocabulary = 1 if shape.tie_word_embeddings else 2
-    return shape.num_hidden_layers * block + matrices_of_vocabulary * shape.vocab_size * width + width
+    blocks = shape.num_hidden_layers * block_parameters(shape)
+    return blocks + matrices_of_vocabulary * shape.vocab_size * width + width
+
+
+def block_parameters(shape: LlamaShape) -> int:
+    """Returns the parameters of one decoder block.
+
+    They are q and o (D x HE each), k and v (D x KE each), gate, up and down (D x F each) and two norms (D each).
+    """
+    width = shape.hidden_size
+    heads_width = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
+    return 2 * width * heads_width + 3 * width * shape.intermediate_size + 2 * width
 
 
 def _scaling(values: tuple[float, ...]) -> RopeScaling | None:

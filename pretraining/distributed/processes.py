@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, Patience, Place, meet
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
+from pretraining.launch.cpu_threads import threads_in_quota
 from pretraining.launch.machine import usable_cores
-from pretraining.launch.threads import threads_in_quota
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -51,14 +51,11 @@ class ReceivedSignals:
                 with suppress(OSError):
                     os.write(2, b"\ninterrupted: the step is finished and saved; Ctrl-C again ends it at once\n")
 
-        if not self._listens or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if not self._listens:
             yield
             return
-        signal.signal(signal.SIGINT, come)
-        try:
+        with _at_interrupt(come):
             yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
@@ -78,11 +75,18 @@ def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> It
                 os.write(2, f"{text}\n".encode())
         os._exit(INTERRUPTED)
 
+    with _at_interrupt(leave):
+        yield
+
+
+@contextmanager
+def _at_interrupt(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """For the time of a `with` block, Ctrl-C calls a handler, unless it means something else already."""
     # What a shell starts in the background ignores SIGINT, and shall go on doing so.
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pretraining.estimate import loss_chunk_tokens
+
 IGNORED_LABEL = -100
 """Label of a token that is not learned from, such as padding; the convention of PyTorch and Hugging Face."""
 
@@ -64,9 +66,7 @@ def choose_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     chunk also costs memory traffic of V D for the head's gradient, which is all that counts with a GPU's small caches:
     there chunks are as large as memory allows, a power of two so that they come out even, and at least 256.
     """
-    if device.type == "cpu":
-        return 256
-    return 1 << max(8, 28 - (vocab_size - 1).bit_length())
+    return loss_chunk_tokens(device.type, vocab_size)
 
 
 class _HeadLoss(torch.autograd.Function):

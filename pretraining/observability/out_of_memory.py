@@ -21,6 +21,7 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
 from pretraining.errors import ConfigError, OutOfMemoryError
+from pretraining.estimate import LOGITS_AT_ONCE
 from pretraining.launch.machine import machine_memory, resident_bytes
 from pretraining.observability.profiler import TRACES
 from pretraining.progress import TrainState
@@ -31,8 +32,6 @@ _SIGNS = re.compile(
     r"|ncclUnhandledCudaError.*out of memory",
     re.DOTALL,
 )
-LOGITS_AT_ONCE = 2**28
-"""Logits of a chunk of the loss, where it is taken in chunks."""
 PACKAGE = Path(__file__).parent.parent
 
 

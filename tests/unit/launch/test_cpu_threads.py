@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pretraining.launch import threads
-from pretraining.launch.threads import spin_briefly, threads_in_quota
+from pretraining.launch import cpu_threads
+from pretraining.launch.cpu_threads import spin_briefly, threads_in_quota
 
 
 def test_threads_wait_briefly_unless_the_user_has_set_them_up() -> None:
@@ -18,7 +18,7 @@ def test_threads_wait_briefly_unless_the_user_has_set_them_up() -> None:
 
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "allowed_cores", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "allowed_cores", lambda: 8)
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -38,5 +38,5 @@ def test_a_quota_is_shared_and_without_one_the_number_of_threads_stays(
     usable: int, processes: int, environ: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of threads decides on the last bits of sums: it changes only where it must."""
-    monkeypatch.setattr(threads, "usable_cores", lambda: usable)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: usable)
     assert threads_in_quota(processes, environ) == expected
