@@ -37,6 +37,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
     return SlurmTogether(config, log)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_report_to_serializable() -> Generator[None, object, object]:
+    """A worker sends its reports as UTF-8, and a test of names that are not may quote them or log them."""
+    report = yield
+    return utf8(report)
+
+
+def utf8(value: object) -> object:
+    """The same, with half surrogates in its strings written out."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {utf8(key): utf8(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(utf8(entry) for entry in value)
+    return value
+
+
 class SlurmTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
     """Files in order, each on one worker; those whose tests use SLURM count as one file."""
 
