@@ -53,6 +53,8 @@ setup(
             "transformers>=5.0",
             "types-PyYAML",
         ],
+        # Foreign tools that slow tests try the results in.
+        "slow": ["gguf>=0.17", "xllamacpp"],
     },
     entry_points={"console_scripts": ["pretrain = pretraining.cli:run_console_script"]},
 )

@@ -3,11 +3,14 @@
 #
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/unit -k layout
+#   bash scripts/test.sh -m slow       # with foreign tools, which it installs
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+extras=dev
+[[ " $* " != *" slow "* ]] || extras=dev,slow
 # shellcheck source=scripts/setup.sh
-source scripts/setup.sh dev
+source scripts/setup.sh "$extras"
 
 ruff check .
 ruff format --check .

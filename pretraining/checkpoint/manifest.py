@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -33,7 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape
+from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import entries_of, exists, is_file, is_folder, read_json
 
@@ -143,7 +142,7 @@ class Manifest:
             batch = values["global_batch_size"]
             of_data = values["data"]["phases"][-1].get("global_batch_size", batch)
             if batch != of_data or batch < 1:
-                foreign = [f"global_batch_size is {batch}, and that of the data {_shown(of_data)}"]
+                foreign = [f"global_batch_size is {batch}, and that of the data {shown(of_data)}"]
         if foreign:
             raise CheckpointError(f"{path} is damaged: {'; '.join(sorted(foreign))}")
         files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
@@ -158,7 +157,7 @@ class Manifest:
 def _check_version(version: Any, path: str) -> None:
     if type(version) is not int or version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {_shown(version)}; this version of pretraining reads {FORMAT_VERSION}. "
+            f"{path} has format version {shown(version)}; this version of pretraining reads {FORMAT_VERSION}. "
             "Use the version that wrote it"
         )
 
@@ -253,15 +252,7 @@ _FORMS: dict[str, _Form] = {
 def _problem(name: str, value: Any) -> str | None:
     """Says what is wrong with a field's value, if anything; never the whole of a long one."""
     fits, wanted = _FORMS[name]
-    return None if fits(value) else f"has another form, {_shown(value)}, not {wanted}"
-
-
-def _shown(value: Any) -> str:
-    """The beginning of a value, on one line."""
-    try:
-        return " ".join(reprlib.repr(value).split())
-    except ValueError:  # Python writes no number of more than 4300 digits
-        return "a huge number"
+    return None if fits(value) else f"has another form, {shown(value)}, not {wanted}"
 
 
 def _checksum(values: dict[str, Any]) -> str:
@@ -424,33 +415,13 @@ def shape_of(manifest: Manifest) -> LlamaShape:
     try:
         scaling = manifest.model["rope_scaling"]
         shape = LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-        problem = next(_dimension_problems(shape), None)
+        problem = next(size_problems(shape), None)
         if problem is None and resolve_shape(model_settings(shape)) == shape:
             return shape
         error: Exception = ValueError(problem or "its dimensions do not fit each other")
     except (KeyError, TypeError, ConfigError) as raised:
         error = raised
     raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}")
-
-
-_LARGEST_DIMENSIONS = {"num_hidden_layers": 10_000, "rope_theta": 1e300}
-_LARGEST_DIMENSION = 2**28
-
-
-def _dimension_problems(shape: LlamaShape) -> Iterator[str]:
-    """Says which dimensions no model has: checked before anything is built with them."""
-    scaling = {} if shape.rope_scaling is None else asdict(shape.rope_scaling)
-    for name, value in {**vars(shape), **scaling}.items():
-        if name == "rope_scaling":
-            continue
-        if name == "tie_word_embeddings":
-            fits = type(value) is bool
-        elif name in ("rope_theta", "rms_norm_eps", "factor", "low_freq_factor", "high_freq_factor"):
-            fits = _is_number(value) and 0 <= value <= _LARGEST_DIMENSIONS.get(name, _LARGEST_DIMENSION)
-        else:
-            fits = _is_count(value) and 0 < value <= _LARGEST_DIMENSIONS.get(name, _LARGEST_DIMENSION)
-        if not fits:
-            yield f"{name} is {_shown(value)}"
 
 
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:

@@ -6,6 +6,7 @@ can be built. The model, checkpoints and exports all read the same `LlamaShape`.
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
@@ -131,7 +132,8 @@ LARGEST_SIZES = {
     "max_position_embeddings": 2**40,
 }
 """Far beyond any model that was trained; what is larger is a mistake, and could take for ever to be made."""
-_SHOWN_CHARACTERS = 80
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 
 
 def resolve_shape(model: ModelConfig) -> LlamaShape:
@@ -170,10 +172,14 @@ def size_problems(shape: LlamaShape) -> Iterator[str]:
         size = getattr(shape, name)
         if type(size) is not int or not 1 <= size <= largest:
             yield f"{name}={shown(size)} is no size of a model: give a whole number from 1 to {largest:,}"
-    for name, smallest in (("rms_norm_eps", 0), ("rope_theta", 1)):
-        value = getattr(shape, name)
+    scaling = {} if shape.rope_scaling is None else vars(shape.rope_scaling)
+    for name, value in {"rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, **scaling}.items():
+        smallest = 1 if name == "rope_theta" else 0
         if not is_number(value) or value < smallest:
             yield f"{name}={shown(value)} cannot be computed with: give a finite number, at least {smallest}"
+    tied: object = shape.tie_word_embeddings
+    if type(tied) is not bool:
+        yield f"tie_word_embeddings={shown(tied)} is neither true nor false"
 
 
 def is_number(value: Any) -> bool:
@@ -182,9 +188,11 @@ def is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Writes a value that comes from elsewhere, and may be of any size, for a message."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+    """Writes the beginning of a value that comes from elsewhere, and may be of any size, for a message: one line."""
+    try:
+        return " ".join(_SHORT.repr(value).split())
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a huge number"
 
 
 def model_settings(shape: LlamaShape) -> ModelConfig:

@@ -24,6 +24,7 @@ BLOCK = re.compile(r"```(?:bash|sh)?\n(.*?)```", re.DOTALL)
 
 # Flags of pip, torchrun, mpirun, srun and other programs, and two that stand for any.
 OTHER_PROGRAMS = {
+    "temp",  # of llama-cli
     *(
         "no-deps",
         "standalone",

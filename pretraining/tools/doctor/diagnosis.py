@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pretraining.observability.throughput import peak_tflops
 from pretraining.tools.doctor.measure import CollectiveTime, Link, Rate
 
+SLOW_BFLOAT16 = 1.5
 Who = TypeVar("Who")
 
 
@@ -70,6 +71,23 @@ def find_what_is_slow(ranks: list[RankReport], links: dict[Link, float], factor:
             f"{times:.1f} times slower than the median of the others"
         )
     return sentences
+
+
+def slow_bfloat16(rates: list[Rate], is_chosen: bool) -> Iterator[str]:
+    """Says so where one rank multiplies in bfloat16 much slower than in float32, as a CPU that emulates it does.
+
+    Args:
+        rates: of the rank, with the matrix products of both.
+        is_chosen: whether training computes in bfloat16 there without being told.
+    """
+    by_name = {rate.name: rate.value for rate in rates}
+    both = [
+        (value, by_name[name.replace("bfloat16", "float32")]) for name, value in by_name.items() if "bfloat16" in name
+    ]
+    times = statistics.median(float32 / max(bfloat16, 1e-9) for bfloat16, float32 in both)
+    if times > SLOW_BFLOAT16:
+        advice = "give --mixed_precision=false" if is_chosen else "as a run does unless --mixed_precision=true is given"
+        yield f"bfloat16 is {times:.0f} times slower than float32 here: compute in float32, {advice}"
 
 
 def find_slow(rates: Mapping[Who, float], factor: float) -> dict[Who, float]:

@@ -13,12 +13,23 @@ import os
 import time
 from pathlib import Path
 
+import torch
+
 from pretraining.config.commands import DoctorConfig
+from pretraining.config.training import ParallelConfig
+from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, gather_from_every_rank, join_processes
 from pretraining.errors import ConfigError
 from pretraining.files import is_folder
 from pretraining.launch.layout import ProcessLayout
-from pretraining.tools.doctor.diagnosis import Diagnosis, RankReport, as_object, as_text, find_what_is_slow
+from pretraining.tools.doctor.diagnosis import (
+    Diagnosis,
+    RankReport,
+    as_object,
+    as_text,
+    find_what_is_slow,
+    slow_bfloat16,
+)
 from pretraining.tools.doctor.environment import facts_of, warnings_across, warnings_of
 from pretraining.tools.doctor.measure import barrier, measure_collectives, measure_device, measure_disk, measure_links
 
@@ -65,5 +76,7 @@ def _examine(config: DoctorConfig, processes: Processes, clock: float) -> RankRe
         if not is_folder(folder):
             raise ConfigError(f"--disk_path={folder} is not a folder: name one, or give --disk_path=none.")
         rates += measure_disk(folder, config.disk_mib, f".pretrain_doctor_{processes.rank}_{os.getpid()}")
+    in_bfloat16 = compute_dtype(ParallelConfig(), processes.device) == torch.bfloat16
     warnings = warnings_of(processes.device, processes.local_world_size, os.environ)
+    warnings += slow_bfloat16(rates, is_chosen=in_bfloat16)
     return RankReport(facts["machine"], facts, warnings, rates, clock)

@@ -113,20 +113,30 @@ def test_whatever_stands_in_a_manifest_it_is_read_or_refused_with_one_error(
     assert Manifest.parse(json.loads(json.dumps(manifest.document())), "m.json") == manifest
 
 
+SCALING = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": "256"}, "hidden_size is '256'"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"vocab_size": 2**60}, f"vocab_size is {2**60}"),
-        ({"vocab_size": True}, "vocab_size is True"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_size": "256"}, "hidden_size='256'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is no size"),
+        ({"vocab_size": 2**60}, f"vocab_size={2**60}"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
         ({"head_dim": 8}, "its dimensions do not fit each other"),
         ({"num_key_value_heads": 3}, "does not divide"),
-        ({"rope_theta": 10**400}, "rope_theta is 1000"),
-        ({"rope_theta": None}, "rope_theta is None"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
+        ({"rope_theta": None}, "rope_theta=None"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is neither"),
         ({"rope_scaling": {"factor": 2}}, "missing 3 required"),
+        ({"rope_scaling": {**SCALING, "factor": float("nan")}}, "factor=nan cannot be computed with"),
+        ({"rope_scaling": {**SCALING, "low_freq_factor": "1"}}, "low_freq_factor='1' cannot be computed with"),
         ({"width": 3}, "width"),
     ],
 )

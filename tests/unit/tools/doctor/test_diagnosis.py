@@ -12,6 +12,7 @@ from pretraining.tools.doctor.diagnosis import (
     find_slow,
     find_slow_links,
     find_what_is_slow,
+    slow_bfloat16,
 )
 from pretraining.tools.doctor.measure import CollectiveTime, Link, Rate, rounds_of_pairs
 
@@ -50,6 +51,27 @@ def test_the_tables_show_rates_beside_the_peak_collectives_and_links_by_kind() -
         "warning: only 64 open files",
     ):
         assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("is_chosen", "advice"),
+    [(True, "give --mixed_precision=false"), (False, "as a run does unless --mixed_precision=true is given")],
+)
+def test_bfloat16_that_is_emulated_is_named_with_how_many_times(is_chosen: bool, advice: str) -> None:
+    def rates(*tflops: float) -> list[Rate]:
+        names = (
+            "matmul bfloat16 512",
+            "matmul bfloat16 1024",
+            "matmul float32 512",
+            "matmul float32 1024",
+            "memory copy",
+        )
+        return [Rate(name, value, "TFLOP/s") for name, value in zip(names, (*tflops, 1.0), strict=True)]
+
+    sentence = f"bfloat16 is 80 times slower than float32 here: compute in float32, {advice}"
+    assert list(slow_bfloat16(rates(0.002, 0.002, 0.16, 0.16), is_chosen)) == [sentence]
+    assert not list(slow_bfloat16(rates(0.15, 0.14, 0.16, 0.16), is_chosen))
+    assert not list(slow_bfloat16(rates(0.3, 0.3, 0.16, 0.16), is_chosen))
 
 
 def test_what_a_copy_counts_stands_beside_its_rate() -> None:

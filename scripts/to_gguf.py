@@ -1,0 +1,129 @@
+"""Write an export as one GGUF file, for llama.cpp and what is built on it (needs `pip install gguf`).
+
+    pretrain export runs/mine --output_path=exported --dtype=float32
+    python scripts/to_gguf.py exported mine.gguf
+
+llama.cpp has a converter of its own, which knows tokenizers by name. A tokenizer that was trained here has none, so
+this one says by itself how text is split. Weights keep their dtype; llama.cpp's `llama-quantize` makes them smaller.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from safetensors import safe_open
+
+from pretraining.config.variants import LlamaShape
+from pretraining.model.hf import CONFIG_FILE, shape_of_document
+from pretraining.model.rope import rotary_frequencies
+
+# How llama.cpp calls the ways to split text into words before pairs of bytes are merged.
+GPT2_SPLIT = "gpt-2"
+LLAMA3_SPLIT = "llama-bpe"
+
+
+def convert(folder: Path, output: Path) -> None:
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    shape = shape_of_document(config, str(folder / CONFIG_FILE))
+    writer = gguf.GGUFWriter(output, "llama")
+    add_dimensions(writer, shape)
+    add_tokenizer(writer, folder, config)
+    add_weights(writer, folder, shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_dimensions(writer: gguf.GGUFWriter, shape: LlamaShape) -> None:
+    writer.add_block_count(shape.num_hidden_layers)
+    writer.add_context_length(shape.max_position_embeddings)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.num_attention_heads)
+    writer.add_head_count_kv(shape.num_key_value_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
+    writer.add_vocab_size(shape.vocab_size)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
+    document = json.loads((folder / "tokenizer.json").read_text())
+    model = document["model"]
+    if model["type"] != "BPE":
+        raise SystemExit(f"{folder}/tokenizer.json is of the kind {model['type']}, and this writes byte-level BPE.")
+    # The model's vocabulary may be larger than the tokenizer's: rows that no text leads to.
+    tokens = [f"[UNUSED_{number}]" for number in range(config["vocab_size"])]
+    kinds = [gguf.TokenType.UNUSED] * config["vocab_size"]
+    for token, number in model["vocab"].items():
+        tokens[number], kinds[number] = token, gguf.TokenType.NORMAL
+    for added in document["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        tokens[added["id"]], kinds[added["id"]] = added["content"], kind
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split_of(document["pre_tokenizer"]))
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    if config["bos_token_id"] is not None:
+        writer.add_bos_token_id(config["bos_token_id"])
+    if config["eos_token_id"] is not None:
+        writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(config["bos_token_id"] is not None)
+    template = folder / "chat_template.jinja"
+    if template.exists():
+        writer.add_chat_template(template.read_text())
+
+
+def split_of(pre_tokenizer: dict[str, Any]) -> str:
+    """The name that llama.cpp has for a tokenizer's way to split text."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]:
+        return GPT2_SPLIT
+    pattern = steps[0].get("pattern", {}).get("Regex", "")
+    if kinds == ["Split", "ByteLevel"] and r"\p{N}{1,3}" in pattern and "(?i:'s|'t|'re|'ve|'m|'ll|'d)" in pattern:
+        return LLAMA3_SPLIT
+    raise SystemExit(f"The tokenizer splits text by {' + '.join(kinds)}: known here are GPT-2's and Llama 3's way.")
+
+
+def add_weights(writer: gguf.GGUFWriter, folder: Path, shape: LlamaShape) -> None:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.num_hidden_layers)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                base, suffix = name.rsplit(".", 1)
+                tensor = file.get_tensor(name)
+                if base.endswith(("q_proj", "k_proj")):
+                    tensor = with_neighbours_as_pairs(tensor, shape.head_dim)
+                add_tensor(writer, f"{names.get_name(base)}.{suffix}", tensor)
+    if shape.rope_scaling is not None:
+        plain = replace(shape, rope_scaling=None)
+        add_tensor(writer, "rope_freqs.weight", rotary_frequencies(plain) / rotary_frequencies(shape))
+
+
+def with_neighbours_as_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of a head in llama.cpp's order: it turns dims 2i and 2i+1 together, Hugging Face's layout i and i + E/2."""
+    # (H E) D -> H 2 E/2 D -> H E/2 2 D -> (H E) D
+    return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype == torch.bfloat16 and tensor.dim() > 1:
+        raw = tensor.contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    else:  # what has one dim stays in float32, as llama.cpp computes it
+        writer.add_tensor(name, tensor.float().numpy())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: python scripts/to_gguf.py EXPORTED_FOLDER FILE.gguf")
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
