@@ -64,13 +64,20 @@ class SlurmTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has no t
 
 
 @pytest.fixture(autouse=True)
-def same_logging() -> Iterator[None]:
-    """A command shows the package's messages on the terminal until its process ends; here, until the test does."""
-    logger = logging.getLogger("pretraining")
-    handlers, level = logger.handlers[:], logger.level
+def quiet_logging() -> Iterator[None]:
+    """A command shows the package's messages on the terminal until its process ends; here, until the test does.
+
+    What a fixture of a whole file has left is taken away, too.
+    """
+    _silence()
     yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
+    _silence()
+
+
+def _silence() -> None:
+    logger = logging.getLogger("pretraining")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
