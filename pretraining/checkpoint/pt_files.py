@@ -197,7 +197,7 @@ def _optimizer_state(tensors: Mapping[str, torch.Tensor], shape: LlamaShape, con
     common = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
     groups = [
         {**group, **common, "params": [names[parameter] for parameter in group["params"]]}
-        for group in parameter_groups(model, settings.weight_decay)
+        for group in parameter_groups(dict(model.named_parameters()), settings.weight_decay)
     ]
     return {"state": state, "param_groups": groups}
 

@@ -1,10 +1,10 @@
 """Lays a model out on its devices: the one place that says in which order everything is applied to it.
 
-    float8 -> activation checkpointing -> compilation -> sharding -> memory
+    float8 -> activation checkpointing -> compilation -> sharding, or masters and copies -> memory
 
 Each step needs the ones before it: checkpointing recomputes the float8 products, the compiler sees both, and what is
 sharded is the compiled block, so that gathering parameters stays outside of the graphs. Values come last, from
-`model/init.py` or a checkpoint: a parameter has memory only once it is sharded.
+`model/init.py` or a checkpoint: a parameter has memory only once it is known which part of it lies here.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from pretraining.config.training import ParallelConfig
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
 from pretraining.distributed.compile import compile_blocks
 from pretraining.distributed.float8 import multiply_in_float8
-from pretraining.distributed.fsdp import precision_policy, shard_model
+from pretraining.distributed.fsdp import ShardedModel
+from pretraining.distributed.replicated import ReplicatedModel
+
+ParallelModel = ShardedModel | ReplicatedModel
+"""What is trained of a module, and what its devices exchange in a step."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def parallelize(
-    model: nn.Module,
+    module: nn.Module,
     blocks: nn.ModuleList,
     parallel: ParallelConfig,
     mesh: DeviceMesh,
     device: torch.device,
     tie_weights: Callable[[], None],
-) -> None:
-    """Lays out a model in place; its parameters become DTensors on the device, without values if it was on meta.
+) -> ParallelModel:
+    """Lays out a module in place, on the device; what is trained of it has no values yet if it was on meta.
 
     Args:
-        model: on the meta device with `low_cpu_fsdp`, else on `device`.
+        module: on the meta device with `low_cpu_fsdp`, else on `device`.
         blocks: its decoder blocks: the units of checkpointing, compilation and sharding.
         parallel: strategy, precision and levers.
         mesh: with axes (replicate, shard).
@@ -46,11 +50,10 @@ def parallelize(
     checkpoint_activations(blocks, parallel)
     if parallel.use_torch_compile:
         compile_blocks(blocks)
-    policy = precision_policy(compute_dtype(parallel, device))
-    shard_model(model, list(blocks), mesh, parallel.sharding_strategy, policy)
-    if parallel.low_cpu_fsdp:
-        model.to_empty(device=device)
-        tie_weights()
+    dtype = compute_dtype(parallel, device)
+    if mesh["shard"].size() == 1:
+        return ReplicatedModel(module, dtype, device, mesh["replicate"].get_group())
+    return ShardedModel(module, blocks, mesh, parallel.sharding_strategy, dtype, device, tie_weights)
 
 
 def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.distributed.fsdp import local_part
+from pretraining.distributed.grad_norm import local_part
 
 _CHUNK = 1 << 20
 """Words that are hashed at once: what a check takes in memory is two int64 for each."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -32,21 +33,30 @@ BASE_STD = 0.02
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-@torch.no_grad()
 def initialize_weights(model: Llama, shape: LlamaShape, seed: int, device: torch.device) -> None:
-    """Fills every parameter in place, and ties the head to the embedding where the shape says so.
-
-    Every rank draws each full tensor, one at a time, and keeps its part: no communication, and the same on any layout.
-    (A sharded tensor's own initialisation on a CPU mesh would fill every rank's shard with the same numbers.)
+    """Fills every parameter of a model in place, and ties the head to the embedding where the shape says so.
 
     Args:
-        model: with materialised parameters (after `to_empty`), plain tensors or DTensors of any mesh.
+        model: with materialised parameters (after `to_empty`).
         shape: of the model.
         seed: of the run.
         device: where numbers are drawn; its generator is part of the result.
     """
     model.tie_weights()
-    for wrapped_name, parameter in model.named_parameters():
+    initialize_parameters(dict(model.named_parameters()), shape, seed, device)
+
+
+@torch.no_grad()
+def initialize_parameters(parameters: Mapping[str, Tensor], shape: LlamaShape, seed: int, device: torch.device) -> None:
+    """Fills parameters in place, as `initialize_weights`.
+
+    Every rank draws each full tensor, one at a time, and keeps its part: no communication, and the same on any layout.
+    (A sharded tensor's own initialisation on a CPU mesh would fill every rank's shard with the same numbers.)
+
+    Args:
+        parameters: by name, plain tensors or DTensors of any mesh.
+    """
+    for wrapped_name, parameter in parameters.items():
         assert not parameter.is_meta, f"{wrapped_name} has no memory yet: call to_empty first"
         full = initial_values(parameter_name(wrapped_name), parameter.shape, shape, seed, device)
         if isinstance(parameter, DTensor):

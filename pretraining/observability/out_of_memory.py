@@ -16,7 +16,7 @@ import torch
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
-from pretraining.distributed.fsdp import local_part
+from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot

@@ -8,6 +8,7 @@ costs a wait for the device at each step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,19 +17,19 @@ from torch import nn
 PEAK = "initial_lr"
 """Key of a parameter group's peak learning rate, which the schedule scales (the name that torch's schedulers use)."""
 
+EMBEDDING = "embed_tokens.weight"
 Groups = list[dict[str, Any]]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
+def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> Groups:
     """Returns two groups for an optimizer: matrices, which decay, and norms and embeddings, which do not.
 
     Decay regularises a matrix; it would pull a norm's gain away from 1, and fade embedding rows that are rarely seen
     without a gradient to answer. A head that is tied to the embedding counts as the embedding.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     decaying, fixed = [], []
-    for parameter in model.parameters():
-        if parameter.dim() < 2 or id(parameter) in embeddings:
+    for name, parameter in parameters.items():
+        if parameter.dim() < 2 or name.endswith(EMBEDDING):
             fixed.append(parameter)
         else:
             decaying.append(parameter)

@@ -17,14 +17,14 @@ from pretraining.optim.optimizer import PEAK, Groups, parameter_groups, skips_on
 log = logging.getLogger(__name__)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Makes the optimizer over the parameters of `model`, sharded or not.
+def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Makes the optimizer over a model's parameters, sharded or not, by their names.
 
     Raises:
         ConfigError: a user's own optimizer cannot be made, keeps what no checkpoint can hold, or does not skip updates
             although it says so.
     """
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(parameters, config.weight_decay)
     if config.optimizer in OPTIMIZERS:
         optimizer = _make_shipped(groups, config)
     else:

@@ -31,18 +31,17 @@ from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.distributed.float8 import check_float8
-from pretraining.distributed.fsdp import MicroBatchSync
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.mesh import build_mesh
-from pretraining.distributed.parallelize import compute_dtype, parallelize
+from pretraining.distributed.parallelize import ParallelModel, compute_dtype, parallelize
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DataError, PretrainError
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.model.attention import has_kernel_for_documents
-from pretraining.model.init import initialize_weights, parameter_name
+from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.observer import build_observer
 from pretraining.observability.out_of_memory import MemoryWatch
@@ -94,7 +93,7 @@ class RunPlan:
         data: the datasets; None for made-up data.
         training_tokens: of one pass over the datasets; made-up data has no end.
         token_schedule: tokens of each step, also of those before the start point.
-        parameters: of the model, by name, as sharded.
+        parameters: of the model, by name, without what the layout adds to names.
     """
 
     config: TrainConfig
@@ -108,7 +107,7 @@ class RunPlan:
     batch: BatchPlan
     token_schedule: TokenSchedule
     mesh: DeviceMesh
-    model: Llama
+    model: ParallelModel
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     loader: Loader
@@ -136,7 +135,7 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
     processes.activity.step = plan.state.step
     announce(plan)
     if plan.start is None:  # late: mistakes in the settings of the data need not wait for it
-        initialize_weights(plan.model, plan.shape, config.run.seed, processes.device)
+        initialize_parameters(plan.parameters, plan.shape, config.run.seed, processes.device)
     run = _assemble(plan, job)
     on_every_rank(job.stop_requests.end_before_training)
     if job.status is not None:
@@ -160,9 +159,8 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
         shard_size = mesh["shard"].size()
         on_every_rank(lambda: check_memory(config, shape, shard_size, processes))
     model = build_model(shape, config, mesh, processes.device, initialize=False)
-    # Taken now: while parameters are gathered, a module shows whole copies in place of its shards.
-    parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
-    start, optimizer = restore(start, model, parameters, config, job.status)
+    parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
+    start, optimizer = restore(start, parameters, config, job.status)
     restored = start if start is not None and not start.weights_only else None
 
     batch = plan_batch(config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None)
@@ -238,7 +236,7 @@ def _token_schedule(loader: Loader, seq_length: int) -> TokenSchedule:
 
 def build_model(
     shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device, *, initialize: bool
-) -> Llama:
+) -> ParallelModel:
     """Makes the model, laid out on its devices; without `initialize` its values are undefined.
 
     Raises:
@@ -248,10 +246,10 @@ def build_model(
         _check_shapes_are_fixed(config, shape, device)
     with torch.device("meta") if config.parallel.low_cpu_fsdp else device:
         model = Llama(shape, config.loss)
-    parallelize(model, model.model.layers, config.parallel, mesh, device, model.tie_weights)
+    laid_out = parallelize(model, model.model.layers, config.parallel, mesh, device, model.tie_weights)
     if initialize:
-        initialize_weights(model, shape, config.run.seed, device)
-    return model
+        initialize_parameters(laid_out.parameters, shape, config.run.seed, device)
+    return laid_out
 
 
 def _check_shapes_are_fixed(config: TrainConfig, shape: LlamaShape, device: torch.device) -> None:
@@ -287,7 +285,7 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         return state.preempted
 
     evaluator = Evaluator(
-        model=plan.model,
+        model=plan.model.module,
         open_batches=_held_out_batches(plan),
         device=processes.device,
         interval=Interval(config.evaluation.eval_interval, tokens),
@@ -295,7 +293,9 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         observer=observer,
         should_stop=should_stop,
     )
-    guards = Guards(config.guard, plan.loader, Replicas(context.parameters, plan.mesh), processes.activity, tokens)
+    guards = Guards(
+        config.guard, plan.loader, Replicas(list(plan.parameters.values()), plan.mesh), processes.activity, tokens
+    )
     states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator, REPORT_STATE: observer}
     if context.spikes is not None:
         states["spikes"] = context.spikes
@@ -353,8 +353,6 @@ def _step_context(plan: RunPlan) -> StepContext:
     in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(
         model=plan.model,
-        sync=MicroBatchSync(plan.model, plan.mesh, config.parallel.sharding_strategy),
-        parameters=list(plan.parameters.values()),
         optimizer=plan.optimizer,
         learning_rate=LearningRate(config.schedule.schedule, horizon),
         grad_clip_thresh=config.optimizer.grad_clip_thresh,

@@ -51,12 +51,11 @@ def choose_start_point(
 
 def restore(
     start: CheckpointRef | None,
-    model: nn.Module,
     parameters: dict[str, nn.Parameter],
     config: TrainConfig,
     status: StatusKeeper | None,
 ) -> tuple[CheckpointRef | None, torch.optim.Optimizer]:
-    """Reads what was chosen into the model, or an older checkpoint if that is damaged; a collective call.
+    """Reads what was chosen into a model's parameters, or an older checkpoint if that is damaged; a collective call.
 
     Returns:
         What the run really starts from, and an optimizer with the state that goes with it.
@@ -66,7 +65,7 @@ def restore(
     """
     damaged: dict[Path, str] = {}
     while True:
-        optimizer = build_optimizer(model, config.optimizer)  # a new one each time: nothing damaged may stay
+        optimizer = build_optimizer(parameters, config.optimizer)  # a new one each time: nothing damaged may stay
         if start is None:
             return None, optimizer
         try:

@@ -92,7 +92,7 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[in
     if prompt is not None:
         count, context = config.evaluation.sample_tokens, config.data.seq_length
         with without_compiling():  # every token makes the sequence longer
-            sample = generate(run.context.model, prompt, count, context, processes.device, seed=config.run.seed)
+            sample = generate(run.context.model.module, prompt, count, context, processes.device, seed=config.run.seed)
     log.info(conclude(config, run, trained))
     if prompt is not None and processes.is_main:
         assert config.data.tokenizer_path is not None

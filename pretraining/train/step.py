@@ -12,18 +12,17 @@ finite either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pretraining.data.batch import IGNORED_LABEL, StepBatch
-from pretraining.distributed.fsdp import MicroBatchSync, clip_gradients, gradient_norm, local_gradients
+from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
+from pretraining.distributed.parallelize import ParallelModel
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
 from pretraining.optim.schedules import LearningRate
@@ -35,19 +34,15 @@ class StepContext:
     """What a step works with.
 
     Attributes:
-        model: sharded; returns (objective, valid tokens, z-loss in the objective), sums for a micro-batch's
+        model: its module returns (objective, valid tokens, z-loss in the objective), sums for a micro-batch's
             `ModelInputs`.
-        sync: between its ranks, micro-batch by micro-batch.
-        parameters: of the model, as sharded.
         grad_clip_thresh: largest gradient norm; 0 = no clipping.
         shard_group: processes that hold the pieces of one copy of the gradient.
         spikes: judges each loss by those before; None = losses need only be finite.
         scaler: of the loss, in float16; None = it needs none.
     """
 
-    model: nn.Module
-    sync: MicroBatchSync
-    parameters: Sequence[nn.Parameter]
+    model: ParallelModel
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     grad_clip_thresh: float
@@ -73,8 +68,8 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     loss_sum, z_loss_sum = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(2))
     scale = 1.0 if context.scaler is None else context.scaler.scale
     for index, inputs in enumerate(micro_batches):
-        context.sync.next_backward(is_last=index == len(micro_batches) - 1)
-        objective_sum, _, micro_z_loss_sum = context.model(
+        context.model.next_backward(is_last=index == len(micro_batches) - 1)
+        objective_sum, _, micro_z_loss_sum = context.model.module(
             inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
         )
         if counting is not None:
@@ -85,7 +80,8 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * objective_sum.detach())
         loss_sum += objective_sum.detach() - micro_z_loss_sum
         z_loss_sum += micro_z_loss_sum
-    gradients = local_gradients(context.parameters)
+    context.model.finish_gradients()
+    gradients = local_gradients(context.model.parameters.values())
     norm = gradient_norm(gradients, context.shard_group) / scale
     clip_gradients(gradients, norm, context.grad_clip_thresh, scale)
     skipped = ~torch.isfinite(norm)

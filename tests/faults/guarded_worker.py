@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from pretraining.config.command_line import load_train_config
+from pretraining.distributed.grad_norm import local_part
 from pretraining.errors import PretrainError
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.terminal import log_to_terminal
@@ -46,7 +47,7 @@ def no_fault(job: Run, rank: int) -> None:
 def loss_is_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN in step 3; the NaN is added, so that gradients by themselves would stay finite."""
     if rank == 1:
-        job.context.model.register_forward_hook(
+        job.context.model.module.register_forward_hook(
             at_steps(job, range(3, 4), lambda output: (output[0] + torch.nan, *output[1:]))
         )
 
@@ -54,7 +55,7 @@ def loss_is_nan(job: Run, rank: int) -> None:
 def loss_is_infinite(job: Run, rank: int) -> None:
     """Rank 1's loss overflows in step 3."""
     if rank == 1:
-        job.context.model.register_forward_hook(
+        job.context.model.module.register_forward_hook(
             at_steps(job, range(3, 4), lambda output: (output[0] * 1e30 * 1e30, *output[1:]))
         )
 
@@ -67,7 +68,7 @@ def gradient_is_infinite(job: Run, rank: int) -> None:
         return output
 
     if rank == 1:
-        norm: Any = job.context.model.model.norm
+        norm: Any = job.context.model.module.model.norm
         norm.register_forward_hook(at_steps(job, range(3, 4), change))
 
 
@@ -78,21 +79,23 @@ def memory_runs_out(job: Run, rank: int) -> None:
         return output + torch.empty(1 << 55, dtype=torch.uint8)
 
     if rank == 1:
-        norm: Any = job.context.model.model.norm
+        norm: Any = job.context.model.module.model.norm
         norm.register_forward_hook(at_steps(job, range(3, 4), allocate))
 
 
 def loss_stays_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN from step 3 on."""
     if rank == 1:
-        job.context.model.register_forward_hook(
+        job.context.model.module.register_forward_hook(
             at_steps(job, range(3, 1000), lambda output: (output[0] * torch.nan, *output[1:]))
         )
 
 
 def loss_is_tenfold(job: Run, rank: int) -> None:
     """The loss of every rank is ten times what it should be in step 9."""
-    job.context.model.register_forward_hook(at_steps(job, range(9, 10), lambda output: (output[0] * 10, *output[1:])))
+    job.context.model.module.register_forward_hook(
+        at_steps(job, range(9, 10), lambda output: (output[0] * 10, *output[1:]))
+    )
 
 
 def learning_rate_explodes(job: Run, rank: int) -> None:
@@ -111,7 +114,7 @@ def learning_rate_explodes(job: Run, rank: int) -> None:
         with (folder / f"trained_{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": job.state.step + 1, "tokens": inputs[0].tolist()}) + "\n")
 
-    job.context.model.register_forward_pre_hook(keep)
+    job.context.model.module.register_forward_pre_hook(keep)
 
 
 _exploded: list[bool] = []
@@ -119,13 +122,13 @@ _exploded: list[bool] = []
 
 def flip_weight_bit(job: Run, rank: int) -> None:
     """One bit of one weight of rank 1 flips before step 3."""
-    weights: Any = job.context.parameters[0]
+    weights: Any = next(iter(job.context.model.parameters.values()))
 
     def flip(module: nn.Module, inputs: Any) -> None:
         if job.state.step == 2 and rank == 1:
-            weights.to_local().detach().view(-1).view(torch.int32)[5] ^= 1 << 3
+            local_part(weights).detach().view(-1).view(torch.int32)[5] ^= 1 << 3
 
-    job.context.model.register_forward_pre_hook(flip)
+    job.context.model.module.register_forward_pre_hook(flip)
 
 
 def slow_forward(job: Run, rank: int) -> None:
@@ -133,7 +136,7 @@ def slow_forward(job: Run, rank: int) -> None:
     log_to_terminal(rank)
     stragglers.PERIOD_SECONDS = 0.01
     if rank == 1:
-        job.context.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
+        job.context.model.module.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
 
 
 def die_while_reading(job: Run, rank: int) -> None:
@@ -180,7 +183,7 @@ def hang_at_the_first_read(job: Run, rank: int) -> None:
 
 def tell_steps(job: Run, rank: int) -> None:
     """Every step is told on standard output, so that somebody can act in the middle of the run."""
-    job.context.model.register_forward_pre_hook(
+    job.context.model.module.register_forward_pre_hook(
         lambda module, inputs: print(f"rank {rank} in step {job.state.step + 1}", flush=True)
     )
 

@@ -48,7 +48,7 @@ def in_step(step: int, act: Callable[[], None]) -> Iterator[None]:
     def wrapped(context: Any, batch: StepBatch, done: int) -> Any:
         hooks = []
         if done + 1 == step:
-            hooks.append(context.model.register_full_backward_pre_hook(lambda *_: act()))
+            hooks.append(context.model.module.register_full_backward_pre_hook(lambda *_: act()))
         try:
             return train_step(context, batch, done)
         finally:

@@ -1,21 +1,23 @@
-"""Tokens/s of `--sharding_strategy=ddp`, which is fully_shard on a mesh of (W, 1), against DistributedDataParallel.
+"""Tokens/s of `--sharding_strategy=ddp` against DistributedDataParallel.
 
     python -m scripts.benchmark.compare.against_ddp
     python -m scripts.benchmark.compare.against_ddp --processes=8 --model_variant=125m --seq_length=1024 --batch_size=16
+    python -m scripts.benchmark.compare.against_ddp --sharding_strategy=fsdp
 
 Both wrap the same model class with the same weights, and train it in the same bare loop: the same micro-batches of each
 rank, gradients exchanged in the last one of a step only, clipping, fused AdamW. The losses at the end show that the
 work was the same.
 
-In bfloat16 fully_shard computes with copies of the parameters and reduces gradients in float32. So does the other side
+In bfloat16 the project computes with copies of the parameters and reduces gradients in float32. So does the other side
 here: its forward casts every parameter once, inside what DistributedDataParallel wraps. Autocast, which would cast for
 each operation, has no way into the loss (`pretraining/model/loss.py`), whose products write into memory that is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.fsdp import MicroBatchSync, clip_gradients, local_gradients
+from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
@@ -34,6 +36,8 @@ from pretraining.train.build import build_model
 from scripts.benchmark.common import batches_in_memory, initial_model, join
 from scripts.benchmark.race import Turn, parse_race, race
 
+Gradients = Callable[[], list[torch.Tensor]]
+"""Returns this process's part of the step's gradients, once they are those of all processes."""
 BeforeMicroBatch = Callable[[bool], AbstractContextManager[None]]
 """Told whether a micro-batch is the last of its step; returns a context for its forward and backward."""
 
@@ -51,19 +55,24 @@ class InComputeDtype(nn.Module):
         return torch.func.functional_call(self.model, copies, inputs)
 
 
-def fully_sharded(config: TrainConfig, turn: Turn) -> None:
+def project(config: TrainConfig, turn: Turn) -> None:
     with join() as processes:
         ranks = processes.world_size
         mesh = build_mesh(config.parallel, ranks, ranks, processes.device.type)
         model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
-        sync = MicroBatchSync(model, mesh, config.parallel.sharding_strategy)
+        shard_group = mesh["shard"].get_group()
 
         def before_micro_batch(is_last: bool) -> AbstractContextManager[None]:
-            sync.next_backward(is_last)
+            model.next_backward(is_last)
             return nullcontext()
 
+        def gradients() -> list[torch.Tensor]:
+            model.finish_gradients()
+            return local_gradients(model.parameters.values())
+
         # It sums gradients over ranks.
-        train(config, turn, processes, model, before_micro_batch, loss_share=1 / ranks)
+        contender = Contender(model.module, model.parameters, before_micro_batch, gradients, shard_group, 1 / ranks)
+        train(config, turn, processes, contender)
 
 
 def data_parallel(config: TrainConfig, turn: Turn) -> None:
@@ -79,31 +88,39 @@ def data_parallel(config: TrainConfig, turn: Turn) -> None:
         def before_micro_batch(is_last: bool) -> AbstractContextManager[None]:
             return nullcontext() if is_last else wrapped.no_sync()
 
+        parameters = dict(llama.named_parameters())
+        alone = dist.new_group([processes.rank], use_local_synchronization=True)
         # It averages gradients over ranks.
-        train(config, turn, processes, wrapped, before_micro_batch, loss_share=1.0)
+        contender = Contender(
+            *(wrapped, parameters, before_micro_batch, lambda: local_gradients(parameters.values()), alone, 1.0)
+        )
+        train(config, turn, processes, contender)
 
 
-def train(
-    config: TrainConfig,
-    turn: Turn,
-    processes: Processes,
-    model: nn.Module,
-    before_micro_batch: BeforeMicroBatch,
-    loss_share: float,
-) -> None:
-    """A bare loop.
+@dataclass(frozen=True)
+class Contender:
+    """A model that is laid out over processes.
 
-    Args:
-        config: the settings.
-        turn: of the race.
-        processes: this one among the others.
-        model: wrapped.
+    Attributes:
+        parameters: what is trained.
         before_micro_batch: prepares the next one.
+        shard_group: processes that hold the pieces of one copy of the gradient.
         loss_share: of a rank's mean loss in what it differentiates.
     """
+
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    before_micro_batch: BeforeMicroBatch
+    gradients: Gradients
+    shard_group: dist.ProcessGroup | None
+    loss_share: float
+
+
+def train(config: TrainConfig, turn: Turn, processes: Processes, contender: Contender) -> None:
+    """A bare loop."""
     device = processes.device
-    optimizer = build_optimizer(model, config.optimizer)
-    parameters = list(model.parameters())
+    optimizer = build_optimizer(contender.parameters, config.optimizer)
+    assert contender.shard_group is not None
     report_steps = int(config.report.report_interval.amount)
     reported: float | None = None
     losses = torch.zeros((), device=device)
@@ -111,16 +128,17 @@ def train(
     for number, step in enumerate(steps, start=1):
         turn.before_step(reported)
         for index, micro_batch in enumerate(step):
-            with before_micro_batch(index == len(step) - 1):
+            with contender.before_micro_batch(index == len(step) - 1):
                 inputs = micro_batch.to(device, non_blocking=True).model_inputs()
-                loss_sum, valid_tokens, _ = model(
+                loss_sum, valid_tokens, _ = contender.module(
                     inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
                 )
                 loss = loss_sum / (valid_tokens * len(step))  # made-up rows have as many valid tokens everywhere
-                (loss * loss_share).backward()
+                (loss * contender.loss_share).backward()
             losses += loss.detach()
-        gradients = local_gradients(parameters)  # whole ones: those of DTensors are clipped as fast as the others
-        clip_gradients(gradients, torch.nn.utils.get_total_norm(gradients), config.optimizer.grad_clip_thresh)
+        gradients = contender.gradients()
+        norm = gradient_norm(gradients, contender.shard_group)
+        clip_gradients(gradients, norm, config.optimizer.grad_clip_thresh)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if number % report_steps == 0:
@@ -130,6 +148,6 @@ def train(
 
 
 if __name__ == "__main__":
-    flags, settings = parse_race("fully_shard on a mesh of (W, 1) against DistributedDataParallel.", processes=2)
-    contenders = {"fully_shard, (W, 1)": fully_sharded, "DistributedDataParallel": data_parallel}
-    race(contenders, [*settings, "sharding_strategy=ddp"], flags.rounds, flags.steps, flags.processes)
+    flags, settings = parse_race("The project's ddp against DistributedDataParallel.", processes=2)
+    contenders = {"project": project, "DistributedDataParallel": data_parallel}
+    race(contenders, ["sharding_strategy=ddp", *settings], flags.rounds, flags.steps, flags.processes)

@@ -205,9 +205,9 @@ def _tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, to
     """Parameters and optimizer state, as a checkpoint holds them."""
     mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
     model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model.parameters, config.optimizer)
     materialise_state(optimizer)
-    parameters = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
     return tensor_state(parameters, optimizer)
 
 

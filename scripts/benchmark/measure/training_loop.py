@@ -4,7 +4,7 @@
     python -m scripts.benchmark.measure.training_loop --processes=2
     python -m scripts.benchmark.measure.training_loop --model_variant=125m --seq_length=1024 --batch_size=16
 
-Both train the same model class with the same fully_shard wrapping and fused AdamW on the same micro-batches, reduce
+Both train the same model class with the same layout and fused AdamW on the same micro-batches, reduce
 gradients in the same of them, clip, and report every 10 steps. The project does it with all that belongs to a run:
 loader, observer, metrics and TensorBoard files, evaluator, checkpoint manager. The bare loop does nothing else, and has
 its batches in memory.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.fsdp import MicroBatchSync
+from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
 from pretraining.distributed.mesh import build_mesh
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
@@ -32,8 +32,7 @@ def bare(config: TrainConfig, turn: Turn) -> None:
         shape = resolve_shape(config.model)
         mesh = build_mesh(config.parallel, ranks, ranks, device.type)
         model = build_model(shape, config, mesh, device, initialize=True)
-        sync = MicroBatchSync(model, mesh, config.parallel.sharding_strategy)
-        optimizer = build_optimizer(model, config.optimizer)
+        optimizer = build_optimizer(model.parameters, config.optimizer)
         steps = batches_in_memory(config, shape, processes.rank, ranks)
         report_steps = int(config.report.report_interval.amount)
         reported: float | None = None
@@ -41,15 +40,18 @@ def bare(config: TrainConfig, turn: Turn) -> None:
         for number, step in enumerate(steps, start=1):
             turn.before_step(reported)
             for index, micro_batch in enumerate(step):
-                sync.next_backward(is_last=index == len(step) - 1)
+                model.next_backward(is_last=index == len(step) - 1)
                 inputs = micro_batch.to(device, non_blocking=True).model_inputs()
-                loss_sum, valid_tokens, _ = model(
+                loss_sum, valid_tokens, _ = model.module(
                     inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
                 )
                 loss = loss_sum / (valid_tokens * len(step) * ranks)
                 loss.backward()
                 losses += loss.detach()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip_thresh)
+            model.finish_gradients()
+            gradients = local_gradients(model.parameters.values())
+            norm = gradient_norm(gradients, mesh["shard"].get_group())
+            clip_gradients(gradients, norm, config.optimizer.grad_clip_thresh)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if number % report_steps == 0:

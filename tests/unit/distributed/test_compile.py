@@ -15,8 +15,8 @@ from training_runs import TINY
 from pretraining.config.command_line import load_train_config
 from pretraining.distributed.compile import compile_blocks, naming_the_flag, without_compiling
 from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.parallelize import ParallelModel
 from pretraining.errors import ConfigError, DataError
-from pretraining.model.llama import Llama
 from pretraining.train.build import build_model
 
 CPU = torch.device("cpu")
@@ -33,21 +33,22 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def model_with(*flags: str) -> Llama:
+def model_with(*flags: str) -> ParallelModel:
     config = load_train_config([*TINY, "use_dummy_dataset=true", *flags])
     return build_model(TINY_SHAPE, config, build_mesh(config.parallel, 1, 1, "cpu"), CPU, initialize=True)
 
 
-def loss_and_gradients(model: Llama, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def loss_and_gradients(model: ParallelModel, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Of a batch with positions of its own, as documents in rows have them."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(TINY_SHAPE.vocab_size, (2, 17), generator=generator)
     positions = torch.randint(16, (2, 16), generator=generator)
-    model.zero_grad()
-    loss, _, _ = model(tokens[:, :-1], tokens[:, 1:], positions)
+    for parameter in model.parameters.values():
+        parameter.grad = None
+    loss, _, _ = model.module(tokens[:, :-1], tokens[:, 1:], positions)
     loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return loss, [gradient.to_local() for gradient in gradients if gradient is not None]  # type: ignore[attr-defined]
+    gradients = [parameter.grad for parameter in model.parameters.values()]
+    return loss, [gradient for gradient in gradients if gradient is not None]
 
 
 @pytest.mark.parametrize("selective", [None, "1", "2", "op"])
@@ -74,7 +75,7 @@ def test_text_is_generated_without_compiling() -> None:
     model = model_with("use_torch_compile=true")
     with torch.no_grad(), without_compiling():
         for length in range(2, 12):
-            model(torch.zeros(1, length, dtype=torch.int64))
+            model.module(torch.zeros(1, length, dtype=torch.int64))
     assert counters["stats"]["unique_graphs"] == 0
 
 

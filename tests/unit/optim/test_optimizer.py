@@ -31,7 +31,7 @@ def names_in(model: nn.Module, group: dict[str, Any]) -> set[str]:
 
 def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
     model = tiny_llama(tied=False)
-    decaying, fixed = parameter_groups(model, 0.1)
+    decaying, fixed = parameter_groups(dict(model.named_parameters()), 0.1)
     assert decaying["weight_decay"] == 0.1 and fixed["weight_decay"] == 0.0
     kept = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")} | {
         "model.embed_tokens.weight"
@@ -43,13 +43,13 @@ def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
 
 def test_a_tied_head_counts_as_the_embedding() -> None:
     model = tiny_llama(tied=True)
-    decaying, fixed = parameter_groups(model, 0.1)
+    decaying, fixed = parameter_groups(dict(model.named_parameters()), 0.1)
     assert "model.embed_tokens.weight" in names_in(model, fixed)
     assert not any("embed" in name or "lm_head" in name for name in names_in(model, decaying))
 
 
 def test_a_model_without_matrices_has_one_group() -> None:
-    assert len(parameter_groups(nn.LayerNorm(4), 0.1)) == 1
+    assert len(parameter_groups(dict(nn.LayerNorm(4).named_parameters()), 0.1)) == 1
 
 
 def backward(model: Llama) -> None:
@@ -65,7 +65,7 @@ def snapshot(model: Llama, optimizer: torch.optim.Optimizer) -> list[torch.Tenso
 
 def test_a_skipped_update_leaves_parameters_moments_and_step_untouched() -> None:
     model = tiny_llama(tied=False)
-    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=0.1))
+    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(learning_rate=0.1))
     backward(model)
     optimizer.step()
     before = snapshot(model, optimizer)
@@ -83,7 +83,7 @@ def test_a_skipped_update_leaves_parameters_moments_and_step_untouched() -> None
 def test_materialised_state_is_that_of_an_optimizer_that_has_not_stepped() -> None:
     model = tiny_llama(tied=True)
     values = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=0.1))
+    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(learning_rate=0.1))
     materialise_state(optimizer)
     assert all(torch.equal(was, now) for was, now in zip(values, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -129,7 +129,7 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options_and_its_drawback
     caplog.set_level(logging.INFO, "pretraining")
     model = nn.Linear(2, 2, bias=False)
     before = model.weight.detach().clone()
-    optimizer = build_optimizer(model, own("scale=2"))
+    optimizer = build_optimizer(dict(model.named_parameters()), own("scale=2"))
     assert "no weight_decay" in caplog.messages[0] and "waits for the device before each update" in caplog.messages[1]
     model.weight.grad = torch.ones(2, 2)
     update(optimizer, torch.tensor(True))
@@ -141,7 +141,7 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options_and_its_drawback
 def test_state_of_an_optimizer_of_the_users_own_is_made_without_touching_parameters() -> None:
     model = nn.Linear(2, 2, bias=False)
     before = model.weight.detach().clone()
-    optimizer = build_optimizer(model, own())
+    optimizer = build_optimizer(dict(model.named_parameters()), own())
     materialise_state(optimizer)
     assert torch.equal(model.weight, before) and optimizer.state[model.weight]["count"] == 1
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -157,7 +157,7 @@ def test_state_of_an_optimizer_of_the_users_own_is_made_without_touching_paramet
 )
 def test_an_optimizer_that_breaks_the_contract_is_refused(options: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        build_optimizer(nn.Linear(2, 2), own(*options))
+        build_optimizer(dict(nn.Linear(2, 2).named_parameters()), own(*options))
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_an_optimizer_that_breaks_the_contract_is_refused(options: tuple[str, ..
 )
 def test_a_name_that_leads_nowhere_is_refused(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        build_optimizer(nn.Linear(2, 2), OptimizerConfig(optimizer=name))
+        build_optimizer(dict(nn.Linear(2, 2).named_parameters()), OptimizerConfig(optimizer=name))

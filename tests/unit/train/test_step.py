@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,11 +10,12 @@ from torch import nn
 from pretraining.config.training import LossConfig, OptimizerConfig, ParallelConfig
 from pretraining.data import batch as data_batch
 from pretraining.data.batch import MicroBatch, StepBatch
-from pretraining.distributed.fsdp import MicroBatchSync, precision_policy, shard_model
+from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model import loss as model_loss
-from pretraining.model.init import initialize_weights
+from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.registry import build_optimizer
@@ -30,13 +30,11 @@ pytestmark = pytest.mark.usefixtures("single_process")
 def context_for_step(dtype: torch.dtype = torch.float32, loss: LossConfig = LossConfig()) -> StepContext:
     mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
     model = Llama(TINY_SHAPE, loss)
-    shard_model(model, model.blocks, mesh, "fsdp", precision_policy(dtype))
-    initialize_weights(model, TINY_SHAPE, 0, CPU)
-    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=1e-2))
+    laid_out = ReplicatedModel(model, dtype, CPU, mesh["replicate"].get_group())
+    initialize_parameters(laid_out.parameters, TINY_SHAPE, 0, CPU)
+    optimizer = build_optimizer(laid_out.parameters, OptimizerConfig(learning_rate=1e-2))
     return StepContext(
-        model=model,
-        sync=MicroBatchSync(model, mesh, "fsdp"),
-        parameters=list(model.parameters()),
+        model=laid_out,
         optimizer=optimizer,
         learning_rate=LearningRate("cosine", Horizon(1, 10, 0.1)),
         grad_clip_thresh=1.0,
@@ -62,12 +60,8 @@ def micro_batches(tokens: torch.Tensor, size: int) -> StepBatch:
 
 
 def values(context: StepContext) -> list[torch.Tensor]:
-    tensors = [parameter.to_local().clone() for parameter in context.parameters]  # type: ignore[attr-defined]
-    for state in context.optimizer.state.values():
-        tensors += [
-            value.to_local().clone() if hasattr(value, "to_local") else value.clone() for value in state.values()
-        ]
-    return tensors
+    kept = [value for state in context.optimizer.state.values() for value in state.values()]
+    return [local_part(tensor).detach().clone() for tensor in (*context.model.parameters.values(), *kept)]
 
 
 def test_how_a_batch_is_cut_changes_rounding_only() -> None:
@@ -89,7 +83,7 @@ def test_how_a_batch_is_cut_changes_rounding_only() -> None:
 def test_a_step_uses_the_schedule_and_clears_the_gradients() -> None:
     context = context_for_step()
     assert [train_step(context, micro_batches(sequences(2), 2), step).learning_rate for step in (0, 1)] == [5e-3, 1e-2]
-    assert all(parameter.grad is None for parameter in context.parameters)
+    assert all(parameter.grad is None for parameter in context.model.parameters.values())
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
@@ -98,7 +92,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     train_step(context, batch, 0)
     before = values(context)
 
-    norm = context.model.get_submodule("model.norm")
+    norm = context.model.module.get_submodule("model.norm")
     poison = norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
     outcome = train_step(context, batch, 1)
     poison.remove()
@@ -114,24 +108,6 @@ def test_a_step_learns() -> None:
     batch = micro_batches(sequences(2), 2)
     losses = [float(train_step(context, batch, step).loss_sum) for step in range(8)]
     assert losses[-1] < 0.9 * losses[0]
-
-
-def test_parameters_are_gathered_once_a_step_however_many_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    gathers: list[FSDPParamGroup] = []
-    gather: Callable[[FSDPParamGroup], None] = FSDPParamGroup._to_unsharded
-
-    def counting(group: FSDPParamGroup) -> None:
-        gathers.append(group)
-        gather(group)
-
-    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", counting)
-    context = context_for_step()
-    train_step(context, micro_batches(sequences(8), 2), 0)
-    assert len(gathers) == TINY_SHAPE.num_hidden_layers + 1  # each block, and the rest
-    train_step(context, micro_batches(sequences(8), 2), 1)
-    assert len(gathers) == 2 * (TINY_SHAPE.num_hidden_layers + 1)  # the update changed them
 
 
 def test_float16_follows_float32_whatever_the_scale_of_the_loss() -> None:
@@ -171,7 +147,7 @@ def test_without_a_scale_small_gradients_would_vanish_in_float16() -> None:
         context = context_for_step(torch.float16)
         assert context.scaler is not None
         context.scaler.load_state_dict({"scale": scale, "steps": 0})
-        norm = context.model.get_submodule("model.norm")
+        norm = context.model.module.get_submodule("model.norm")
         norm.register_forward_hook(lambda module, inputs, output: output * 1e-7)
         found.append(float(train_step(context, batch, 0).grad_norm))
     assert found[0] > 2 * found[1]
@@ -187,8 +163,8 @@ def test_data_and_model_mean_the_same_by_an_ignored_label() -> None:
 def test_only_the_models_own_parameters_are_stepped() -> None:
     context = context_for_step()
     grouped = {id(parameter) for group in context.optimizer.param_groups for parameter in group["params"]}
-    assert grouped == {id(parameter) for parameter in context.parameters}
-    assert all(isinstance(parameter, nn.Parameter) for parameter in context.parameters)
+    assert grouped == {id(parameter) for parameter in context.model.parameters.values()}
+    assert all(isinstance(parameter, nn.Parameter) for parameter in context.model.parameters.values())
 
 
 def test_z_loss_is_minimised_and_reported_apart() -> None:

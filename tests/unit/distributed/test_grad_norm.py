@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
+
+
+def gradients_of_norm_five() -> list[torch.Tensor]:
+    return [torch.tensor([3.0]), torch.tensor([[0.0, 4.0]])]
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_norm_is_that_of_all_gradients_together() -> None:
+    assert float(gradient_norm(gradients_of_norm_five(), world())) == pytest.approx(5.0)
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_one_number_that_is_not_finite_shows_in_the_norm(poison: float) -> None:
+    gradients = gradients_of_norm_five()
+    gradients[1][0, 0] = poison
+    assert not torch.isfinite(gradient_norm(gradients, world()))
+
+
+@pytest.mark.parametrize(("threshold", "norm_after"), [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
+def test_clipping_shortens_a_long_gradient_and_nothing_else(threshold: float, norm_after: float) -> None:
+    gradients = gradients_of_norm_five()
+    clip_gradients(gradients, torch.tensor(5.0), threshold)
+    assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(norm_after, rel=1e-5)
+
+
+@pytest.mark.parametrize(("threshold", "norm_after"), [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
+def test_clipping_undoes_the_scale_of_the_loss(threshold: float, norm_after: float) -> None:
+    gradients = [64 * gradient for gradient in gradients_of_norm_five()]
+    clip_gradients(gradients, torch.tensor(5.0), threshold, torch.tensor(64.0))
+    assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(norm_after, rel=1e-5)
+
+
+def test_parameters_without_a_gradient_are_left_out() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.grad = torch.ones(2, 2)
+    assert [gradient.shape for gradient in local_gradients(layer.parameters())] == [(2, 2)]

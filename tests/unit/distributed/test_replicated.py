@@ -1,0 +1,210 @@
+"""A model that is not sharded: the same numbers as one that `fully_shard` wraps, with fewer copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_shape import TINY_SHAPE
+from torch import Tensor, nn
+
+from pretraining.config.training import OptimizerConfig, ParallelConfig
+from pretraining.config.variants import LlamaShape
+from pretraining.distributed import replicated
+from pretraining.distributed.activation_checkpointing import checkpoint_activations
+from pretraining.distributed.fsdp import ShardedModel
+from pretraining.distributed.grad_norm import gradient_norm, local_gradients, local_part
+from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.parallelize import ParallelModel
+from pretraining.distributed.replicated import GradientBuckets, ReplicatedModel
+from pretraining.model.init import initialize_parameters
+from pretraining.model.llama import Llama
+from pretraining.optim.registry import build_optimizer
+
+CPU = torch.device("cpu")
+TIED = replace(TINY_SHAPE, tie_word_embeddings=True)
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def make_model(shape: LlamaShape, dtype: torch.dtype, is_sharded: bool, settings: ParallelConfig) -> ParallelModel:
+    mesh = build_mesh(settings, 1, 1, "cpu")
+    with torch.device("meta") if settings.low_cpu_fsdp else CPU:
+        module = Llama(shape)
+    checkpoint_activations(module.model.layers, settings)
+    made: ParallelModel
+    if is_sharded:
+        made = ShardedModel(module, module.blocks, mesh, "zero2", dtype, CPU, module.tie_weights)
+    else:
+        made = ReplicatedModel(module, dtype, CPU, mesh["replicate"].get_group())
+    initialize_parameters(made.parameters, shape, 0, CPU)
+    return made
+
+
+def backward(model: ParallelModel, seed: int, micro_batches: int = 3) -> float:
+    """Of a step's micro-batches; returns the sum of their losses."""
+    generator, total = torch.Generator().manual_seed(seed), 0.0
+    for index in range(micro_batches):
+        model.next_backward(is_last=index == micro_batches - 1)
+        tokens = torch.randint(TINY_SHAPE.vocab_size, (2, 9), generator=generator)
+        loss, _, _ = model.module(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        total += loss.item()
+    model.finish_gradients()
+    return total
+
+
+def train(model: ParallelModel, steps: int = 4) -> list[Tensor]:
+    """Losses and norms of a few steps, then the parameters."""
+    optimizer = build_optimizer(model.parameters, OptimizerConfig(learning_rate=1e-2))
+    seen = []
+    for step in range(steps):
+        loss = backward(model, step)
+        assert dist.group.WORLD is not None
+        norm = gradient_norm(local_gradients(model.parameters.values()), dist.group.WORLD)
+        seen += [torch.tensor(loss), norm]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return seen + [local_part(parameter).detach() for parameter in model.parameters.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [TINY_SHAPE, TIED], ids=["plain", "tied"])
+@pytest.mark.parametrize("low_cpu_fsdp", [True, False])
+def test_losses_norms_and_parameters_are_those_of_fully_shard(
+    shape: LlamaShape, dtype: torch.dtype, low_cpu_fsdp: bool
+) -> None:
+    config = ParallelConfig(low_cpu_fsdp=low_cpu_fsdp)
+    sharded, whole = (train(make_model(shape, dtype, is_sharded, config)) for is_sharded in (True, False))
+    assert all(map(torch.equal, sharded, whole)) and len(sharded) == len(whole)
+
+
+@pytest.mark.parametrize("selective", ["1", "2", "1/2", "op"])
+def test_what_is_computed_again_finds_its_weights(selective: str) -> None:
+    plain = train(make_model(TINY_SHAPE, torch.bfloat16, False, ParallelConfig()))
+    config = ParallelConfig(fsdp_activation_checkpointing=True, selective_checkpointing=selective)
+    assert all(map(torch.equal, plain, train(make_model(TINY_SHAPE, torch.bfloat16, False, config))))
+
+
+def test_a_model_in_float32_is_its_own_master() -> None:
+    model = make_model(TINY_SHAPE, torch.float32, False, ParallelConfig())
+    assert all(mine is its for mine, its in zip(model.parameters.values(), model.module.parameters(), strict=True))
+
+
+def test_masters_are_float32_and_copies_are_gone_once_their_gradients_are_taken() -> None:
+    model = make_model(TIED, torch.bfloat16, False, ParallelConfig())
+    copies = list(model.module.parameters())
+    assert bytes_of(copies) == 0  # until the first forward
+    backward(model, 0)
+    assert bytes_of(copies) == 0 and {copy.grad for copy in copies} == {None}
+    assert {parameter.dtype for parameter in model.parameters.values()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in model.parameters.values() if parameter.grad is not None} == {
+        torch.float32
+    }
+    model.next_backward(is_last=False)
+    model.module(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[0].backward()
+    assert bytes_of(copies) == sum(copy.nbytes for copy in copies)
+
+
+def bytes_of(tensors: list[nn.Parameter]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_copies_are_made_once_for_all_forwards_between_two_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    copy: Callable[..., None] = torch._foreach_copy_
+
+    def counting(*tensors: Any) -> None:
+        made.append(1)
+        copy(*tensors)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    model = make_model(TINY_SHAPE, torch.bfloat16, False, ParallelConfig())
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+
+    def evaluate() -> Tensor:
+        with torch.no_grad():
+            loss: Tensor = model.module(tokens, tokens)[0]
+        return loss
+
+    before = evaluate()
+    train(model, steps=1)
+    assert len(made) == 1
+    after = evaluate()
+    assert len(made) == 2 and not torch.equal(before, after)
+    train(model, steps=1)
+    assert len(made) == 2  # the evaluation's serve the step after it
+
+
+class Sums:
+    """Stands in for all-reduces among two devices that hold the same gradients; they end when they are waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[Tensor] = []
+        monkeypatch.setattr(dist, "all_reduce", self._start)
+
+    def _start(self, tensor: Tensor, group: object, async_op: bool) -> Sums:
+        assert async_op
+        self.sent.append(tensor)
+        self._pending = [*getattr(self, "_pending", []), tensor]
+        return self
+
+    def wait(self) -> None:
+        self._pending.pop(0).mul_(2)
+
+
+class TwoDevices:
+    def size(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
+    return Sums(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1, 4096, 2**30])
+def test_gradients_of_several_devices_are_sums_of_whole_buckets_once_a_step(
+    dtype: torch.dtype, bucket_bytes: int, sums: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated, "BUCKET_BYTES", bucket_bytes)
+    alone = make_model(TIED, dtype, False, ParallelConfig())
+    among_two = ReplicatedModel(Llama(TIED), dtype, CPU, TwoDevices())  # type: ignore[arg-type]
+    initialize_parameters(among_two.parameters, TIED, 0, CPU)
+    for step in range(2):
+        backward(alone, step)
+        backward(among_two, step)
+        assert sum(tensor.nbytes for tensor in sums.sent) == sum(each.nbytes for each in among_two.parameters.values())
+        for one, other in zip(alone.parameters.values(), among_two.parameters.values(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            assert torch.equal(2 * one.grad, other.grad)
+            one.grad = other.grad = None
+        sums.sent.clear()
+
+
+def test_buckets_are_sent_in_one_order_and_hold_those_that_come_first_in_backward(sums: Sums) -> None:
+    first, second, third = (nn.Parameter(torch.ones(size)) for size in (3, 2, 4))
+    buckets = GradientBuckets([first, second, third], TwoDevices())  # type: ignore[arg-type]
+    for parameter in (first, third, second):
+        parameter.grad = buckets.place_of(parameter).fill_(1.0)
+        assert not sums.sent
+        assert buckets.hold(parameter)
+        buckets.arrived(parameter)
+    (sent,) = sums.sent
+    assert sent.shape == (9,) and third.grad is not None and third.grad.data_ptr() == sent.data_ptr()
+    buckets.wait()
+    assert not buckets.hold(first)  # the next step's gradients get memory of their own
+
+
+def test_a_parameter_without_a_gradient_is_a_mistake_and_no_wrong_sum(sums: Sums) -> None:
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    buckets = GradientBuckets([used, unused], TwoDevices())  # type: ignore[arg-type]
+    buckets.place_of(used)
+    buckets.arrived(used)
+    with pytest.raises(AssertionError, match="without a gradient"):
+        buckets.wait()
