@@ -107,11 +107,14 @@ def loss_chunk_tokens(device_type: str, vocab_size: int) -> int:
 
 
 def _gathered_bytes(config: TrainConfig, shape: LlamaShape, shard_size: int, compute_bytes: int) -> int:
-    """Whole parameters, as FSDP gathers them, and whole gradients before they are reduced."""
+    """Whole parameters to compute with, and whole gradients before they are reduced, besides what is counted as own."""
     block = block_parameters(shape)
     everything = parameter_count(shape)
     root = everything - shape.num_hidden_layers * block  # embedding, norm and head: gathered all the time
-    frees_blocks = shard_size > 1 and config.parallel.sharding_strategy in ("fsdp", "hsdp")
+    if shard_size == 1:  # copies in the compute dtype, if that is another, and the gradient of one at a time
+        embedding = shape.vocab_size * shape.hidden_size
+        return compute_bytes * (everything + embedding) if compute_bytes < MASTER_BYTES else 0
+    frees_blocks = config.parallel.sharding_strategy in ("fsdp", "hsdp")
     gathered = root + 2 * block if frees_blocks else everything  # the next block is gathered while one computes
     # The gradients of one group at a time, as computed and in float32 for the reduction; the root's is the largest.
     return compute_bytes * gathered + (compute_bytes + MASTER_BYTES) * max(root, block)
@@ -127,8 +130,8 @@ def _activation_bytes(config: TrainConfig, shape: LlamaShape, compute_bytes: int
         if parallel.selective_checkpointing == PER_OPERATION:  # results of matrix products and attention, too
             heads = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
             reduced += compute_bytes * (2 * heads + 2 * shape.hidden_size + 2 * shape.intermediate_size)
-    # One block's values once more: those computed again, or the gradients of those kept.
-    per_token = count * reduced + (layers - count) * whole + whole
+    # The gradients of one block's values; where blocks are computed again, that one's values, too.
+    per_token = count * reduced + (layers - count) * whole + (2 if count else 1) * whole
     return config.batch.batch_size * config.data.seq_length * per_token
 
 

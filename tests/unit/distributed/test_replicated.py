@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from pretraining.config.training import OptimizerConfig, ParallelConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.distributed import replicated
+from pretraining.distributed import gradient_buckets
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
 from pretraining.distributed.fsdp import ShardedModel
 from pretraining.distributed.grad_norm import gradient_norm, local_gradients, local_part
+from pretraining.distributed.gradient_buckets import GradientBuckets
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import ParallelModel
-from pretraining.distributed.replicated import GradientBuckets, ReplicatedModel
+from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
 from pretraining.optim.registry import build_optimizer
@@ -172,7 +173,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
 def test_gradients_of_several_devices_are_sums_of_whole_buckets_once_a_step(
     dtype: torch.dtype, bucket_bytes: int, sums: Sums, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicated, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
     alone = make_model(TIED, dtype, False, ParallelConfig())
     among_two = ReplicatedModel(Llama(TIED), dtype, CPU, TwoDevices())  # type: ignore[arg-type]
     initialize_parameters(among_two.parameters, TIED, 0, CPU)
