@@ -61,7 +61,7 @@ def estimate_memory(
     """Estimates the memory of one rank at the peak of a training step.
 
     The state is exact. The rest leaves out reserves of allocators and workspaces of kernels; on a CPU the whole
-    is within a tenth of the peak (docs/performance.md).
+    is within a fifth of the peak (docs/performance.md).
 
     Args:
         config: the settings.

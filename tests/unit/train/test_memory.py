@@ -44,7 +44,9 @@ def test_an_8b_on_24_gib_is_refused_with_the_numbers_and_what_would_fit() -> Non
     assert (
         "the model cannot fit: 7,241,732,096 parameters with --batch_size=1 and --seq_length=1024 take about " in said
     )
-    assert "and there are 24.0 GiB available in this machine. What would fit: --model_variant=llama3.2_1b (about " in said
+    assert (
+        "and there are 24.0 GiB available in this machine. What would fit: --model_variant=llama3.2_1b (about " in said
+    )
     assert "32 machines with --sharding_strategy=fsdp" in said and "--ignore_memory=true starts all the same" in said
 
 
