@@ -18,6 +18,8 @@ from fractions import Fraction
 from pretraining.errors import ConfigError
 
 UNITS = ("steps", "tokens", "epochs", "seconds")
+PERCENT = "percent"
+"""Of the run: a unit of those lengths alone that are parts of one."""
 
 MULTIPLIERS = {"K": 10**3, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -30,12 +32,13 @@ _WRITTEN_UNITS = {
     **dict.fromkeys(("s", "sec", "second", "seconds"), ("seconds", 1)),
     **dict.fromkeys(("min", "minute", "minutes"), ("seconds", 60)),
     **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600)),
+    "%": (PERCENT, 1),
 }
 
 # More than any run could mean, and small enough that a slip such as 1e999999999 cannot fill the memory.
 LARGEST_AMOUNT = 10**18
 _NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
-_AMOUNT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s]*)", re.ASCII)
+_AMOUNT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s%]*)", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -50,7 +53,7 @@ class Duration:
 
     Attributes:
         amount: from 0 to 10^18; a whole number of steps or tokens, any number of epochs or seconds.
-        unit: "steps", "tokens", "epochs" or "seconds".
+        unit: "steps", "tokens", "epochs", "seconds" or "percent".
 
     Raises:
         ConfigError: the unit is unknown, or the amount is not one of it.
@@ -60,7 +63,7 @@ class Duration:
     unit: str
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
+        if self.unit not in (*UNITS, PERCENT):
             raise ConfigError(f"{self.unit!r} is no unit of a duration: use one of {', '.join(UNITS)}")
         if not 0 <= self.amount <= LARGEST_AMOUNT:  # false for nan, too
             raise ConfigError(f"{self.amount} {self.unit} are no duration: give from 0 to 10^18")
@@ -97,6 +100,8 @@ class Duration:
             return str(self.amount)
         if self.unit == "epochs":
             return f"{_decimal(self.amount)}ep"
+        if self.unit == PERCENT:
+            return f"{_decimal(self.amount)}%"
         if self.unit == "seconds":
             if self.amount == 0 or self.amount % 60 != 0:
                 return f"{_decimal(self.amount)}s"
@@ -119,10 +124,20 @@ class Duration:
         """
         if self.unit == "steps":
             return int(self.amount)
+        if self.unit == PERCENT:
+            raise ConfigError(
+                f"{self} is a share of the run: this length needs steps (1000), tokens (5Btok) or epochs (2ep)"
+            )
         if self.unit == "seconds":
             raise ConfigError(f"{self} is a time: this length needs steps (1000), tokens (5Btok) or epochs (2ep)")
         schedule = schedule if isinstance(schedule, TokenSchedule) else TokenSchedule.steady(schedule)
         return schedule.steps_to(self._in_tokens(training_tokens))
+
+    def part_of(self, total_steps: int, schedule: int | TokenSchedule, training_tokens: int | None) -> int:
+        """Returns the steps of a part of a run: of a share of `total_steps`, rounded down, or as `to_steps`."""
+        if self.unit == PERCENT:
+            return int(_as_written(self.amount) * total_steps / 100)
+        return self.to_steps(schedule, training_tokens)
 
     def _in_tokens(self, training_tokens: int | None) -> Fraction:
         if self.unit == "tokens":
@@ -272,7 +287,7 @@ def resolve_warmup_steps(
     num_steps = length.to_steps(schedule, training_tokens)
     if warmup is None:
         return min(length.to_steps(schedule.first, training_tokens) // 20, 2000, num_steps)
-    steps = warmup.to_steps(schedule, training_tokens)
+    steps = warmup.part_of(num_steps, schedule, training_tokens)
     if steps > num_steps:
         raise ConfigError(
             f"--warmup_steps={warmup} is {steps} steps of {schedule.tokens_per_step} tokens, more than the {num_steps} "

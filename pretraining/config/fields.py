@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import BaseMetadata, Ge, Le, Lt
 
-from pretraining.progress import UNITS, Duration
+from pretraining.progress import PERCENT, UNITS, Duration
 
 T = TypeVar("T")
 
@@ -46,6 +46,7 @@ PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 RunLength = Annotated[Duration, Units(("steps", "tokens", "epochs"))]
+PartOfRun = Annotated[Duration, Units(("steps", "tokens", "epochs", PERCENT))]
 Time = Annotated[Duration, Units(("seconds",))]
 
 

@@ -37,10 +37,34 @@ class OptimizerEntry:
     state_bytes: int
 
 
+@dataclass(frozen=True)
+class ScheduleEntry:
+    """A schedule that ships with the project.
+
+    Attributes:
+        path: of its function, as `package.module:name`.
+        options: the settings of the section `schedule` that it reads.
+    """
+
+    path: str
+    options: tuple[str, ...]
+
+
 OPTIMIZERS = {
     "adamw": OptimizerEntry("pretraining.optim.optimizer:adamw", ("adam_beta1", "adam_beta2", "adam_epsilon"), 8)
 }
-SCHEDULES = {"cosine": "pretraining.optim.schedules:cosine"}
+_OF_STABLE_PHASE = ("warmup_steps", "min_lr_ratio", "stable_steps", "decay_steps")
+SCHEDULES = {
+    "cosine": ScheduleEntry("pretraining.optim.schedules:cosine", ("warmup_steps", "min_lr_ratio")),
+    "linear": ScheduleEntry("pretraining.optim.schedules:linear", ("warmup_steps", "min_lr_ratio")),
+    "constant": ScheduleEntry("pretraining.optim.schedules:constant", ("warmup_steps",)),
+    "polynomial": ScheduleEntry(
+        "pretraining.optim.schedules:polynomial", ("warmup_steps", "min_lr_ratio", "decay_power")
+    ),
+    "piecewise_linear": ScheduleEntry("pretraining.optim.schedules:piecewise_linear", ("schedule_points",)),
+    "trapezoid": ScheduleEntry("pretraining.optim.schedules:warmup_stable_decay", _OF_STABLE_PHASE),
+    "wsd": ScheduleEntry("pretraining.optim.schedules:warmup_stable_decay", (*_OF_STABLE_PHASE, "decay_shape")),
+}
 TOKEN_FORMATS = {
     "arrow": "pretraining.data.storage.arrow:ArrowFormat",
     "npy": "pretraining.data.storage.flat_files:NpyFormat",

@@ -17,13 +17,15 @@ from typing import Any, TypeVar
 
 from pretraining.config.commands import InspectConfig, InspectSettings, PrepareConfig, SampleConfig, VerifyConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
-from pretraining.config.plugins import OPTIMIZERS, OWN, TOKEN_FORMATS, parse_options
+from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES, TOKEN_FORMATS, parse_options
 from pretraining.config.training import (
     ALL_BLOCKS,
     PER_OPERATION,
     ModelConfig,
+    ScheduleConfig,
     TrainConfig,
     checkpointed_blocks,
+    parse_point,
     share_of_blocks,
 )
 from pretraining.config.values import did_you_mean, format_value, limit_problem, parse_range
@@ -256,6 +258,39 @@ def _warmup_fits_the_run(
     warmup, length = lengths
     if warmup.unit == length.unit and warmup.amount > length.amount:
         yield f"{texts[0]} is longer than {texts[1]}: shorten the warm-up or lengthen the run"
+
+
+@_rule("warmup_steps", "stable_steps", "decay_steps", "decay_shape", "decay_power", "schedule_points")
+def _the_schedule_reads_what_is_given(schedule: str, training_stage: str, **options: Any) -> Problems:
+    given = [name for name, value in options.items() if value not in (None, ())]
+    if training_stage == "annealing":
+        if schedule != ScheduleConfig().schedule or given:
+            others = [f"--{name}" for name in given] or [f"--schedule={schedule}"]
+            yield (
+                "--training_stage=annealing is a schedule of its own, from the peak to zero: leave it out, or "
+                f"{', '.join(others)}"
+            )
+        return
+    if schedule not in SCHEDULES:  # the user's own gets all of them
+        return
+    for name in given:
+        if name not in SCHEDULES[schedule].options:
+            readers = [other for other, entry in SCHEDULES.items() if name in entry.options]
+            yield f"--{name} is for --schedule={' or '.join(readers)}, and {schedule} does not read it: leave one out"
+    if schedule == "piecewise_linear" and not options["schedule_points"]:
+        yield "--schedule=piecewise_linear needs --schedule_points, as in 0:0,2000:1,80%:1,100%:0.1"
+    if options["stable_steps"] is not None and options["decay_steps"] is not None:
+        yield (
+            "--stable_steps and --decay_steps are two ways to say where the decay begins: give the one that should "
+            "stay as it is when the run gets longer"
+        )
+
+
+@_rule()
+def _points_can_be_read(schedule_points: tuple[str, ...]) -> Problems:
+    for text in schedule_points:
+        parse_point(text)
+    return ()
 
 
 # Optimizer

@@ -15,11 +15,20 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt
 
-from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, OneOfOr, PositiveInt, RunLength, Time, setting
+from pretraining.config.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOfOr,
+    PartOfRun,
+    PositiveInt,
+    RunLength,
+    Time,
+    setting,
+)
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS
 from pretraining.config.values import parse_range
 from pretraining.errors import ConfigError
-from pretraining.progress import Duration
+from pretraining.progress import Duration, parse_number
 
 Packing = Literal["stream", "greedy", "first_fit", "best_fit"]
 ShardingStrategy = Literal["ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"]
@@ -277,15 +286,50 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the run: linear warm-up, then a decay."""
+    """The learning rate over the run."""
 
     schedule: Annotated[str, OneOfOr(tuple(SCHEDULES))] = setting(
         "cosine",
-        "cosine: half a cosine down to min_lr_ratio of the peak; or a function of your own as package.module:function "
-        "(docs/extending.md)",
+        "after a linear warm-up: cosine, linear or polynomial down to min_lr_ratio of the peak; constant; wsd (at the "
+        "peak, then down in decay_shape), trapezoid (the same, linear). piecewise_linear: through schedule_points, "
+        "without a warm-up of its own. Or a function of your own as package.module:function (docs/extending.md)",
+        aliases={"warmup_stable_decay": "wsd"},
     )
-    warmup_steps: RunLength | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
+    training_stage: Literal["initial", "annealing"] = setting(
+        "initial",
+        "annealing: from the peak straight to zero over the whole run, without warm-up; in place of the other settings "
+        "here",
+    )
+    warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
+    stable_steps: PartOfRun | None = setting(
+        None, "of wsd and trapezoid: how long at the peak; the decay takes the rest. 0 = none. Or give decay_steps"
+    )
+    decay_steps: PartOfRun | None = setting(
+        None, "of wsd and trapezoid: how long the decay is; the peak lasts until then. none = a fifth of the run"
+    )
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = setting(
+        None, "of wsd: how the learning rate comes down; none = 1-sqrt"
+    )
+    decay_power: NonNegativeFloat | None = setting(None, "of polynomial: its exponent; none = 1")
+    schedule_points: tuple[str, ...] = setting(
+        (), "of piecewise_linear: length:share of the peak, comma list, as in 0:0,2000:1,80%:1,100%:0.1"
+    )
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = setting(0.1, "learning rate at the end, as a fraction of the peak")
+
+
+def parse_point(text: str) -> tuple[Duration, float]:
+    """Reads a point of a piecewise linear schedule: `length:share of the peak`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    place, _, share = text.partition(":")
+    number = parse_number(share)
+    if number is None or number < 0:
+        raise ConfigError(
+            f"--schedule_points: {text!r} is no point: write length:share of the peak, as in 2000:1 or 80%:0.5"
+        )
+    return Duration.parse(place), float(number)
 
 
 @dataclass(frozen=True)

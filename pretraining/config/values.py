@@ -178,6 +178,7 @@ def _parse_choice(setting: Setting, text: str) -> str:
         return text.strip()
     word = text.strip().lower().replace("-", "_")
     word = setting.aliases.get(word, word)
+    word = {choice.replace("-", "_"): choice for choice in setting.choices}.get(word, word)
     if word not in setting.choices:
         hint = did_you_mean(word, setting.choices, " (did you mean {}?)")
         raise ValueError(f"not known{hint}, use one of {_choices(setting)}")

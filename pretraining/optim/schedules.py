@@ -5,28 +5,19 @@ A schedule is a function (step, peak, horizon) -> learning rate of the update th
 
 from __future__ import annotations
 
+import bisect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from pretraining.config.plugins import SCHEDULES, load_plugin
+from pretraining.config.training import ScheduleConfig
 from pretraining.errors import ConfigError
+from pretraining.optim.horizon import Horizon, resolve_horizon
 from pretraining.optim.optimizer import PEAK
-
-
-@dataclass(frozen=True)
-class Horizon:
-    """What a schedule is stretched over, in optimizer steps.
-
-    The update after `warmup_steps` is the first at the peak. The last of `total_steps` has the smallest learning rate,
-    `min_lr_ratio` of the peak.
-    """
-
-    warmup_steps: int
-    total_steps: int
-    min_lr_ratio: float
+from pretraining.progress import Duration, TokenSchedule
 
 
 class Schedule(Protocol):
@@ -39,12 +30,61 @@ class Schedule(Protocol):
 
 def cosine(step: int, peak: float, horizon: Horizon) -> float:
     """Linear warm-up to the peak, then half a cosine down to `min_lr_ratio` of it (Loshchilov and Hutter, 2017)."""
+    return peak * _warm_up_and_decay(step, horizon, horizon.warmup_steps, DECAYS["cosine"])
+
+
+def linear(step: int, peak: float, horizon: Horizon) -> float:
+    """Linear warm-up to the peak, then straight down to `min_lr_ratio` of it."""
+    return peak * _warm_up_and_decay(step, horizon, horizon.warmup_steps, DECAYS["linear"])
+
+
+def polynomial(step: int, peak: float, horizon: Horizon) -> float:
+    """Linear warm-up, then down as `decay_power` of what is left of the run, to `min_lr_ratio` of the peak."""
+    return peak * _warm_up_and_decay(
+        step, horizon, horizon.warmup_steps, lambda done: (1 - done) ** horizon.decay_power
+    )
+
+
+def constant(step: int, peak: float, horizon: Horizon) -> float:
+    """Linear warm-up to the peak, which stays."""
+    return peak * _warm_up_and_decay(step, horizon, horizon.total_steps, DECAYS["linear"])
+
+
+def warmup_stable_decay(step: int, peak: float, horizon: Horizon) -> float:
+    """Linear warm-up, the peak, then `decay_steps` updates down to `min_lr_ratio` of it, in `decay_shape`.
+
+    The phases of Hu et al. (2024, MiniCPM, section 4); with the linear shape a trapezoid (Zhai et al. 2022).
+    """
+    return peak * _warm_up_and_decay(
+        step, horizon, horizon.total_steps - 1 - horizon.decay_steps, DECAYS[horizon.decay_shape]
+    )
+
+
+def piecewise_linear(step: int, peak: float, horizon: Horizon) -> float:
+    """Straight lines between points, and the first and the last one's value before and after them."""
+    steps = [point for point, _ in horizon.points]
+    after = bisect.bisect_right(steps, step)
+    if after in (0, len(steps)):
+        return peak * horizon.points[min(after, len(steps) - 1)][1]
+    (begin, low), (end, high) = horizon.points[after - 1 : after + 1]
+    return peak * (low + (high - low) * (step - begin) / (end - begin))
+
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "1-sqrt": lambda done: 1 - math.sqrt(done),
+}
+"""What is left of the way from the peak to the end after a share of the decay; 1-sqrt of Hägele et al. (2024)."""
+
+
+def _warm_up_and_decay(step: int, horizon: Horizon, decay_after: int, decay: Callable[[float], float]) -> float:
+    """The share of the peak; updates after `decay_after` are below it, the last of the run at its end."""
     if step < horizon.warmup_steps:
-        return peak * (step + 1) / (horizon.warmup_steps + 1)
-    decay_steps = horizon.total_steps - 1 - horizon.warmup_steps
-    fraction = min(1.0, (step - horizon.warmup_steps) / decay_steps) if decay_steps > 0 else 0.0
-    curve = 0.5 * (1.0 + math.cos(math.pi * fraction))
-    return peak * (horizon.min_lr_ratio + (1.0 - horizon.min_lr_ratio) * curve)
+        return (step + 1) / (horizon.warmup_steps + 1)
+    last, begin = horizon.total_steps - 1, max(decay_after, horizon.warmup_steps)
+    done = min(1.0, (step - begin) / (last - begin)) if step > begin and last > begin else 0.0
+    return horizon.min_lr_ratio + (1.0 - horizon.min_lr_ratio) * decay(done)
 
 
 class LearningRate:
@@ -55,9 +95,10 @@ class LearningRate:
     """
 
     def __init__(self, name: str, horizon: Horizon) -> None:
+        self.horizon = horizon
         self._name = name
-        self._horizon = horizon
-        self._schedule: Schedule = load_plugin("schedule", SCHEDULES.get(name, name))
+        path = SCHEDULES[name].path if name in SCHEDULES else name
+        self._schedule: Schedule = load_plugin("schedule", path)
         for step in {0, horizon.total_steps - 1}:
             self.at(step, 1.0)
 
@@ -67,7 +108,7 @@ class LearningRate:
         Raises:
             ConfigError: the schedule does not give a finite number from 0 on.
         """
-        rate = self._schedule(step, peak, self._horizon)
+        rate = self._schedule(step, peak, self.horizon)
         if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
             raise ConfigError(f"--schedule={self._name} gives {rate!r} for step {step}: a learning rate is from 0 on")
         return rate
@@ -78,3 +119,11 @@ class LearningRate:
             group["lr"] = self.at(step, group[PEAK])
         rate: float = optimizer.param_groups[0]["lr"]
         return rate
+
+
+def build_learning_rate(
+    schedule: ScheduleConfig, num_steps: Duration, token_schedule: TokenSchedule, training_tokens: int | None
+) -> LearningRate:
+    """Makes the learning rate of a run that the settings describe; arguments and errors as `resolve_horizon`."""
+    horizon = resolve_horizon(schedule, num_steps, token_schedule, training_tokens)
+    return LearningRate("linear" if schedule.training_stage == "annealing" else schedule.schedule, horizon)

@@ -48,8 +48,8 @@ from pretraining.observability.out_of_memory import MemoryWatch
 from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Trackers, open_trackers
-from pretraining.optim.schedules import Horizon, LearningRate
-from pretraining.progress import Interval, Progress, TokenSchedule, TrainState, resolve_warmup_steps
+from pretraining.optim.schedules import LearningRate, build_learning_rate
+from pretraining.progress import Interval, Progress, TokenSchedule, TrainState
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.memory import check_memory
@@ -110,6 +110,7 @@ class RunPlan:
     model: ParallelModel
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
     loader: Loader
     state: TrainState
 
@@ -171,6 +172,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
     token_schedule = _token_schedule(loader, config.data.seq_length)
     training_tokens = data.training_tokens if data is not None else None
+    learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
     state = _initial_state(config, token_schedule, training_tokens, restored, stop_step)
     return RunPlan(
         config=config,
@@ -187,6 +189,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
         model=model,
         parameters=parameters,
         optimizer=optimizer,
+        learning_rate=learning_rate,
         loader=loader,
         state=state,
     )
@@ -346,15 +349,11 @@ def _spike_detector(plan: RunPlan) -> SpikeDetector | None:
 
 def _step_context(plan: RunPlan) -> StepContext:
     config, device = plan.config, plan.processes.device
-    warmup_steps = resolve_warmup_steps(
-        config.schedule.warmup_steps, config.run.num_steps, plan.token_schedule, plan.training_tokens
-    )
-    horizon = Horizon(warmup_steps, plan.state.total_steps, config.schedule.min_lr_ratio)
     in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(
         model=plan.model,
         optimizer=plan.optimizer,
-        learning_rate=LearningRate(config.schedule.schedule, horizon),
+        learning_rate=plan.learning_rate,
         grad_clip_thresh=config.optimizer.grad_clip_thresh,
         shard_group=plan.mesh["shard"].get_group(),
         device=device,

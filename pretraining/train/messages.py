@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.start_point import CONFIG_FILE
 from pretraining.config.fields import settings_of
-from pretraining.config.recipes import dump_config, parse_recipe
+from pretraining.config.recipes import dump_config, parse_recipe, settings_in
 from pretraining.config.training import PER_OPERATION, ParallelConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import Raw
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
-from pretraining.errors import Preempted
+from pretraining.errors import ConfigError, Preempted
 from pretraining.model.flops import flops_per_token, matmul_parameters
 from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name, peak_tflops
 from pretraining.observability.trackers import METRICS_FILE
+from pretraining.optim.horizon import describe_schedule
+from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TrainState
 from pretraining.train.loop import Run
 from pretraining.train.preemption import ending, reason_of
@@ -41,6 +43,7 @@ def announce(plan: RunPlan) -> None:
         _describe_data(plan),
         f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
         f"length      {total_steps} steps, {plan.token_schedule.tokens_at(total_steps):,} tokens",
+        f"schedule    {describe_schedule(config.schedule, plan.learning_rate.horizon)}",
         *_describe_flops(plan),
         *_describe_start(plan),
         *(f"            {path} is incomplete: ignored" for path in plan.abandoned),
@@ -72,10 +75,27 @@ def _describe_start(plan: RunPlan) -> Iterator[str]:
         yield f"start       from {start.path}, step {start.manifest.step}"
         for change in (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config)):
             yield f"            {change}"
+        yield from _describe_new_schedule(plan, start.manifest)
         if state.stop_step < state.total_steps:
             yield f"            this invocation ends at step {state.stop_step}"
     for line in start.passed_over:
         yield f"            {line}: passed over"
+
+
+def _describe_new_schedule(plan: RunPlan, manifest: Manifest) -> Iterator[str]:
+    """Says what other settings of the schedule, or another length of the run, do to the learning rate from here on."""
+    try:
+        before = settings_in(manifest.config, "config of the checkpoint")
+        old = build_learning_rate(before.schedule, before.run.num_steps, plan.token_schedule, plan.training_tokens)
+    except ConfigError:  # a schedule of the user's own that is gone; the lines above name what was given then
+        return
+    step, peak, new = plan.state.step, plan.config.optimizer.learning_rate, plan.learning_rate
+    if (before.schedule, old.horizon) != (plan.config.schedule, new.horizon) and step < plan.state.total_steps:
+        was, now = old.at(step, before.optimizer.learning_rate), new.at(step, peak)
+        yield (
+            f"            learning rate here {now:.3g}, and {was:.3g} before: the rest is that of a run which had the "
+            "new schedule all along"
+        )
 
 
 def _describe_flops(plan: RunPlan) -> list[str]:

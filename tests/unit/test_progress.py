@@ -24,7 +24,7 @@ from pretraining.progress import (
 
 durations = st.one_of(
     st.builds(Duration, st.integers(0, LARGEST_AMOUNT), st.sampled_from(["steps", "tokens"])),
-    st.builds(Duration, st.floats(0, 1e18) | st.integers(0, 10**9), st.sampled_from(["epochs", "seconds"])),
+    st.builds(Duration, st.floats(0, 1e18) | st.integers(0, 10**9), st.sampled_from(["epochs", "seconds", "percent"])),
 )
 
 
@@ -58,6 +58,8 @@ durations = st.one_of(
         ("23h30min", 84_600, "seconds"),
         ("1h 1min 1.5s", 3661.5, "seconds"),
         ("0", 0, "steps"),
+        ("2.5%", 2.5, "percent"),
+        ("10 %", 10, "percent"),
     ],
 )
 def test_a_duration_is_written_in_these_ways(text: str | int, amount: float, unit: str) -> None:

@@ -125,7 +125,10 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["seed=1", "--seed=2"], "two values for seed, seed=1 and --seed=2: keep one"),
         (["--seed=1", "--run.seed=2"], "two values for seed, --seed=1 and --run.seed=2: keep one"),
         (["--max_tokens=2ep"], "--max_tokens=2ep: it counts tokens, so write 5_000_000_000 or 5B"),
-        (["--warmup_steps=30min"], "--warmup_steps=30min: seconds mean nothing here, give steps, tokens or epochs"),
+        (
+            ["--warmup_steps=30min"],
+            "--warmup_steps=30min: seconds mean nothing here, give steps, tokens, epochs or percent",
+        ),
         (
             ["--resume_from_checkpoint=true"],
             "--resume_from_checkpoint=true: it takes the path of a run or checkpoint; a run found in --ckpt_save_path "

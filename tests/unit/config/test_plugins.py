@@ -6,17 +6,19 @@ import pytest
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, load_plugin, parse_options
-from pretraining.config.training import OptimizerConfig
+from pretraining.config.training import OptimizerConfig, ScheduleConfig
 from pretraining.errors import ConfigError
 
 COMMON = ["use_dummy_dataset=true"]
 
 
 def test_what_the_tables_name_is_there_and_options_are_settings() -> None:
-    paths = [*(entry.path for entry in OPTIMIZERS.values()), *SCHEDULES.values(), *TRACKERS.values()]
-    assert all(callable(load_plugin("table", path)) for path in paths)
+    paths = [entry.path for entry in OPTIMIZERS.values()] + [entry.path for entry in SCHEDULES.values()]
+    assert all(callable(load_plugin("table", path)) for path in (*paths, *TRACKERS.values()))
     for entry in OPTIMIZERS.values():
         assert set(entry.options) <= OptimizerConfig.__dataclass_fields__.keys()
+    for schedule in SCHEDULES.values():
+        assert set(schedule.options) <= ScheduleConfig.__dataclass_fields__.keys()
 
 
 @pytest.mark.parametrize("name", ["optimizer", "schedule", "tracker"])

@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from pretraining.config.command_line import load_train_config
+from pretraining.config.plugins import SCHEDULES
 from pretraining.errors import ConfigError
+from pretraining.optim.horizon import Horizon, describe_schedule
 from pretraining.optim.optimizer import PEAK
-from pretraining.optim.schedules import Horizon, LearningRate, cosine
+from pretraining.optim.schedules import LearningRate, build_learning_rate, cosine
+from pretraining.progress import TokenSchedule
 
 
 def schedule_of(peak: float, horizon: Horizon) -> Callable[[int], float]:
@@ -65,3 +69,162 @@ def test_a_schedule_of_the_users_own_that_gives_no_learning_rate_is_refused() ->
     assert rate.at(3, 2.0) == 2.0
     with pytest.raises(ConfigError, match="gives nan for step 4"):
         rate.at(4, 2.0)
+
+
+def rate_of(*flags: str, tokens_per_step: int = 100, training_tokens: int | None = None) -> LearningRate:
+    source = "use_dummy_dataset=true" if training_tokens is None else "data_path=made_up"
+    config = load_train_config([source, *flags])
+    token_schedule = TokenSchedule.steady(tokens_per_step)
+    return build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
+
+
+def curve(*flags: str, steps: int = 101) -> list[float]:
+    """Shares of the peak, by step."""
+    rate = rate_of(*flags, f"num_steps={steps}")
+    return [rate.at(step, 1.0) for step in range(steps)]
+
+
+UP = pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+AFTER_FOUR = "warmup_steps=4"
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - {"piecewise_linear"}))
+def test_each_warms_up_to_the_peak_and_ends_where_it_should(name: str) -> None:
+    shares = curve(f"schedule={name}", AFTER_FOUR, "min_lr_ratio=0.25")
+    assert shares[:5] == UP and max(shares) == 1.0
+    assert shares[-1] == (1.0 if name == "constant" else pytest.approx(0.25))
+    assert shares[4:] == sorted(shares[4:], reverse=True)
+
+
+def test_linear_goes_straight_down() -> None:
+    shares = curve("schedule=linear", "warmup_steps=0", "min_lr_ratio=0")
+    assert [shares[step] for step in (0, 25, 50, 100)] == pytest.approx([1.0, 0.75, 0.5, 0.0])
+
+
+def test_a_polynomial_is_linear_unless_it_has_a_power() -> None:
+    flags = ("schedule=polynomial", "warmup_steps=0", "min_lr_ratio=0.1")
+    assert curve(*flags) == pytest.approx(curve("schedule=linear", *flags[1:]))
+    assert curve(*flags, "decay_power=2")[50] == pytest.approx(0.1 + 0.9 * 0.25)
+
+
+@pytest.mark.parametrize(
+    ("shape", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - 0.5**0.5), (None, 1 - 0.5**0.5)]
+)
+def test_wsd_stays_at_the_peak_and_comes_down_in_its_shape(shape: str | None, half: float) -> None:
+    flags = () if shape is None else (f"decay_shape={shape}",)
+    shares = curve("schedule=wsd", AFTER_FOUR, "decay_steps=40", "min_lr_ratio=0", *flags)
+    assert shares[4:61] == [1.0] * 57 and shares[61] < 1.0
+    assert shares[80] == pytest.approx(half) and shares[100] == 0.0
+
+
+def test_a_trapezoid_is_a_wsd_with_straight_sides() -> None:
+    flags = (AFTER_FOUR, "decay_steps=40")
+    assert curve("schedule=trapezoid", *flags) == curve("schedule=wsd", "decay_shape=linear", *flags)
+
+
+def test_a_longer_run_stretches_the_peak_and_keeps_the_decay() -> None:
+    short, long = (curve("schedule=wsd", AFTER_FOUR, "decay_steps=40", steps=steps) for steps in (101, 201))
+    assert short[-41:] == pytest.approx(long[-41:]) and long[4:161] == [1.0] * 157
+
+
+def test_a_stable_phase_of_a_length_leaves_the_rest_to_the_decay() -> None:
+    shares = curve("schedule=wsd", "decay_shape=cosine", AFTER_FOUR, "stable_steps=50", "min_lr_ratio=0")
+    assert shares[4:54] == [1.0] * 50 and shares[54] < 1.0 and shares[-1] == pytest.approx(0.0)
+    two_phases = curve("schedule=wsd", "decay_shape=cosine", AFTER_FOUR, "stable_steps=0", "min_lr_ratio=0")
+    assert two_phases == curve("schedule=cosine", AFTER_FOUR, "min_lr_ratio=0")
+
+
+def test_without_lengths_the_last_fifth_is_the_decay() -> None:
+    shares = curve("schedule=wsd", AFTER_FOUR, steps=100)
+    assert shares[79] == 1.0 > shares[80]
+
+
+def test_lengths_may_be_shares_tokens_or_epochs() -> None:
+    expected = rate_of("schedule=wsd", "num_steps=1000", "warmup_steps=50", "decay_steps=200").horizon
+    assert rate_of("schedule=wsd", "num_steps=1000", "warmup_steps=5%", "decay_steps=20%").horizon == expected
+    assert rate_of("schedule=wsd", "num_steps=1000", "warmup_steps=5ktok", "decay_steps=20ktok").horizon == expected
+    epochs = ("schedule=wsd", "num_steps=2ep", "warmup_steps=0.1ep", "decay_steps=0.4ep")
+    assert rate_of(*epochs, training_tokens=50_000).horizon == expected
+
+
+def test_straight_lines_lead_through_the_points() -> None:
+    shares = curve("schedule=piecewise_linear", "schedule_points=10:0.5,20:1,50%:1,90:0")
+    assert shares[:11] == [0.5] * 11
+    assert [shares[step] for step in (15, 20, 50, 70, 90, 100)] == pytest.approx([0.75, 1.0, 1.0, 0.5, 0.0, 0.0])
+
+
+def test_annealing_goes_from_the_peak_straight_to_zero() -> None:
+    shares = curve("training_stage=annealing", steps=11)
+    assert shares == pytest.approx([1 - step / 10 for step in range(11)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("schedule=cosine", "decay_steps=5"), "--decay_steps is for --schedule=trapezoid or wsd, and cosine does not"),
+        (("schedule=trapezoid", "decay_shape=cosine"), "--decay_shape is for --schedule=wsd, and trapezoid does not"),
+        (("schedule=linear", "decay_power=2"), "--decay_power is for --schedule=polynomial, and linear does not"),
+        (("schedule=wsd", "schedule_points=0:1"), "--schedule_points is for --schedule=piecewise_linear"),
+        (("schedule=piecewise_linear",), "needs --schedule_points"),
+        (("schedule=piecewise_linear", "schedule_points=0:1", "warmup_steps=5"), "--warmup_steps is for"),
+        (("schedule=piecewise_linear", "schedule_points=0:1,5"), "'5' is no point: write length:share"),
+        (("schedule=piecewise_linear", "schedule_points=0:-1"), "'0:-1' is no point"),
+        (("schedule=piecewise_linear", "schedule_points=x:1"), "'x' is no duration"),
+        (("schedule=wsd", "decay_steps=5", "stable_steps=5"), "two ways to say where the decay begins"),
+        (("training_stage=annealing", "schedule=linear"), "leave it out, or --schedule=linear"),
+        (("training_stage=annealing", "warmup_steps=5"), "leave it out, or --warmup_steps"),
+        (("schedule=coside",), "did you mean cosine"),
+    ],
+)
+def test_what_a_schedule_does_not_read_is_refused(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rate_of(*flags, "num_steps=100")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("decay_steps=98", AFTER_FOUR),
+            r"warm-up \(4 steps\) and --decay_steps=98 \(98 steps\) are longer than the 100",
+        ),
+        (("stable_steps=97", AFTER_FOUR), r"--stable_steps=97 \(97 steps\) are longer than the 100 steps"),
+        (("decay_steps=101%",), r"--decay_steps=101% \(101 steps\) are longer"),
+        (("warmup_steps=101%",), "--warmup_steps=101% is 101 steps"),
+        (("decay_steps=1ep",), "--decay_steps=1ep counts passes over a dataset"),
+    ],
+)
+def test_parts_that_are_longer_than_the_run_are_refused(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rate_of("schedule=wsd", "num_steps=100", *flags)
+
+
+def test_points_out_of_order_are_refused_with_their_steps() -> None:
+    with pytest.raises(ConfigError, match=r"50%:1 is at step 50, not after the point before it, at step 60"):
+        rate_of("schedule=piecewise_linear", "num_steps=100", "schedule_points=0:0,60:1,50%:1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("training_stage=annealing",), "annealing: from the peak straight to zero"),
+        (("schedule=cosine", AFTER_FOUR), "cosine: up over 4 steps, then down to 0.1 of the peak"),
+        (("schedule=constant", AFTER_FOUR), "constant: up over 4 steps, then the peak"),
+        (
+            ("schedule=wsd", AFTER_FOUR, "decay_steps=20"),
+            "wsd: up over 4 steps, the peak until step 80, then 1-sqrt to 0.1 of the peak",
+        ),
+        (
+            ("schedule=piecewise_linear", "schedule_points=0:0,50%:1"),
+            "piecewise_linear: 0 of the peak at step 0, 1 of the peak at step 50",
+        ),
+        (("schedule=unit.optim.test_schedules:flat",), "unit.optim.test_schedules:flat over 100 steps"),
+    ],
+)
+def test_a_schedule_is_said_in_a_line(flags: tuple[str, ...], words: str) -> None:
+    config = load_train_config(["use_dummy_dataset=true", "num_steps=100", *flags])
+    assert describe_schedule(config.schedule, rate_of("num_steps=100", *flags).horizon) == words
+
+
+def flat(step: int, peak: float, horizon: Horizon) -> float:
+    return peak

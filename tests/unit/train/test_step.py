@@ -18,8 +18,9 @@ from pretraining.model import loss as model_loss
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
 from pretraining.observability.step_outcome import StepOutcome
+from pretraining.optim.horizon import Horizon
 from pretraining.optim.registry import build_optimizer
-from pretraining.optim.schedules import Horizon, LearningRate
+from pretraining.optim.schedules import LearningRate
 from pretraining.train.step import StepContext, train_step
 
 CPU = torch.device("cpu")

@@ -1,0 +1,113 @@
+"""What a learning-rate schedule is stretched over: the lengths of the settings, counted in steps of this run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pretraining.config.plugins import SCHEDULES
+from pretraining.config.training import ScheduleConfig, parse_point
+from pretraining.errors import ConfigError
+from pretraining.progress import Duration, TokenSchedule, resolve_warmup_steps
+
+DECAY_SHARE = Fraction(1, 5)
+"""Of the run, where nothing says how long the decay is: enough for most of the gain (Hägele et al. 2024, section 3)."""
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """What a schedule is stretched over, in optimizer steps.
+
+    The update after `warmup_steps` is the first at the peak. The last of `total_steps` has the smallest learning rate,
+    `min_lr_ratio` of the peak.
+
+    Attributes:
+        decay_steps: updates below the peak at the end, of schedules that stay at the peak before.
+        decay_shape: of theirs: a name of `DECAYS`.
+        decay_power: of the polynomial one.
+        points: (step, share of the peak), steps rising.
+    """
+
+    warmup_steps: int
+    total_steps: int
+    min_lr_ratio: float
+    decay_steps: int = 0
+    decay_shape: str = "linear"
+    decay_power: float = 1.0
+    points: tuple[tuple[int, float], ...] = ()
+
+
+def resolve_horizon(
+    schedule: ScheduleConfig, num_steps: Duration, token_schedule: TokenSchedule, training_tokens: int | None
+) -> Horizon:
+    """Counts a schedule's lengths in steps of this run.
+
+    Args:
+        num_steps: length of the run.
+        token_schedule: tokens of its steps.
+        training_tokens: of one pass over the datasets; None for data without an end.
+
+    Raises:
+        ConfigError: parts are longer than the run, points are out of order, or a length is in epochs of data without
+            an end.
+    """
+    total = num_steps.to_steps(token_schedule, training_tokens)
+    if schedule.training_stage == "annealing":
+        return Horizon(warmup_steps=0, total_steps=total, min_lr_ratio=0.0)
+    warmup = 0
+    if schedule.schedule != "piecewise_linear":
+        warmup = resolve_warmup_steps(schedule.warmup_steps, num_steps, token_schedule, training_tokens)
+    decay = int(DECAY_SHARE * total)
+    if schedule.decay_steps is not None:  # at the end: steps have as many tokens as they have now
+        decay = schedule.decay_steps.part_of(total, token_schedule.tokens_per_step, training_tokens)
+    elif schedule.stable_steps is not None:
+        stable = schedule.stable_steps.part_of(total, token_schedule.tokens_per_step, training_tokens)
+        decay = total - warmup - stable
+    if decay < 0 or (warmup + decay > total and schedule.decay_steps is not None):
+        name, length = ("decay_steps", schedule.decay_steps) if decay >= 0 else ("stable_steps", schedule.stable_steps)
+        steps = decay if decay >= 0 else total - warmup - decay
+        raise ConfigError(
+            f"warm-up ({warmup} steps) and --{name}={length} ({steps} steps) are longer than the {total} steps of the "
+            "run: shorten one, or lengthen --num_steps"
+        )
+    return Horizon(
+        warmup,
+        total,
+        schedule.min_lr_ratio,
+        decay_steps=min(decay, total - warmup),
+        decay_shape="linear" if schedule.schedule == "trapezoid" else schedule.decay_shape or "1-sqrt",
+        decay_power=schedule.decay_power if schedule.decay_power is not None else 1.0,
+        points=_points(schedule, total, token_schedule, training_tokens),
+    )
+
+
+def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:
+    """Says in a line how the learning rate moves over a run."""
+    if schedule.training_stage == "annealing":
+        return "annealing: from the peak straight to zero"
+    name, end = schedule.schedule, f"{horizon.min_lr_ratio:g} of the peak"
+    if name == "piecewise_linear":
+        return f"{name}: " + ", ".join(f"{share:g} of the peak at step {step}" for step, share in horizon.points)
+    warm_up = f"{name}: up over {horizon.warmup_steps} steps"
+    if name == "constant":
+        return f"{warm_up}, then the peak"
+    if name in ("wsd", "trapezoid"):
+        until = horizon.total_steps - horizon.decay_steps
+        return f"{warm_up}, the peak until step {until}, then {horizon.decay_shape} to {end}"
+    return f"{warm_up}, then down to {end}" if name in SCHEDULES else f"{name} over {horizon.total_steps} steps"
+
+
+def _points(
+    schedule: ScheduleConfig, total: int, token_schedule: TokenSchedule, training_tokens: int | None
+) -> tuple[tuple[int, float], ...]:
+    points = [
+        (place.part_of(total, token_schedule, training_tokens), share)
+        for place, share in map(parse_point, schedule.schedule_points)
+    ]
+    for (before, _), (after, _), text in zip(points, points[1:], schedule.schedule_points[1:], strict=False):
+        if after <= before:
+            raise ConfigError(
+                f"--schedule_points={','.join(schedule.schedule_points)}: {text} is at step {after}, not after the "
+                f"point before it, at step {before}: give points in the order of the run"
+            )
+    return tuple(points)
