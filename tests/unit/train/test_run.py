@@ -261,6 +261,23 @@ def test_weights_datasets_and_batch_change_at_a_resume_and_the_length_in_tokens_
     assert "finished already, at step 14 of 14" in capsys.readouterr().out
 
 
+def test_another_schedule_or_length_at_a_resume_is_said_with_what_it_does_to_the_learning_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["use_dummy_dataset=true", "warmup_steps=0", "min_lr_ratio=0", "learning_rate=0.01"]
+    start(tmp_path, *common, "num_steps=5", "run_steps=2", "schedule=linear")
+    assert "linear: up over 0 steps, then down to 0 of the peak\n" in capsys.readouterr().out
+    start(tmp_path, *common, "num_steps=9", "run_steps=1", "schedule=linear")
+    assert "learning rate here 0.0075, and 0.005 before: the rest is that of a run which" in capsys.readouterr().out
+    start(tmp_path, *common, "num_steps=9", "run_steps=1", "schedule=linear")
+    assert "learning rate here" not in capsys.readouterr().out
+    start(tmp_path, *common, "num_steps=9", "schedule=wsd", "decay_steps=2")
+    assert "learning rate here 0.01, and 0.005 before" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert rates == pytest.approx([0.01, 0.0075, 0.0075, 0.00625, 0.01, 0.01, 0.01, 0.01 * (1 - 0.5**0.5), 0.0])
+
+
 def test_a_document_mask_may_change_at_a_resume_and_this_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
