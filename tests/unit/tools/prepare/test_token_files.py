@@ -18,13 +18,17 @@ def read(path: Path) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
+def write(writer: TokenWriter, *documents: np.ndarray) -> list[bool]:
+    """Adds documents one at a time; returns which of them finished a file."""
+    return [writer.write(document, np.array([len(document)])) for document in documents]
+
+
 def test_a_row_a_document_in_record_batches_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_files, "BATCH_TOKENS", 10)
     lengths = [3, 0, 12, 1, 1, 4, 9]
     documents = [np.arange(length, dtype=np.uint16) for length in lengths]
     with TokenWriter(tmp_path, UINT16, tokens_per_file=1000) as writer:
-        for document in documents:
-            writer.write(document)
+        write(writer, *documents)
     table = read(tmp_path / "part_000000.arrow")
     assert table.column_names == ["tokens"]
     assert table.schema.field("tokens").type == pa.list_(pa.uint16())
@@ -35,7 +39,7 @@ def test_a_row_a_document_in_record_batches_of_bounded_size(tmp_path: Path, monk
 def test_a_new_file_begins_at_the_first_document_after_so_many_tokens(tmp_path: Path) -> None:
     with TokenWriter(tmp_path, UINT16, tokens_per_file=5) as writer:
         for length in (4, 3, 20, 1):
-            writer.write(np.zeros(length, dtype=UINT16))
+            write(writer, np.zeros(length, dtype=UINT16))
     assert [(file.name, file.documents, file.tokens) for file in writer.files] == [
         ("part_000000.arrow", 2, 7),
         ("part_000001.arrow", 1, 20),
@@ -47,8 +51,7 @@ def test_a_new_file_begins_at_the_first_document_after_so_many_tokens(tmp_path: 
 
 def test_a_file_that_is_not_finished_never_has_its_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError), TokenWriter(tmp_path, UINT16, tokens_per_file=5) as writer:
-        writer.write(np.zeros(7, dtype=UINT16))
-        writer.write(np.zeros(2, dtype=UINT16))
+        write(writer, np.zeros(7, dtype=UINT16), np.zeros(2, dtype=UINT16))
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["part_000000.arrow"]
 
@@ -58,13 +61,12 @@ def test_files_that_follow_earlier_ones_are_as_if_written_at_once(tmp_path: Path
     for folder in ("once", "twice"):
         (tmp_path / folder).mkdir()
     with TokenWriter(tmp_path / "once", UINT16, tokens_per_file=5, prefix="x_") as writer:
-        assert [writer.write(document) for document in documents] == [False, True, True, False, False]
+        assert write(writer, *documents) == [False, True, True, False, False]
     once = writer.files
     with TokenWriter(tmp_path / "twice", UINT16, tokens_per_file=5, prefix="x_") as writer:
-        assert not writer.write(documents[0]) and writer.write(documents[1])
+        assert write(writer, *documents[:2]) == [False, True]
     with TokenWriter(tmp_path / "twice", UINT16, tokens_per_file=5, prefix="x_", files=writer.files) as writer:
-        for document in documents[2:]:
-            writer.write(document)
+        write(writer, *documents[2:])
     assert writer.files == once
     assert [file.name for file in once] == ["x_000000.arrow", "x_000001.arrow", "x_000002.arrow"]
     for file in once:
