@@ -9,6 +9,7 @@ is an error that names the document.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: Literal["auto"] | Encoder) -> E
     if wanted == "tokenizers":
         return wanted
     try:
-        _load_fastokens(tokenizer)
+        _load_fastokens(tokenizer.definition)
     except ValueError as error:
         if wanted == "fastokens":
             raise DataError(
@@ -68,7 +69,7 @@ def text_encoder(tokenizer: Tokenizer, encoder: Encoder) -> TextEncoder:
     """
     if encoder == "tokenizers":
         return lambda texts, places, unit, number: _library_ids(tokenizer, texts)
-    fast = _load_fastokens(tokenizer)
+    fast = _load_fastokens(tokenizer.definition)
 
     def encode(texts: list[str], places: Sequence[str], unit: int, number: int) -> Encoded:
         try:
@@ -105,11 +106,12 @@ def _library_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
     return np.concatenate(ids), np.array([len(one) for one in ids])
 
 
-def _load_fastokens(tokenizer: Tokenizer) -> fastokens.Tokenizer:
-    """The same tokenizer for fastokens; a ValueError says why it does not take it."""
+@functools.lru_cache(maxsize=1)
+def _load_fastokens(definition: bytes) -> fastokens.Tokenizer:
+    """A tokenizer.json for fastokens; a ValueError says why it does not take it."""
     # It starts threads of its own otherwise. It reads the variable when it first encodes.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-    library = fastokens.Tokenizer.from_json_str(tokenizer.definition.decode("utf-8"))
+    library = fastokens.Tokenizer.from_json_str(definition.decode("utf-8"))
     library.no_truncation()
     library.no_padding()
     return library

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pretraining.tools.prepare import token_files
-from pretraining.tools.prepare.token_files import Counts, TokenWriter, token_dtype
+from pretraining.tools.prepare.token_files import Counts, TokenRows, TokenWriter, token_dtype
 
 UINT16 = np.dtype(np.uint16)
 
@@ -71,6 +74,44 @@ def test_files_that_follow_earlier_ones_are_as_if_written_at_once(tmp_path: Path
     assert [file.name for file in once] == ["x_000000.arrow", "x_000001.arrow", "x_000002.arrow"]
     for file in once:
         assert (tmp_path / "once" / file.name).read_bytes() == (tmp_path / "twice" / file.name).read_bytes()
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    tokens_per_file=st.integers(1, 100),
+)
+def test_documents_at_once_give_the_same_files_as_one_at_a_time(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cuts: list[int], tokens_per_file: int
+) -> None:
+    root = tmp_path_factory.mktemp("files")
+    documents = [np.full(length, number, UINT16) for number, length in enumerate(lengths)]
+    files = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files, "BATCH_TOKENS", 25)
+        for name, bounds in (("one", range(len(lengths) + 1)), ("many", sorted({0, len(lengths), *cuts}))):
+            (root / name).mkdir()
+            with TokenWriter(root / name, UINT16, tokens_per_file) as writer:
+                for begin, end in pairwise(bounds):
+                    some = documents[begin:end]
+                    while some:
+                        count = writer.documents_to_end(np.array([len(document) for document in some]))
+                        now, some = some[:count], some[count:]
+                        writer.write(np.concatenate(now), np.array([len(document) for document in now]))
+            files.append([(file, (root / name / file.name).read_bytes()) for file in writer.files])
+    assert files[0] == files[1]
+
+
+def test_rows_are_split_joined_and_counted() -> None:
+    rows = TokenRows(np.arange(6), np.array([2, 0, 3, 1]), np.arange(12).reshape(4, 3))
+    first, others = rows.split(3)
+    assert first.tokens.tolist() == [0, 1, 2, 3, 4] and others.lengths.tolist() == [1]
+    again = TokenRows.concatenate([first, others])
+    assert again.tokens.tolist() == rows.tokens.tolist() and again.read.tolist() == rows.read.tolist()
+    joined = rows.joined(np.array([1, 4]))
+    assert joined.lengths.tolist() == [2, 4]
+    assert joined.read.tolist() == [[0, 1, 2], [18, 21, 24]]
+    assert rows.counts() == Counts(3, 6, 1, 18, 22, 26)
 
 
 def test_no_documents_no_file(tmp_path: Path) -> None:
