@@ -10,6 +10,7 @@ models), it is encoded as the characters that it is made of, and nothing (no beg
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -110,7 +111,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "or the tokenizer.json of a Hugging Face fast tokenizer, or let `pretrain prepare` train one"
         ) from error
     try:
-        library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
+        library = _parse(definition)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
             f"{file} is no tokenizer that the tokenizers library {tokenizers.__version__} can read ({error}). Fetch "
@@ -130,6 +131,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     padding = _token_name(config, "pad_token") or _token_name(special_tokens, "pad_token")
     tokenizer = _wrap(library, definition, config, name)
     return tokenizer if padding is None else replace(tokenizer, pad_token=library.token_to_id(padding))
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(definition: bytes) -> tokenizers.Tokenizer:
+    """What a tokenizer.json says, kept because one call may load it from several places, and each takes a while."""
+    return tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
 
 
 def _refuse_sentencepiece(path: Path) -> None:

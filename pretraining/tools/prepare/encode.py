@@ -63,7 +63,8 @@ def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, th
         DataError: the input cannot be read, or holds what cannot be written; or a process was killed.
         OSError: the output cannot be written.
     """
-    most = FASTOKENS_THREADS_A_PROCESS if encoding.encoder == "fastokens" else THREADS_A_PROCESS
+    is_fast = encoding.encoder == "fastokens"
+    most = min(THREADS_A_PROCESS, FASTOKENS_THREADS_A_PROCESS) if is_fast else THREADS_A_PROCESS
     processes = min(len(units), -(-threads // most))
     if processes > 1:
         _encode_in_processes(units, encoding, work, processes, -(-threads // processes), report)
