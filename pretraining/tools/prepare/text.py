@@ -141,7 +141,7 @@ def _open(file: InputFile, begin: int = 0) -> Iterator[tuple[BinaryIO, Callable[
 
         if file.compression == "gz":
             unpacked = gzip.GzipFile(fileobj=raw)
-            yield io.BufferedReader(unpacked, _UNPACKED_BYTES), bytes_read  # type: ignore[arg-type]
+            yield io.BufferedReader(unpacked, _UNPACKED_BYTES), bytes_read
         elif file.compression == "zst":
             packed = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
             yield io.BufferedReader(packed, _UNPACKED_BYTES), bytes_read

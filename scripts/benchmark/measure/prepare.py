@@ -1,8 +1,8 @@
 """Time `pretrain prepare` against the tokenizers library alone, and the training of a tokenizer.
 
 All encode the same documents with the same tokenizer, in turns: A B C A B C ..., on one core and on all. The libraries
-get them as strings that are in memory already, in one call, and what they give is thrown away; `prepare` reads them from
-a file, encodes them, and writes token files with their checksums and prepare.json. The goal is a ratio of 10 or more.
+get them as strings that are in memory already, in one call, and what they give is thrown away; `prepare` reads them
+from a file, encodes them, and writes token files with their checksums and prepare.json. The goal is a ratio of 10.
 
 The text is the standard library's own sources, cut into documents of 2000 characters and repeated to the size asked
 for; or `--text`, a folder whose Python sources are taken instead, each once, up to that size. The plain text is one
