@@ -32,6 +32,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.7",
         "tokenizers>=0.20",
+        "fastokens>=0.3.5,<0.4",
         "safetensors>=0.4.5",
     ],
     extras_require={

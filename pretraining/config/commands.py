@@ -79,6 +79,11 @@ class PrepareConfig:
     num_workers: NonNegativeInt | None = setting(
         None, "threads that encode; none or 0 = one a core. The output does not depend on it"
     )
+    encoder: Literal["auto", "fastokens", "tokenizers"] = setting(
+        "auto",
+        "library that encodes: fastokens, many times as fast, checked against the other on a sample of the text; or "
+        "tokenizers, the reference. auto = fastokens where it takes the tokenizer. The output does not depend on it",
+    )
 
     @property
     def dataset_name(self) -> str:

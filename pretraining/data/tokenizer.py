@@ -10,6 +10,7 @@ models), it is encoded as the characters that it is made of, and nothing (no beg
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -110,7 +111,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "or the tokenizer.json of a Hugging Face fast tokenizer, or let `pretrain prepare` train one"
         ) from error
     try:
-        library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
+        library, vocab_size = _parse(definition)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
             f"{file} is no tokenizer that the tokenizers library {tokenizers.__version__} can read ({error}). Fetch "
@@ -128,8 +129,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "tokenizer: fetch it again"
         )
     padding = _token_name(config, "pad_token") or _token_name(special_tokens, "pad_token")
-    tokenizer = _wrap(library, definition, config, name)
+    tokenizer = _wrap(library, vocab_size, definition, config, name)
     return tokenizer if padding is None else replace(tokenizer, pad_token=library.token_to_id(padding))
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(definition: bytes) -> tuple[tokenizers.Tokenizer, int]:
+    """What a tokenizer.json says, and its `vocab_size`; kept, since a command loads it from several places."""
+    library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
+    return library, _vocab_size(library)
+
+
+def _vocab_size(library: tokenizers.Tokenizer) -> int:
+    """The largest id plus one, not the number of entries: ids may have gaps."""
+    return max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def _refuse_sentencepiece(path: Path) -> None:
@@ -157,7 +170,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(iter(texts), trainer)
-    return _wrap(library, library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
+    return _wrap(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
 
 
 @contextmanager
@@ -175,7 +188,7 @@ def library_threads(enabled: bool) -> Iterator[None]:
 
 
 def _wrap(
-    library: tokenizers.Tokenizer, definition: bytes, config: dict[str, Any], end_of_text: str | None
+    library: tokenizers.Tokenizer, vocab_size: int, definition: bytes, config: dict[str, Any], end_of_text: str | None
 ) -> Tokenizer:
     """Puts the library's tokenizer into the state that this module promises, whatever its file says."""
     library.no_truncation()
@@ -190,8 +203,7 @@ def _wrap(
         definition=definition,
         config=_as_json(config),
         end_of_text=None if end_of_text is None else library.token_to_id(end_of_text),
-        # Not the number of entries: ids may have gaps.
-        vocab_size=max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        vocab_size=vocab_size,
     )
 
 

@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     HELD_OUT = 4
     DUMMY = 5
     BINS = 6
+    CHECKED_TEXTS = 7
 
 
 def mix64(value: int) -> int:

@@ -26,21 +26,24 @@ from dataclasses import astuple, replace
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pretraining.data.threads import map_in_order
-from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenizer
+from pretraining.data.tokenizer import library_threads, load_tokenizer
 from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.console import Report
+from pretraining.tools.prepare.encoders import Encoder, TextEncoder, text_encoder
 from pretraining.tools.prepare.records import Encoding, WorkFolder
 from pretraining.tools.prepare.text import Piece
-from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, Counts, TokenWriter
+from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, Counts, TokenRows, TokenWriter
 from pretraining.tools.prepare.units import Unit, read_part
 
 THREADS_A_PROCESS = 8
+FASTOKENS_THREADS_A_PROCESS = 2
+"""They encode more than one thread of Python reads and writes."""
 POLL_SECONDS = 0.5
 """Between two looks at what the processes have done."""
 BATCH_CHARACTERS = 1 << 19
@@ -60,7 +63,9 @@ def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, th
         DataError: the input cannot be read, or holds what cannot be written; or a process was killed.
         OSError: the output cannot be written.
     """
-    processes = min(len(units), -(-threads // THREADS_A_PROCESS))
+    is_fast = encoding.encoder == "fastokens"
+    most = min(THREADS_A_PROCESS, FASTOKENS_THREADS_A_PROCESS) if is_fast else THREADS_A_PROCESS
+    processes = min(len(units), -(-threads // most))
     if processes > 1:
         _encode_in_processes(units, encoding, work, processes, -(-threads // processes), report)
         return
@@ -138,43 +143,59 @@ def _add_to_counters(counts: Counts) -> None:
 def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
     """Writes the token files of a unit, as far as they are not there, in this process."""
     record = work.read_record(unit, encoding)
-    done, dtype = record.counts, np.dtype(encoding.dtype)
-    writer = TokenWriter(work.files, dtype, encoding.tokens_per_file, f"part_{unit.number:06d}_", record.files)
+    dtype, prefix = np.dtype(encoding.dtype), f"part_{unit.number:06d}_"
+    writer = TokenWriter(work.files, dtype, encoding.tokens_per_file, prefix, record.files)
     all_pieces = chain.from_iterable(read_part(part, encoding.text_field) for part in unit.parts)
-    pieces = _skip_documents(all_pieces, done.documents + done.empty_documents)
-    parts, length = list[np.ndarray](), 0
+    pieces = _skip_documents(all_pieces, record.counts.documents + record.counts.empty_documents)
+    joiner = _Joiner()
     # A thread a batch, not the library's own threads: then the number of threads means what it says.
     with writer, library_threads(False):
-        for batch in map_in_order(_encoder(encoding, work), _batches(pieces), threads):
-            before = replace(done)
-            for piece, tokens in batch:
-                done.add_input(piece.content, piece.bytes_read)
-                parts.append(tokens)
-                length += len(tokens)
-                if length > LARGEST_DOCUMENT_TOKENS:
-                    raise _too_long(piece)
-                if not piece.ends_document:
-                    continue
-                document = parts[0] if len(parts) == 1 else np.concatenate(parts)
-                parts, length = [], 0
-                if not len(document):
-                    done.empty_documents += 1
-                    continue
-                record.count(len(document), int(document.max()))
-                if writer.write(document):
+        for batch, rows in map_in_order(_encoder(unit, encoding, work), _batches(pieces), threads):
+            documents = left = joiner.add(batch.pieces, rows)
+            while len(left):
+                some, left = left.split(writer.documents_to_end(left.lengths))
+                record.count(some)
+                if writer.write(some.tokens, some.lengths[some.lengths > 0]):
                     work.write_record(unit, record)
-            report(done - before)
-    rest = Counts(input_bytes=unit.size - done.input_bytes)  # what readers did not see pass by, such as a file's end
-    record.counts, record.finished = done + rest, True
+            whole, read = documents.counts(), rows.counts()
+            report(replace(read, documents=whole.documents, tokens=whole.tokens, empty_documents=whole.empty_documents))
+    unseen = Counts(input_bytes=unit.size - record.counts.input_bytes)  # by readers, such as a file's end
+    record.counts, record.finished = record.counts + unseen, True
     work.write_record(unit, record)
-    report(rest)
+    report(unseen)
+
+
+class _Joiner:
+    """Puts pieces together to whole documents."""
+
+    def __init__(self) -> None:
+        self._begun: list[TokenRows] = []  # pieces of the document whose end has not come
+
+    def add(self, pieces: Sequence[Piece], rows: TokenRows) -> TokenRows:
+        """Takes the next pieces, and returns the documents that they complete.
+
+        Raises:
+            DataError: a document is longer than a row of a token file can be.
+        """
+        before = sum(map(len, self._begun))
+        ends = np.flatnonzero([piece.ends_document for piece in pieces]) + before + 1
+        self._begun.append(rows)
+        documents, _ = rows.split(0)
+        if len(ends):
+            complete, rest = TokenRows.concatenate(self._begun).split(int(ends[-1]))
+            documents, self._begun = complete.joined(ends), [rest] if len(rest) else []
+        for index in np.flatnonzero(documents.lengths > LARGEST_DOCUMENT_TOKENS):
+            raise _too_long(pieces[ends[index] - before - 1])
+        if sum(len(begun.tokens) for begun in self._begun) > LARGEST_DOCUMENT_TOKENS:
+            raise _too_long(pieces[-1])
+        return documents
 
 
 @functools.lru_cache(maxsize=1)
-def _load_tokenizer(folder: Path, sha256: str) -> Tokenizer:
+def _text_encoder(folder: Path, sha256: str, encoder: Encoder) -> TextEncoder:
     tokenizer = load_tokenizer(folder)
     assert tokenizer.sha256 == sha256
-    return tokenizer
+    return text_encoder(tokenizer, encoder)
 
 
 def _too_long(piece: Piece) -> DataError:
@@ -193,36 +214,52 @@ def _skip_documents(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
         yield piece
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+class _Batch(NamedTuple):
+    """Pieces, and the number of the first of them, from 0 in the unit or where an interrupted call goes on."""
+
+    number: int
+    pieces: list[Piece]
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[_Batch]:
     """Groups pieces to about `BATCH_CHARACTERS` of text."""
     batch: list[Piece] = []
-    characters = 0
+    number = characters = 0
     for piece in pieces:
         batch.append(piece)
         length = len(piece.content)
         # Empty documents must not pile up either.
         characters += 1 + (length if isinstance(piece.content, str) else length * _CHARACTERS_PER_TOKEN)
         if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
+            yield _Batch(number, batch)
+            number, batch, characters = number + len(batch), [], 0
     if batch:
-        yield batch
+        yield _Batch(number, batch)
 
 
-def _encoder(encoding: Encoding, work: WorkFolder) -> Callable[[list[Piece]], list[tuple[Piece, np.ndarray]]]:
+def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Batch], tuple[_Batch, TokenRows]]:
     """The function that makes tokens of a batch of pieces."""
     dtype = np.dtype(encoding.dtype)
-    if not encoding.encodes_text:
-        return lambda batch: [(piece, _checked(piece, encoding)) for piece in batch]
+    if encoding.encoder is None:
+        return lambda batch: (batch, _given_rows(batch, encoding))
     assert encoding.tokenizer is not None
-    tokenizer = _load_tokenizer(work.path, encoding.tokenizer)
+    encode_texts = _text_encoder(work.path, encoding.tokenizer, encoding.encoder)
 
-    def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
-        texts = [_text_of(piece, encoding) for piece in batch]
-        tokens = [np.array(ids, dtype) for ids in tokenizer.encode_batch(texts)]
-        return list(zip(batch, tokens, strict=True))
+    def encode(batch: _Batch) -> tuple[_Batch, TokenRows]:
+        texts = [_text_of(piece, encoding) for piece in batch.pieces]
+        tokens, lengths = encode_texts(texts, [piece.place for piece in batch.pieces], unit.number, batch.number)
+        sizes = [len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts]
+        read = np.array([[len(text) for text in texts], sizes, [piece.bytes_read for piece in batch.pieces]])
+        return batch, TokenRows(tokens.astype(dtype), lengths, read.T)
 
     return encode
+
+
+def _given_rows(batch: _Batch, encoding: Encoding) -> TokenRows:
+    """Token ids that were given; of them there is no text."""
+    tokens = [_checked(piece, encoding) for piece in batch.pieces]
+    read = np.array([(0, 0, piece.bytes_read) for piece in batch.pieces])
+    return TokenRows(np.concatenate(tokens), np.array([len(ids) for ids in tokens]), read)
 
 
 def _text_of(piece: Piece, encoding: Encoding) -> str:

@@ -29,6 +29,7 @@ from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import usable_cores
 from pretraining.tools.prepare.console import encoding_progress, print_summary
 from pretraining.tools.prepare.encode import encode_units
+from pretraining.tools.prepare.encoders import choose_encoder
 from pretraining.tools.prepare.records import (
     Encoding,
     PrepareSummary,
@@ -197,8 +198,8 @@ def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) 
         tokens_per_file=config.tokens_per_file,
         dtype=token_dtype(vocabulary).name,
         tokenizer=None if tokenizer is None else tokenizer.sha256,
+        encoder=choose_encoder(tokenizer, config.encoder) if tokenizer and found.token_type is None else None,
         largest_vocabulary=vocabulary,
-        encodes_text=found.token_type is None,
     )
 
 

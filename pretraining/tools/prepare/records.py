@@ -24,10 +24,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_folder, read_json, write_atomic
-from pretraining.tools.prepare.token_files import COLUMN, MANIFEST_FILE, Counts, TokenFile
+from pretraining.tools.prepare.encoders import Encoder
+from pretraining.tools.prepare.token_files import COLUMN, MANIFEST_FILE, Counts, TokenFile, TokenRows
 from pretraining.tools.prepare.units import Unit
 
 FORMAT_VERSION = 1
@@ -68,6 +71,7 @@ class Encoding:
 
     Attributes:
         tokenizer: its hash; None where ids are taken as they are, without one.
+        encoder: None where ids are taken as they are. What one has made is not taken for the other's.
         largest_vocabulary: every id is below it.
     """
 
@@ -75,8 +79,8 @@ class Encoding:
     tokens_per_file: int
     dtype: str
     tokenizer: str | None
+    encoder: Encoder | None
     largest_vocabulary: int
-    encodes_text: bool
 
     def key(self, unit: Unit) -> str:
         """A hash of all that decides what the unit's token files hold."""
@@ -103,14 +107,16 @@ class UnitRecord:
     largest_token: int = -1
     finished: bool = False
 
-    def count(self, length: int, largest_token: int) -> None:
-        """Counts a document that is written, of `length` tokens."""
-        self.counts.documents += 1
-        self.counts.tokens += length
-        self.largest_token = max(self.largest_token, largest_token)
-        low_bits = max(length.bit_length() - 5, 0)
-        rounded = length >> low_bits << low_bits
-        self.lengths[rounded] = self.lengths.get(rounded, 0) + 1
+    def count(self, documents: TokenRows) -> None:
+        """Counts documents that are written, and empty ones, which are not."""
+        self.counts += documents.counts()
+        lengths = documents.lengths[documents.lengths > 0]
+        if not len(lengths):
+            return
+        self.largest_token = max(self.largest_token, int(documents.tokens.max()))
+        low_bits = np.maximum(np.frexp(lengths)[1] - 5, 0)  # the exponent is the number of bits
+        for rounded, count in zip(*np.unique(lengths >> low_bits << low_bits, return_counts=True), strict=True):
+            self.lengths[int(rounded)] = self.lengths.get(int(rounded), 0) + int(count)
 
 
 class WorkFolder:

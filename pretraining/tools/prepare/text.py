@@ -29,6 +29,7 @@ PIECE_CHARACTERS = 1 << 19
 # Llama 3) has a word that goes on from a letter or digit into white space, or that looks back.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\s)")
 _CUT_SEARCH_CHARACTERS = 1 << 16
+_USUAL_SEARCH_CHARACTERS = 1 << 8
 _FORMATS = {"gz": "gzip", "zst": "zstd"}
 _UNPACKED_BYTES = 1 << 18
 
@@ -117,10 +118,12 @@ def cut_text(text: str) -> Iterator[tuple[str, bool]]:
 
 def cut_once(text: str) -> tuple[str, str]:
     """A text that is longer than a piece as its first piece, ending where no word goes across, and the rest."""
-    start = max(0, PIECE_CHARACTERS - _CUT_SEARCH_CHARACTERS)
-    cuts = [match.start() for match in _SAFE_CUT.finditer(text[:PIECE_CHARACTERS], start)]
-    cut = cuts[-1] if cuts else PIECE_CHARACTERS
-    return text[:cut], text[cut:]
+    for searched in (_USUAL_SEARCH_CHARACTERS, _CUT_SEARCH_CHARACTERS):
+        start = max(0, PIECE_CHARACTERS - searched)
+        cuts = [match.start() for match in _SAFE_CUT.finditer(text, start, PIECE_CHARACTERS)]
+        if cuts:
+            return text[: cuts[-1]], text[cuts[-1] :]
+    return text[:PIECE_CHARACTERS], text[PIECE_CHARACTERS:]
 
 
 @contextmanager
@@ -137,7 +140,8 @@ def _open(file: InputFile, begin: int = 0) -> Iterator[tuple[BinaryIO, Callable[
             return counted - before
 
         if file.compression == "gz":
-            yield gzip.GzipFile(fileobj=raw), bytes_read  # type: ignore[misc]
+            unpacked = gzip.GzipFile(fileobj=raw)
+            yield io.BufferedReader(unpacked, _UNPACKED_BYTES), bytes_read
         elif file.compression == "zst":
             packed = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
             yield io.BufferedReader(packed, _UNPACKED_BYTES), bytes_read

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -42,18 +43,59 @@ class Counts:
     text_bytes: int = 0
     input_bytes: int = 0
 
-    def add_input(self, content: str | np.ndarray, bytes_read: int) -> None:
-        """Counts a piece of the input; of token ids there is no text."""
-        self.input_bytes += bytes_read
-        if isinstance(content, str):
-            self.characters += len(content)
-            self.text_bytes += len(content) if content.isascii() else len(content.encode("utf-8"))
-
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """R rows of T tokens in all: documents, or pieces of documents.
+
+    Attributes:
+        tokens: of all rows, one after the other, [T].
+        lengths: tokens of each row, [R] int64; 0 where there was no text.
+        read: what was read for each, [R, 3] int64: characters, bytes of text in UTF-8, bytes on disk.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    read: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def split(self, count: int) -> tuple[TokenRows, TokenRows]:
+        """The first `count` rows, and the others."""
+        at = int(self.lengths[:count].sum())
+        return (
+            TokenRows(self.tokens[:at], self.lengths[:count], self.read[:count]),
+            TokenRows(self.tokens[at:], self.lengths[count:], self.read[count:]),
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence[TokenRows]) -> TokenRows:
+        """The rows of some parts, at least one, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return TokenRows(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.read for part in parts]),
+        )
+
+    def joined(self, ends: np.ndarray) -> TokenRows:
+        """The same tokens in longer rows, which end behind these rows; the last end is the number of rows."""
+        starts = np.concatenate([[0], ends[:-1]])
+        return TokenRows(self.tokens, np.add.reduceat(self.lengths, starts), np.add.reduceat(self.read, starts))
+
+    def counts(self) -> Counts:
+        """How much they are, where each row is a document."""
+        empty = int((self.lengths == 0).sum())
+        characters, text_bytes, input_bytes = (int(total) for total in self.read.sum(axis=0))
+        return Counts(len(self) - empty, len(self.tokens), empty, characters, text_bytes, input_bytes)
 
 
 @dataclass(frozen=True)
@@ -96,20 +138,36 @@ class TokenWriter:
         self._writer: pa.RecordBatchFileWriter | None = None
         self._file_documents = self._file_tokens = 0
         self._pending: list[np.ndarray] = []
-        self._pending_tokens = 0
+        self._pending_lengths: list[np.ndarray] = []
+        self._pending_room = 0
 
-    def write(self, tokens: np.ndarray) -> bool:
-        """Adds a document, ids [T] of the writer's type; returns whether this finished a file."""
-        assert len(tokens) <= LARGEST_DOCUMENT_TOKENS and tokens.dtype == self._dtype
-        if self._writer is None:
+    def documents_to_end(self, lengths: np.ndarray) -> int:
+        """How many of the next documents, of these lengths, go into the file that is being written."""
+        return int(np.searchsorted(np.cumsum(lengths), self._tokens_per_file - self._file_tokens)) + 1
+
+    def write(self, tokens: np.ndarray, lengths: np.ndarray) -> bool:
+        """Adds documents, with all tokens [T] of the writer's type and the length of each, [D].
+
+        They must be no more than `documents_to_end` says.
+
+        Returns:
+            whether this finished a file.
+        """
+        assert tokens.dtype == self._dtype and lengths.sum() == len(tokens)
+        if self._writer is None and len(lengths):
             self._writer = pa.ipc.new_file(str(self._temporary), self._schema)
-        self._pending.append(tokens)
-        self._pending_tokens += len(tokens)
-        self._file_documents += 1
+        self._file_documents += len(lengths)
         self._file_tokens += len(tokens)
-        # Empty documents take room too, if only their offset.
-        if self._pending_tokens + len(self._pending) >= BATCH_TOKENS:
-            self._flush()
+        while len(lengths):
+            room = np.cumsum(lengths + 1)  # empty documents take room too, if only their offset
+            count = min(int(np.searchsorted(room, BATCH_TOKENS - self._pending_room)) + 1, len(lengths))
+            at = int(lengths[:count].sum())
+            self._pending.append(tokens[:at])
+            self._pending_lengths.append(lengths[:count])
+            self._pending_room += int(room[count - 1])
+            if self._pending_room >= BATCH_TOKENS:
+                self._flush()
+            tokens, lengths = tokens[at:], lengths[count:]
         if self._file_tokens < self._tokens_per_file:
             return False
         self._finish_file()
@@ -128,11 +186,10 @@ class TokenWriter:
         """Writes the pending documents as one record batch."""
         if not self._pending or self._writer is None:
             return
-        offsets = np.zeros(len(self._pending) + 1, dtype=np.int32)
-        np.cumsum([len(document) for document in self._pending], out=offsets[1:])
+        offsets = np.cumsum(np.concatenate([[0], *self._pending_lengths]), dtype=np.int32)
         column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(self._pending)))
         self._writer.write_batch(pa.record_batch([column], schema=self._schema))
-        self._pending, self._pending_tokens = [], 0
+        self._pending, self._pending_lengths, self._pending_room = [], [], 0
 
     def _finish_file(self) -> None:
         """Closes the current file, flushes it to disk and gives it its name."""

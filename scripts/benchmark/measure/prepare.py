@@ -1,12 +1,15 @@
-"""Time `pretrain prepare` against the tokenizers library alone.
+"""Time `pretrain prepare` against the tokenizers library alone, and the training of a tokenizer.
 
-Both encode the same documents with the same tokenizer on all cores, in turns: A B A B ... The library gets them as
-strings that are in memory already, in one call, and what it gives is thrown away; `prepare` reads them from a file,
-encodes them, and writes token files with their checksums and prepare.json. The goal is a ratio of 0.9 or more.
+All encode the same documents with the same tokenizer, in turns: A B C A B C ..., on one core and on all. The libraries
+get them as strings that are in memory already, in one call, and what they give is thrown away; `prepare` reads them
+from a file, encodes them, and writes token files with their checksums and prepare.json. The goal is a ratio of 10.
 
 The text is the standard library's own sources, cut into documents of 2000 characters and repeated to the size asked
-for. Where other programs take the machine's cores now and then, the ratio of the CPU seconds says more than that of the
-clock's.
+for; or `--text`, a folder whose Python sources are taken instead, each once, up to that size. The plain text is one
+document. Where other programs take the machine's cores now and then, the ratio of the CPU seconds says more than that
+of the clock's.
+
+Before that, tokenizers are trained on the standard library and on parts of it, and encode all of it.
 
     python -m scripts.benchmark.measure.prepare
     python -m scripts.benchmark.measure.prepare --megabytes=500 --vocabulary=64000
@@ -14,92 +17,163 @@ clock's.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from itertools import cycle, islice
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pretraining.config.commands import PrepareConfig
+from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokenizer
+from pretraining.tools.prepare.encoders import text_encoder
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import prepare
 from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, markdown_table
 
 DOCUMENT_CHARACTERS = 2000
+SHARES = (1, 2, 4, 10)
+"""A tokenizer is trained on every so-manieth module."""
 
 
 def main() -> None:
-    flags = flag_parser(
+    parser = flag_parser(
         __doc__ or "",
         megabytes=Number(100, "text to encode"),
-        vocabulary=Number(32_000, "entries of the tokenizer"),
+        vocabulary=Number(32_000, "entries of the tokenizer", least=SMALLEST_VOCABULARY),
         rounds=Number(5, "turns of each that count"),
-    ).parse_args()
+    )
+    parser.add_argument("--text", help="folder with Python sources to encode (default the standard library)")
+    flags = parser.parse_args()
     announce()
     modules = [file.path.read_text(encoding="utf-8") for file in standard_library_files()]
-    pieces = [
-        text[at : at + DOCUMENT_CHARACTERS] for text in modules for at in range(0, len(text), DOCUMENT_CHARACTERS)
-    ]
+    tokenizer = compare_training(modules, flags.vocabulary)
+    pieces = list(_pieces(modules if flags.text is None else _sources(flags.text)))
     count = round(flags.megabytes * 1e6 / statistics.mean(map(len, pieces)))
-    documents = list(islice(cycle(pieces), count))
-    with library_threads(True):
-        tokenizer = train_tokenizer(modules, flags.vocabulary)
-    print(f"text      {count:,} documents, {sum(map(len, documents)) / 1e6:,.1f} million characters", flush=True)
+    documents = list(islice(pieces if flags.text else cycle(pieces), count))
+    print(
+        f"\ntext      {len(documents):,} documents, {sum(map(len, documents)) / 1e6:,.1f} million characters",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         root = Path(folder)
         tokenizer.save(root)
         run(root, documents, tokenizer, flags.rounds)
 
 
+def compare_training(modules: list[str], vocabulary: int) -> Tokenizer:
+    """Prints what training takes, and what a part of the text costs; returns the tokenizer of the whole text."""
+    rows, tokenizers = [], []
+    for share, entries in [(1, SMALLEST_VOCABULARY), *((share, vocabulary) for share in SHARES)]:
+        some = modules[::share]
+        began, cpu_began = time.perf_counter(), _cpu_seconds()
+        with library_threads(True):
+            tokenizer = train_tokenizer(some, entries)
+        seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - cpu_began
+        tokens = len(text_encoder(tokenizer, "fastokens")(modules, ["a module"] * len(modules), 0, 1)[0])
+        tokenizers.append((tokenizer, tokens))
+        more = f"{tokens / tokenizers[1][1] - 1:+.2%}" if entries == vocabulary else "-"
+        characters = sum(map(len, some)) / 1e6
+        rows.append((f"{tokenizer.vocab_size:,}", f"{characters:.1f}", f"{seconds:.2f}", f"{cpu_seconds:.2f}", more))
+    print("\n" + markdown_table(("entries", "million characters", "s", "CPU s", "tokens of the whole text"), rows))
+    return tokenizers[1][0]
+
+
 def run(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int) -> None:
     """Measures, and prints a table."""
-    jsonl, parquet = root / "documents.jsonl", root / "documents.parquet"
-    with jsonl.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
-    pq.write_table(pa.table({"text": documents}), parquet, compression="zstd")
-    tokens = 1
-    contenders: dict[str, Callable[[int], int]] = {
-        "tokenizers library alone": lambda turn: _library(tokenizer, documents),
-        "prepare, from .jsonl": lambda turn: _prepare(jsonl, root, turn),
-        "prepare, from .parquet": lambda turn: _prepare(parquet, root, turn),
+    fast = text_encoder(tokenizer, "fastokens")
+    places = ["a document"] * len(documents)
+    contenders: dict[str, Callable[[int, int], int]] = {
+        "tokenizers library alone": lambda cores, turn: _library(tokenizer, documents, cores),
+        "fastokens alone, with its checks": lambda cores, turn: len(fast(documents, places, 0, 0)[0]),
     }
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for path in _write(root, documents):
+        contenders[f"prepare, from {path.name}"] = _preparing(path, root)
+    names = [(name, cores) for cores in sorted({1, len(os.sched_getaffinity(0))}) for name in contenders]
+    turns: dict[tuple[str, int], list[tuple[float, float]]] = {name: [] for name in names}
+    tokens: dict[tuple[str, int], int] = {}
     warm_up_began = time.perf_counter()
     for turn in range(rounds + 1):
         if turn == 1:
             announce_rest(rounds * (time.perf_counter() - warm_up_began))
-        for name, contender in contenders.items():
-            began, cpu_began = time.perf_counter(), _cpu_seconds()
-            tokens = contender(turn) or tokens
-            if turn:  # the first ones warm up
-                turns[name].append((time.perf_counter() - began, _cpu_seconds() - cpu_began))
-    alone, *_ = turns.values()
+        for name, cores in names:
+            with _on_cores(cores):
+                began, cpu_began = time.perf_counter(), _cpu_seconds()
+                tokens[name, cores] = contenders[name](cores, turn)
+                if turn:  # the first ones warm up
+                    turns[name, cores].append((time.perf_counter() - began, _cpu_seconds() - cpu_began))
     rows = []
-    for name, measured in turns.items():
-        rate = statistics.median(tokens / seconds for seconds, _ in measured)
-        ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(alone, measured, strict=True)] for i in (0, 1))
-        rows.append((name, f"{rate:,.0f}", *_spread(ratios), *_spread(cpu_ratios)))
-    print("\n" + markdown_table(("", "tokens/s", "ratio", "all", "ratio of CPU time", "all"), rows))
+    alone = next(iter(contenders))
+    for name, cores in names:
+        measured = turns[name, cores]
+        rate = statistics.median(tokens[name, cores] / seconds for seconds, _ in measured)
+        ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(turns[alone, cores], measured, strict=True)] for i in (0, 1))
+        rows.append((name, str(cores), f"{rate:,.0f}", *_spread(ratios), *_spread(cpu_ratios)))
+    print("\n" + markdown_table(("", "cores", "tokens/s", "ratio", "all", "ratio of CPU time", "all"), rows))
 
 
-def _library(tokenizer: Tokenizer, documents: list[str]) -> int:
-    with library_threads(True):
-        tokenizer.library.encode_batch_fast(documents, add_special_tokens=False)
-    return 0
+def _write(root: Path, documents: Sequence[str]) -> Iterator[Path]:
+    """The documents as files of all kinds."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+    contents = {
+        "documents.jsonl": lines,
+        "documents.jsonl.gz": gzip.compress(lines, compresslevel=6),
+        "documents.jsonl.zst": pa.Codec("zstd").compress(lines, asbytes=True),
+        "documents.txt": "".join(documents).encode(),
+    }
+    for name, content in contents.items():
+        (root / name).write_bytes(content)
+        yield root / name
+    pq.write_table(pa.table({"text": documents}), root / "documents.parquet", compression="zstd")
+    yield root / "documents.parquet"
 
 
-def _prepare(text: Path, root: Path, turn: int) -> int:
-    config = PrepareConfig(
-        input_path=(str(text),), output_path=str(root / f"out{turn}"), dataset=text.suffix[1:], tokenizer_path=str(root)
-    )
-    return prepare(config).tokens
+def _library(tokenizer: Tokenizer, documents: list[str], cores: int) -> int:
+    with library_threads(cores > 1):
+        encodings = tokenizer.library.encode_batch_fast(documents, add_special_tokens=False)
+    return sum(map(len, encodings))
+
+
+def _preparing(text: Path, root: Path) -> Callable[[int, int], int]:
+    def run_once(cores: int, turn: int) -> int:
+        out = root / f"out_{cores}_{turn}"
+        config = PrepareConfig(
+            input_path=(str(text),), output_path=str(out), dataset=text.name, tokenizer_path=str(root)
+        )
+        with redirect_stdout(StringIO()):
+            return prepare(config).tokens
+
+    return run_once
+
+
+def _pieces(texts: Sequence[str]) -> Iterator[str]:
+    for text in texts:
+        yield from (text[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(text), DOCUMENT_CHARACTERS))
+
+
+def _sources(folder: str) -> list[str]:
+    """The Python sources below a folder that are UTF-8, each text once."""
+    texts = (path.read_bytes().decode("utf-8", "ignore") for path in sorted(Path(folder).rglob("*.py")))
+    return list(dict.fromkeys(texts))
+
+
+@contextmanager
+def _on_cores(count: int) -> Iterator[None]:
+    """Keeps this thread, and those that it starts, on the first `count` cores."""
+    every = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(every)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, every)
 
 
 def _spread(values: list[float]) -> tuple[str, str]:

@@ -249,6 +249,6 @@ def test_a_folder_without_data_is_one_error(tmp_path: Path) -> None:
 
 def test_the_checksum_is_of_the_files_bytes(tmp_path: Path) -> None:
     with TokenWriter(tmp_path, np.dtype(np.uint16), tokens_per_file=5) as writer:
-        writer.write(np.arange(7, dtype=np.uint16))
+        writer.write(np.arange(7, dtype=np.uint16), np.array([7]))
     (file,) = writer.files
     assert file.crc32 == f"{zlib.crc32((tmp_path / file.name).read_bytes()):08x}"

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.records import UnitRecord, median_length, read_finished, read_summaries, read_summary
+from pretraining.tools.prepare.token_files import TokenRows
 
 TEXT = "Some text, long enough for a vocabulary of more than bytes. " * 9
 
@@ -112,8 +114,7 @@ def test_where_there_is_nothing_nothing_is_finished(tmp_path: Path) -> None:
 @given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))
 def test_the_median_is_right_within_three_per_cent(lengths: list[int]) -> None:
     record = UnitRecord("key")
-    for length in lengths:
-        record.count(length, largest_token=7)
+    record.count(TokenRows(np.array([7]), np.array(lengths), np.zeros((len(lengths), 3), np.int64)))
     low = statistics.median_low(lengths)
     assert abs(median_length([record]) - low) <= max(low / 32, 0.5)
     assert sum(record.lengths.values()) == len(lengths) and len(record.lengths) < 16 * 24

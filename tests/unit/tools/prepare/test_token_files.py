@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pretraining.tools.prepare import token_files
-from pretraining.tools.prepare.token_files import Counts, TokenWriter, token_dtype
+from pretraining.tools.prepare.token_files import Counts, TokenRows, TokenWriter, token_dtype
 
 UINT16 = np.dtype(np.uint16)
 
@@ -18,13 +21,17 @@ def read(path: Path) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
+def write(writer: TokenWriter, *documents: np.ndarray) -> list[bool]:
+    """Adds documents one at a time; returns which of them finished a file."""
+    return [writer.write(document, np.array([len(document)])) for document in documents]
+
+
 def test_a_row_a_document_in_record_batches_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_files, "BATCH_TOKENS", 10)
     lengths = [3, 0, 12, 1, 1, 4, 9]
     documents = [np.arange(length, dtype=np.uint16) for length in lengths]
     with TokenWriter(tmp_path, UINT16, tokens_per_file=1000) as writer:
-        for document in documents:
-            writer.write(document)
+        write(writer, *documents)
     table = read(tmp_path / "part_000000.arrow")
     assert table.column_names == ["tokens"]
     assert table.schema.field("tokens").type == pa.list_(pa.uint16())
@@ -35,7 +42,7 @@ def test_a_row_a_document_in_record_batches_of_bounded_size(tmp_path: Path, monk
 def test_a_new_file_begins_at_the_first_document_after_so_many_tokens(tmp_path: Path) -> None:
     with TokenWriter(tmp_path, UINT16, tokens_per_file=5) as writer:
         for length in (4, 3, 20, 1):
-            writer.write(np.zeros(length, dtype=UINT16))
+            write(writer, np.zeros(length, dtype=UINT16))
     assert [(file.name, file.documents, file.tokens) for file in writer.files] == [
         ("part_000000.arrow", 2, 7),
         ("part_000001.arrow", 1, 20),
@@ -47,8 +54,7 @@ def test_a_new_file_begins_at_the_first_document_after_so_many_tokens(tmp_path: 
 
 def test_a_file_that_is_not_finished_never_has_its_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError), TokenWriter(tmp_path, UINT16, tokens_per_file=5) as writer:
-        writer.write(np.zeros(7, dtype=UINT16))
-        writer.write(np.zeros(2, dtype=UINT16))
+        write(writer, np.zeros(7, dtype=UINT16), np.zeros(2, dtype=UINT16))
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["part_000000.arrow"]
 
@@ -58,17 +64,54 @@ def test_files_that_follow_earlier_ones_are_as_if_written_at_once(tmp_path: Path
     for folder in ("once", "twice"):
         (tmp_path / folder).mkdir()
     with TokenWriter(tmp_path / "once", UINT16, tokens_per_file=5, prefix="x_") as writer:
-        assert [writer.write(document) for document in documents] == [False, True, True, False, False]
+        assert write(writer, *documents) == [False, True, True, False, False]
     once = writer.files
     with TokenWriter(tmp_path / "twice", UINT16, tokens_per_file=5, prefix="x_") as writer:
-        assert not writer.write(documents[0]) and writer.write(documents[1])
+        assert write(writer, *documents[:2]) == [False, True]
     with TokenWriter(tmp_path / "twice", UINT16, tokens_per_file=5, prefix="x_", files=writer.files) as writer:
-        for document in documents[2:]:
-            writer.write(document)
+        write(writer, *documents[2:])
     assert writer.files == once
     assert [file.name for file in once] == ["x_000000.arrow", "x_000001.arrow", "x_000002.arrow"]
     for file in once:
         assert (tmp_path / "once" / file.name).read_bytes() == (tmp_path / "twice" / file.name).read_bytes()
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    tokens_per_file=st.integers(1, 100),
+)
+def test_documents_at_once_give_the_same_files_as_one_at_a_time(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cuts: list[int], tokens_per_file: int
+) -> None:
+    root = tmp_path_factory.mktemp("files")
+    documents = [np.full(length, number, UINT16) for number, length in enumerate(lengths)]
+    files = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files, "BATCH_TOKENS", 25)
+        for name, bounds in (("one", range(len(lengths) + 1)), ("many", sorted({0, len(lengths), *cuts}))):
+            (root / name).mkdir()
+            with TokenWriter(root / name, UINT16, tokens_per_file) as writer:
+                for begin, end in pairwise(bounds):
+                    some = documents[begin:end]
+                    while some:
+                        count = writer.documents_to_end(np.array([len(document) for document in some]))
+                        now, some = some[:count], some[count:]
+                        writer.write(np.concatenate(now), np.array([len(document) for document in now]))
+            files.append([(file, (root / name / file.name).read_bytes()) for file in writer.files])
+    assert files[0] == files[1]
+
+
+def test_rows_are_split_joined_and_counted() -> None:
+    rows = TokenRows(np.arange(6), np.array([2, 0, 3, 1]), np.arange(12).reshape(4, 3))
+    first, others = rows.split(3)
+    assert first.tokens.tolist() == [0, 1, 2, 3, 4] and others.lengths.tolist() == [1]
+    again = TokenRows.concatenate([first, others])
+    assert again.tokens.tolist() == rows.tokens.tolist() and again.read.tolist() == rows.read.tolist()
+    joined = rows.joined(np.array([1, 4]))
+    assert joined.lengths.tolist() == [2, 4]
+    assert joined.read.tolist() == [[0, 1, 2], [18, 21, 24]]
+    assert rows.counts() == Counts(3, 6, 1, 18, 22, 26)
 
 
 def test_no_documents_no_file(tmp_path: Path) -> None:

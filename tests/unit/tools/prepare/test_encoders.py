@@ -1,0 +1,219 @@
+"""fastokens and the tokenizers library: which of them encodes, and that they agree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fastokens
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+from unit.tools.prepare.prepare_files import contents, json_lines, packed
+
+from pretraining.config.commands import PrepareConfig
+from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
+from pretraining.errors import DataError
+from pretraining.tools.prepare import encoders, units
+from pretraining.tools.prepare.encoders import choose_encoder, text_encoder
+from pretraining.tools.prepare.prepare import prepare
+
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXTS = [f"Document {n}: größe, 漢字 and naïve words; it's {n}.\n" * (n % 7 + 1) for n in range(60)]
+GPT2_LIKE = train_tokenizer(TEXTS, 400)
+
+
+@pytest.fixture(scope="module")
+def llama3_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Splits words as Llama 3 does, normalises, and has added tokens, special and not."""
+    library = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
+    library.normalizer = normalizers.NFC()
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[END_OF_TEXT, "<|begin|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(TEXTS, trainer)
+    library.add_tokens(["<tool>", AddedToken("word", single_word=True)])
+    library.enable_truncation(5)
+    library.enable_padding(length=9)
+    folder = tmp_path_factory.mktemp("llama3")
+    library.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+def word_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer that fastokens does not take."""
+    library = tokenizers.Tokenizer(models.WordLevel({"?": 0, "Document": 1, "stop": 2}, unk_token="?"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+def encode(tokenizer: Tokenizer, encoder: encoders.Encoder, texts: list[str]) -> list[list[int]]:
+    """The ids of some texts, which all get checked where fastokens encodes."""
+    tokens, lengths = text_encoder(tokenizer, encoder)(texts, [f"text {n}" for n in range(len(texts))], 0, 0)
+    assert len(tokens) == lengths.sum()
+    return [row.tolist() for row in np.split(tokens, np.cumsum(lengths)[:-1])]
+
+
+# The libraries' tables of how marks are put in order are of different versions of Unicode.
+CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Mn"])
+WORDS = [*"ab1 \n\r\t.'s_é漢", END_OF_TEXT, "<|begin|>", "<tool>", "word", "e\u0301", "  ", "'LL", "\ufeff", "\u200d"]
+ANY_TEXT = st.lists(st.one_of(st.sampled_from(WORDS), CHARACTERS), max_size=30).map("".join)
+
+
+@settings(deadline=None)
+@given(texts=st.lists(ANY_TEXT, min_size=1, max_size=8))
+def test_both_give_the_same_ids_for_any_text(llama3_like: Tokenizer, texts: list[str]) -> None:
+    for tokenizer in (GPT2_LIKE, llama3_like):
+        wanted = [tokenizer.encode(text) for text in texts]
+        assert encode(tokenizer, "fastokens", texts) == encode(tokenizer, "tokenizers", texts) == wanted
+
+
+def test_a_special_token_in_a_text_is_text_and_another_added_token_is_not(llama3_like: Tokenizer) -> None:
+    (special,), (added,) = (encode(llama3_like, "fastokens", [text]) for text in ("<|begin|>", "<tool>"))
+    assert len(special) > 1 and len(added) == 1
+
+
+def test_fastokens_encodes_unless_it_is_not_wanted(tmp_path: Path, llama3_like: Tokenizer) -> None:
+    for tokenizer in (GPT2_LIKE, llama3_like):
+        assert choose_encoder(tokenizer, "auto") == choose_encoder(tokenizer, "fastokens") == "fastokens"
+        assert choose_encoder(tokenizer, "tokenizers") == "tokenizers"
+    assert choose_encoder(word_tokenizer(tmp_path), "tokenizers") == "tokenizers"
+
+
+def test_a_tokenizer_that_fastokens_does_not_take_is_left_to_the_library_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    tokenizer = word_tokenizer(tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(json_lines(["Document stop", "Document"]))
+    config = PrepareConfig(
+        input_path=(str(tmp_path / "in.jsonl"),), output_path=str(tmp_path / "out"), tokenizer_path=str(tmp_path)
+    )
+    with pytest.raises(DataError, match=r"--encoder=fastokens: it does not take this tokenizer \(.*Whitespace.*\)"):
+        prepare(replace(config, encoder="fastokens"))
+    assert prepare(config).tokens == 3
+    (line,) = [line for line in caplog.messages if "fastokens" in line]
+    assert line.startswith("fastokens does not take this tokenizer (") and "tokenizers library encodes" in line
+    assert encode(tokenizer, "tokenizers", ["Document stop"]) == [[1, 2]]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
+    """Inputs of all kinds, in units of which some end in the middle of a file."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = [*TEXTS, "", f"a{END_OF_TEXT}b", "x" * 2000, "größe \x00\u2028 " * 300]
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.txt", "e.txt.gz"):
+        content = json_lines(texts) if "jsonl" in name else "".join(texts).encode()
+        (folder / name).write_bytes(packed(name, content))
+    pq.write_table(pa.table({"text": texts}), folder / "f.parquet", row_group_size=7)
+    with (
+        pa.OSFile(str(folder / "g.arrow"), "wb") as file,
+        pa.ipc.new_file(file, pa.schema([("text", "str")])) as writer,
+    ):
+        writer.write_table(pa.table({"text": texts}), max_chunksize=5)
+    GPT2_LIKE.save(tmp_path)
+    return PrepareConfig(
+        input_path=(str(folder),),
+        output_path=str(tmp_path / "out"),
+        tokenizer_path=str(tmp_path),
+        tokens_per_file=900,
+        num_workers=1,
+    )
+
+
+def reference(config: PrepareConfig) -> dict[str, bytes]:
+    """The files that the library makes."""
+    there = f"{config.output_path}_reference"
+    prepare(replace(config, output_path=there, encoder="tokenizers"))
+    return contents(Path(there))
+
+
+def test_the_files_are_the_same_bytes_with_both(config: PrepareConfig) -> None:
+    wanted = reference(config)
+    assert len(wanted) > 20
+    prepare(config)
+    assert contents(Path(config.output_path)) == wanted
+
+
+Change = Callable[[list[str], np.ndarray], np.ndarray]
+
+
+def spoil_fastokens(patch: pytest.MonkeyPatch, change: Change) -> None:
+    """Changes the ids that fastokens gives for some texts, [T]."""
+
+    class Spoilt:
+        def encode_batch_flat(self, texts: list[str], **settings: Any) -> tuple[bytes, bytes]:
+            library = fastokens.Tokenizer.from_json_str(GPT2_LIKE.definition.decode())
+            ids, ends = library.encode_batch_flat(texts, **settings)
+            return change(texts, np.frombuffer(ids, np.uint32).copy()).tobytes(), ends
+
+    patch.setattr(encoders, "_load_fastokens", lambda definition: Spoilt())
+
+
+def test_a_difference_stops_with_the_document_and_the_library_goes_on_without_what_was_made(
+    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = reference(config)
+
+    def wrong_behind_the_first(texts: list[str], ids: np.ndarray) -> np.ndarray:
+        if TEXTS[50] in texts and TEXTS[0] not in texts:
+            ids[sum(len(GPT2_LIKE.encode(text)) for text in texts[: texts.index(TEXTS[50])])] += 1
+        return ids
+
+    with monkeypatch.context() as patch:
+        spoil_fastokens(patch, wrong_behind_the_first)
+        with pytest.raises(DataError) as error:
+            prepare(config)
+    assert "a.jsonl, the line at byte " in str(error.value)
+    assert "fastokens 0.3" in str(error.value) and "encodes this document differently from tokenizers" in str(
+        error.value
+    )
+    assert "--encoder=tokenizers" in str(error.value)
+    made = [path.name for path in Path(config.output_path, ".in.preparing/files").glob("part_*")]
+    assert made
+    prepare(replace(config, encoder="tokenizers"))
+    assert contents(Path(config.output_path)) == wanted
+
+
+def test_an_error_of_fastokens_names_the_documents(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(texts: list[str], ids: np.ndarray) -> np.ndarray:
+        raise ValueError("match limit exceeded")
+
+    spoil_fastokens(monkeypatch, fail)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1 to .* cannot encode .*match limit exceeded.*--encoder=tok"):
+        prepare(config)
+
+
+def test_the_beginning_of_a_unit_and_one_text_in_a_thousand_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["x" * 100] * 100_000
+    sample = encoders._checked(texts, 3, 1)
+    assert 60 < len(sample) < 140
+    assert encoders._checked(texts, 4, 1) != sample
+    in_two = [*encoders._checked(texts[:7_000], 3, 1), *(7_000 + n for n in encoders._checked(texts[7_000:], 3, 7_001))]
+    assert in_two == sample
+    monkeypatch.setattr(encoders, "CHECKED_FIRST_CHARACTERS", 250)
+    monkeypatch.setattr(encoders, "CHECKED_ONE_IN", 2**63)
+    assert encoders._checked(texts, 3, 0) == [0, 1, 2]
+    assert encoders._checked(texts[:2], 3, 0) == [0, 1]
+    assert encoders._checked(texts, 3, 1) == []
