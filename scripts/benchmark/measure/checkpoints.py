@@ -43,11 +43,14 @@ from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
 from scripts.benchmark.common import (
+    LENGTH,
     Number,
     announce,
+    check_folder,
     flag_parser,
-    markdown_table,
+    in_turn,
     parse_with_settings,
+    print_table,
     read_settings,
     spread,
     synchronize,
@@ -56,6 +59,7 @@ from scripts.benchmark.measure import async_saves, resume
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")
 QUIET = ("report_interval=0", "progress=plain")
+OWN = (*LENGTH, "checkpoint_interval", "keep_last", "async_save", "report_interval")
 READ_BYTES = 2**22
 PAIRS = {
     "save": ("write raw", "save"),
@@ -75,10 +79,11 @@ def main() -> None:
     parser.add_argument(
         "--folder", default=tempfile.gettempdir(), help="on the disk to be measured (default %(default)s)"
     )
-    flags, settings = parse_with_settings(parser)
+    flags, settings = parse_with_settings(parser, OWN)
     settings = [*DEFAULTS, *QUIET, *settings]
     config = read_settings(settings)
-    announce()
+    check_folder("folder", Path(flags.folder))
+    announce(flags)
     root = Path(tempfile.mkdtemp(prefix="benchmark-", dir=flags.folder))
     print(f"folder    {flags.folder}, {_file_system_of(root)}", flush=True)
     try:
@@ -121,7 +126,8 @@ def _compare_with_raw(root: Path, config: TrainConfig, world_size: int, rounds: 
         rates = [spread([payload / s / 1e9 for s in seconds[turn]], ".2f") for turn in (own, raw)]
         rows.append((name, *(f"{middle} ({quartiles})" for middle, quartiles in (*rates, spread(ratios, ".2f")))))
     header = (f"{world_size} process{'es' if world_size > 1 else ''}", "GB/s", "raw, GB/s", "ratio")
-    print(f"\n{markdown_table(header, rows)}\n\nmedian (quartiles) of {rounds} rounds", flush=True)
+    print_table(header, rows)
+    print(f"\nmedian (quartiles) of {rounds} rounds", flush=True)
 
 
 def _take_turns(
@@ -135,7 +141,8 @@ def _take_turns(
         turns = _turns(run, raw, config, tensors)
         seconds: dict[str, list[float]] = {}
         raw.mkdir(exist_ok=True)
-        for number in range(rounds + 1):
+        rounds_in_turn = range(rounds + 1)
+        for number in in_turn(rounds_in_turn) if rank == 0 else rounds_in_turn:
             for pair in PAIRS.values():
                 for name in pair if number % 2 else pair[::-1]:
                     if name == "save" and rank == 0:

@@ -9,6 +9,7 @@ computes once, and ratios are taken within rounds, so that a machine that is slo
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretraining.model.attention import causal_attention, document_attention, locate_documents
-from scripts.benchmark.common import Number, announce, device, flag_parser, markdown_table, synchronize
+from scripts.benchmark.common import Number, Table, announce, device, flag_parser, in_turn, synchronize
 
 ROWS = ((1, 4096), (8, 256))  # B, S
 MEAN_LENGTHS = (60, 600)
@@ -119,12 +120,11 @@ if __name__ == "__main__":
         rounds=Number(10, "rounds that count"),
         heads=Number(4, f"heads of {HEAD_DIM}"),
     ).parse_args()
-    announce()
-    lines = [
-        measure(*rows, mean, flags.heads, dtype, flags.rounds)
-        for dtype in (torch.float32, torch.bfloat16)
-        for rows in ROWS
-        for mean in MEAN_LENGTHS
-    ]
-    header = ("rows, documents", "the project's way", "whole rows", "dense mask", "padded, to 1.25 times", "to 2 times")
-    print("\n" + markdown_table(header, lines))
+    announce(flags)
+    cases = list(itertools.product((torch.float32, torch.bfloat16), ROWS, MEAN_LENGTHS))
+    table = Table(
+        "rows, documents", "the project's way", "whole rows", "dense mask", "padded, to 1.25 times", "to 2 times"
+    )
+    for dtype, rows, mean in in_turn(cases):
+        table.add(*measure(*rows, mean, flags.heads, dtype, flags.rounds))
+    table.print()

@@ -30,7 +30,7 @@ from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokenizer
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import prepare
-from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, markdown_table
+from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, print_table
 
 DOCUMENT_CHARACTERS = 2000
 
@@ -39,10 +39,10 @@ def main() -> None:
     flags = flag_parser(
         __doc__ or "",
         megabytes=Number(100, "text to encode"),
-        vocabulary=Number(32_000, "entries of the tokenizer"),
+        vocabulary=Number(32_000, "entries of the tokenizer", least=257),
         rounds=Number(5, "turns of each that count"),
     ).parse_args()
-    announce()
+    announce(flags)
     modules = [file.path.read_text(encoding="utf-8") for file in standard_library_files()]
     pieces = [
         text[at : at + DOCUMENT_CHARACTERS] for text in modules for at in range(0, len(text), DOCUMENT_CHARACTERS)
@@ -86,7 +86,7 @@ def run(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int) -> 
         rate = statistics.median(tokens / seconds for seconds, _ in measured)
         ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(alone, measured, strict=True)] for i in (0, 1))
         rows.append((name, f"{rate:,.0f}", *_spread(ratios), *_spread(cpu_ratios)))
-    print("\n" + markdown_table(("", "tokens/s", "ratio", "all", "ratio of CPU time", "all"), rows))
+    print_table(("", "tokens/s", "ratio", "all", "ratio of CPU time", "all of these"), rows)
 
 
 def _library(tokenizer: Tokenizer, documents: list[str]) -> int:
