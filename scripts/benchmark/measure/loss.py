@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from pretraining.model.loss import IGNORED_LABEL, choose_chunk_tokens, head_loss
 from scripts.benchmark.common import Number, Table, announce, announce_rest, device, flag_parser, synchronize
+from scripts.benchmark.job import memory_peak, reset_memory_peak
 
 MIB = 1024.0**2
 CASES_ON_CPU = (  # N, D, V
@@ -108,9 +108,7 @@ def peak_mib(name: str, size: Size, dtype: torch.dtype, threads: int) -> float:
 def _most_so_far() -> float:
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
-    # Not ru_maxrss: it begins at what the process that started this one had.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("VmHWM:"))
+    return memory_peak()
 
 
 def _reset_peak() -> None:
@@ -118,7 +116,7 @@ def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+        reset_memory_peak()
 
 
 def in_new_process(name: str, size: Size, dtype: torch.dtype) -> float:
