@@ -30,6 +30,7 @@ from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
+from scripts.benchmark.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 """Of the repository, from where every benchmark runs."""
@@ -265,18 +266,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add(*row)
     table.print()
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for documents; the first column is aligned left, numbers right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
-
-    def line(cells: Sequence[str]) -> str:
-        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join([cells[0].ljust(widths[0]), *rest]) + " |"
-
-    return "\n".join(line(cells) for cells in (header, rule, *rows))
 
 
 def _at_least(least: int) -> Callable[[str], int]:

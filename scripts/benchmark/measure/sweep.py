@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -39,11 +38,12 @@ from scripts.benchmark.common import (
     check_processes,
     flag_parser,
     in_turn,
-    markdown_table,
     parse_with_settings,
     setting_name,
     spread,
 )
+from scripts.benchmark.gpu_parts import reason_of_failure
+from scripts.benchmark.tables import markdown_table
 
 EVERY = 5
 OWN = (*LENGTH, "report_interval", "checkpoint_interval")
@@ -167,7 +167,7 @@ def _take_turn(combination: Combination, same: Sequence[str], processes: int, st
                 os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
         if ended and job.returncode != 0:
-            combination.failure = _reason(log.read_text())
+            combination.failure = reason_of_failure(log.read_text())
             return
     combination.reports += reports[1 : steps // EVERY]
 
@@ -176,13 +176,6 @@ def _reports_of(run: Path) -> list[dict[str, Any]]:
     path = run / "logs" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n") and "step_seconds" in line]
-
-
-def _reason(errors: str) -> str:
-    """The line that says why a run has failed."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"error:|torch\.OutOfMemoryError|\w+Error:", line)]
-    return (told or lines or ["failed without a word"])[0].removeprefix("error: ").replace("|", "/")
 
 
 def _name(combination: Combination) -> str:
