@@ -37,7 +37,6 @@ from pretraining.checkpoint.start_point import find_checkpoint
 from pretraining.checkpoint.writer import local_tensor, plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes
-from pretraining.errors import CheckpointError
 from scripts.benchmark.common import (
     Number,
     Table,
@@ -62,6 +61,8 @@ from scripts.benchmark.measure.checkpoints import DEFAULTS, MANIFEST_OF_STEP_1, 
 
 THREADS = 4
 """Of a process: as many as the project's writer and reader have."""
+DAMAGES = 8
+"""Bytes, spread over the largest file, that are changed one at a time."""
 KINDS = ("save", "load", "load, file cache")
 Tensors = Mapping[str, torch.Tensor]
 
@@ -116,13 +117,13 @@ class Needs:
         disk_bytes: of its files.
         save_bytes: of memory, that the first process takes to save, at most.
         load_bytes: and to load.
-        finds_damage: whether a load ends with an error where a byte of a tensor was changed.
+        noticed: of the loads with a damaged byte, those that ended with an error.
     """
 
     disk_bytes: int
     save_bytes: float
     load_bytes: float
-    finds_damage: bool
+    noticed: int
 
 
 def main() -> None:
@@ -157,11 +158,11 @@ def _compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> N
         rates.add(name, *cells)
     rates.print()
     print(f"\n{payload:,} bytes of tensors; median (quartiles) of {rounds} rounds", flush=True)
-    needs = Table(of_processes, "bytes on disk", "save, peak MiB", "load, peak MiB", "a damaged byte is")
+    needs = Table(of_processes, "bytes on disk", "save, peak MiB", "load, peak MiB", "damaged bytes noticed")
     for name in in_turn(list(CONTENDERS)):
         found = run_job(measure_needs, world_size, root, config, name)
         peaks = (f"{each / 2**20:,.0f}" for each in (found.save_bytes, found.load_bytes))
-        needs.add(name, f"{found.disk_bytes:,}", *peaks, "an error" if found.finds_damage else "loaded")
+        needs.add(name, f"{found.disk_bytes:,}", *peaks, f"{found.noticed} of {DAMAGES}")
     needs.print()
 
 
@@ -195,7 +196,7 @@ def take_turns(
 
 
 def measure_needs(processes: Processes, root: Path, config: TrainConfig, name: str) -> Needs:
-    """In each process of a job that does nothing else: one save, one load, and one of a damaged file."""
+    """In each process of a job that does nothing else: one save, one load, and loads of a damaged file."""
     tensors = tensors_of_a_run(config, processes)
     folder, contender = root / name, CONTENDERS[name]
     if processes.rank == 0:
@@ -205,16 +206,29 @@ def measure_needs(processes: Processes, root: Path, config: TrainConfig, name: s
     dist.barrier()
     loading = _memory_for(lambda: contender.load(folder, tensors, config))
     dist.barrier()
-    if processes.rank == 0:
-        _damage(max(_files_of(folder), key=lambda path: path.stat().st_size))
+    largest = max(_files_of(folder), key=lambda path: path.stat().st_size)
+    noticed = sum(not _loads_damaged(contender, folder, largest, number, tensors, config) for number in range(DAMAGES))
+    return Needs(sum(path.stat().st_size for path in _files_of(folder)), saving, loading, noticed)
+
+
+def _loads_damaged(
+    contender: Contender, folder: Path, file: Path, number: int, tensors: Tensors, config: TrainConfig
+) -> bool:
+    """Whether a load ends well although a byte of a file is not what was written."""
+    place = (2 * number + 1) * file.stat().st_size // (2 * DAMAGES)
+    if dist.get_rank() == 0:
+        flip(file, place)
     dist.barrier()
-    damaged = True
     try:
         contender.load(folder, tensors, config)
-        damaged = False
-    except (CheckpointError, RuntimeError, dcp.api.CheckpointException):  # the last is no Exception
-        pass
-    return Needs(sum(path.stat().st_size for path in _files_of(folder)), saving, loading, damaged)
+        return True
+    except (Exception, dcp.api.CheckpointException):  # the second is none of the first
+        return False
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(file, place)
+        dist.barrier()
 
 
 def _memory_for(work: Callable[[], None]) -> float:
@@ -237,12 +251,12 @@ def _check_load(contender: Contender, folder: Path, tensors: Tensors, config: Tr
         assert torch.equal(local_tensor(tensor), saved[name]), f"{name} is not what was saved"
 
 
-def _damage(file: Path) -> None:
-    """Changes a byte in the middle of a file, where the values of a tensor are."""
+def flip(file: Path, place: int) -> None:
+    """Changes a bit of a byte of a file, or changes it back."""
     with file.open("r+b") as opened:
-        opened.seek(file.stat().st_size // 2)
+        opened.seek(place)
         byte = opened.read(1)[0]
-        opened.seek(-1, 1)
+        opened.seek(place)
         opened.write(bytes([byte ^ 1]))
 
 

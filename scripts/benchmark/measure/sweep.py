@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretraining.config.command_line import load_train_config
+from pretraining.errors import ConfigError
 from scripts.benchmark.bars import Bar, draw_bars
 from scripts.benchmark.common import (
     LENGTH,
@@ -112,9 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(set(varied)) < len(varied):
         parser.error(f"--vary={max(varied, key=varied.count)} is there twice: give all its values in one")
     check_processes(flags.processes)
+    combinations = list(_combinations(flags.vary))
+    _refuse_if_none_is_possible(combinations, same)
     announce(flags)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a job is in a session of its own: it is ended on the way
-    combinations = list(_combinations(flags.vary))
     table = Table(*combinations[0].settings, *MEASURED)
     for number, combination in in_turn(list(itertools.product(range(1, flags.rounds + 1), combinations))):
         if combination.failure is None:
@@ -143,6 +146,18 @@ def _combinations(varied: Sequence[tuple[str, list[str]]]) -> Iterator[Combinati
     names = [name for name, _ in varied]
     for values in itertools.product(*(values for _, values in varied)):
         yield Combination(dict(zip(names, values, strict=True)))
+
+
+def _refuse_if_none_is_possible(combinations: Sequence[Combination], same: Sequence[str]) -> None:
+    """Ends the sweep where no combination is a run; where some are, the others have their reason in the table."""
+    problems = []
+    for each in combinations:
+        try:
+            load_train_config([*COMMON, *same, *(f"{name}={value}" for name, value in each.settings.items())])
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == len(combinations):
+        sys.exit(f"error: {problems[0]}")
 
 
 def _take_turn(combination: Combination, same: Sequence[str], processes: int, steps: int) -> None:

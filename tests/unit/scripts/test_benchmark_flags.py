@@ -6,12 +6,11 @@ import argparse
 import io
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_starts import pretend_a_gpu, start
 from helpers import ROOT
 
 from scripts.benchmark import common
@@ -29,15 +28,6 @@ NEEDED = {"measure.sweep": ["--vary=batch_size:1"], "measure.throughput": ["--mo
 RACES = ("measure.training_loop", "measure.host_memory", "compare.against_ddp", "compare.against_trainer")
 
 
-def start(benchmark: str, *flags: str) -> int | str | None:
-    """Starts a benchmark in this process, as if typed; what it ends with, before it has measured anything."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(sys, "argv", [benchmark, *flags])
-        patch.setattr(common, "machine", lambda: pytest.fail("it went on to measure"))
-        runpy.run_module(f"scripts.benchmark.{benchmark}", run_name="__main__")
-    return end.value.code
-
-
 def test_all_benchmarks_are_found() -> None:
     assert {"measure.loader", "measure.startup", "compare.against_torchtitan", *RACES} <= set(BENCHMARKS)
 
@@ -46,23 +36,14 @@ def test_all_benchmarks_are_found() -> None:
 def test_flags_can_be_checked_without_measuring(
     benchmark: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for package in ("transformers", "accelerate"):
-        if "trainer" in benchmark:
-            pytest.importorskip(package)
     if benchmark == "compare.against_torchtitan":
-        monkeypatch.setattr("importlib.metadata.version", lambda package: "0.2.2")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        pretend_a_gpu(monkeypatch)
     assert start(benchmark, *NEEDED.get(benchmark, []), "--check_flags") is None
     assert "flags     are fine; nothing is measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_a_flag_that_nobody_knows_is_refused_in_a_sentence(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if benchmark == "measure.sweep":
-        pytest.skip("what is refused stands in its table")
-    if benchmark == "compare.against_trainer":
-        pytest.importorskip("transformers")
     code = start(benchmark, *NEEDED.get(benchmark, []), "--batch_sizes=4")
     assert "batch_sizes" in (str(code) if code != 2 else capsys.readouterr().err)
 
@@ -91,8 +72,6 @@ def test_a_flag_that_nobody_knows_is_refused_in_a_sentence(benchmark: str, capsy
 def test_a_flag_that_gives_nothing_to_measure_is_refused_at_once(
     benchmark: str, flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if benchmark == "compare.against_trainer":
-        pytest.importorskip("transformers")
     needed = [] if flags[0].startswith("--vary") else NEEDED.get(benchmark, [])
     assert start(benchmark, *needed, *flags) == 2
     said = capsys.readouterr()
@@ -116,8 +95,6 @@ def test_a_flag_that_gives_nothing_to_measure_is_refused_at_once(
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(benchmark: str, flag: str, problem: str) -> None:
-    if benchmark == "compare.against_trainer":
-        pytest.importorskip("transformers")
     code = start(benchmark, *filter(None, [flag]))
     assert str(code).startswith("error: ") and problem in str(code)
 

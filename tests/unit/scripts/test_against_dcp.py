@@ -1,0 +1,37 @@
+"""The project's checkpoints and those of DCP hold the same; damage is noticed by the project's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretraining.config.command_line import load_train_config
+from scripts.benchmark.compare.against_dcp import CONTENDERS, flip
+from scripts.benchmark.measure.checkpoints import DEFAULTS
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(64, 32, generator=generator) for name in ("model.a", "model.b", "optimizer.a")}
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_every_contender_loads_what_it_saved(name: str, tmp_path: Path) -> None:
+    config, saved = load_train_config(DEFAULTS), tensors()
+    CONTENDERS[name].save(tmp_path / "run", saved, config)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    CONTENDERS[name].load(tmp_path / "run", loaded, config)
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
+
+
+def test_a_flipped_bit_is_flipped_back(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"content")
+    before = file.read_bytes()
+    flip(file, 3)
+    assert [a ^ b for a, b in zip(before, file.read_bytes(), strict=True)].count(1) == 1
+    flip(file, 3)
+    assert file.read_bytes() == before
