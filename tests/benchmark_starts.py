@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import warnings
 from importlib import metadata
 
 import pytest
@@ -16,9 +17,10 @@ def start(benchmark: str, *flags: str) -> int | str | None:
     """Starts a benchmark as if it was typed; what it ends with, before it has measured anything."""
     if benchmark == "compare.against_trainer":
         pytest.importorskip("accelerate")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", [benchmark, *flags])
         patch.setattr(common, "machine", lambda: pytest.fail("it went on to measure"))
+        warnings.filterwarnings("ignore", message=".*found in sys.modules")  # others import from it
         runpy.run_module(f"scripts.benchmark.{benchmark}", run_name="__main__")
     return end.value.code
 

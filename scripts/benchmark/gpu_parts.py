@@ -84,7 +84,7 @@ PARTS = {
         Task(
             240,
             f"{MEASURE}.sweep --vary=use_torch_compile:true,false --vary=fsdp_activation_checkpointing:false,true "
-            f"--vary=batch_size:4,8 {ONE_B} --steps=15",
+            f"{ONE_B} --batch_size=8 --steps=20",
             "MFU",
             0.5,
         ),

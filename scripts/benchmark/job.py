@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pretraining.distributed.processes import join_processes
 
 T = TypeVar("T")
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def world_sizes() -> list[int]:
@@ -78,10 +79,22 @@ def file_system_of(folder: Path) -> str:
 
 def memory_peak() -> float:
     """Bytes that this process has had at most; not ru_maxrss, which begins at what the process that started it had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = STATUS.read_text().splitlines()
     return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("VmHWM:"))
 
 
 def reset_memory_peak() -> None:
     """Lets `memory_peak` begin with what is in use now."""
-    Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+    CLEAR_REFS.write_text("5")  # see proc(5)
+
+
+def memory_for(work: Callable[[], object]) -> float | None:
+    """Bytes that this process takes beyond what it has, at most, to do something; None where the system tells none."""
+    try:
+        reset_memory_peak()
+        before = memory_peak()
+    except (OSError, StopIteration):  # some sandboxes have a /proc of their own
+        work()
+        return None
+    work()
+    return memory_peak() - before

@@ -52,8 +52,7 @@ from scripts.benchmark.common import (
 from scripts.benchmark.job import (
     drop_from_memory,
     file_system_of,
-    memory_peak,
-    reset_memory_peak,
+    memory_for,
     run_job,
     world_sizes,
 )
@@ -115,14 +114,14 @@ class Needs:
 
     Attributes:
         disk_bytes: of its files.
-        save_bytes: of memory, that the first process takes to save, at most.
+        save_bytes: of memory, that the first process takes to save, at most; None = the system does not tell.
         load_bytes: and to load.
         noticed: of the loads with a damaged byte, those that ended with an error.
     """
 
     disk_bytes: int
-    save_bytes: float
-    load_bytes: float
+    save_bytes: float | None
+    load_bytes: float | None
     noticed: int
 
 
@@ -161,7 +160,7 @@ def _compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> N
     needs = Table(of_processes, "bytes on disk", "save, peak MiB", "load, peak MiB", "damaged bytes noticed")
     for name in in_turn(list(CONTENDERS)):
         found = run_job(measure_needs, world_size, root, config, name)
-        peaks = (f"{each / 2**20:,.0f}" for each in (found.save_bytes, found.load_bytes))
+        peaks = ("-" if each is None else f"{each / 2**20:,.0f}" for each in (found.save_bytes, found.load_bytes))
         needs.add(name, f"{found.disk_bytes:,}", *peaks, f"{found.noticed} of {DAMAGES}")
     needs.print()
 
@@ -202,9 +201,9 @@ def measure_needs(processes: Processes, root: Path, config: TrainConfig, name: s
     if processes.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
-    saving = _memory_for(lambda: contender.save(folder, tensors, config))
+    saving = memory_for(lambda: contender.save(folder, tensors, config))
     dist.barrier()
-    loading = _memory_for(lambda: contender.load(folder, tensors, config))
+    loading = memory_for(lambda: contender.load(folder, tensors, config))
     dist.barrier()
     largest = max(_files_of(folder), key=lambda path: path.stat().st_size)
     noticed = sum(not _loads_damaged(contender, folder, largest, number, tensors, config) for number in range(DAMAGES))
@@ -229,15 +228,6 @@ def _loads_damaged(
         if dist.get_rank() == 0:
             flip(file, place)
         dist.barrier()
-
-
-def _memory_for(work: Callable[[], None]) -> float:
-    """Bytes that this process takes beyond what it has, at most, to do something."""
-    reset_memory_peak()
-    before = memory_peak()
-    work()
-    synchronize()
-    return memory_peak() - before
 
 
 def _check_load(contender: Contender, folder: Path, tensors: Tensors, config: TrainConfig) -> None:
