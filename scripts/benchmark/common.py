@@ -122,6 +122,14 @@ def check_folder(flag: str, folder: Path | None) -> None:
         sys.exit(f"error: --{flag}={folder} is not a folder that is there")
 
 
+def check_new_folder(flag: str, folder: Path | None) -> None:
+    """As `check_folder`, for a folder that the benchmark makes if it is not there."""
+    if folder is not None:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            sys.exit(f"error: --{flag}={folder} is no folder that can be written: {nearest} is none")
+
+
 def announce(flags: argparse.Namespace) -> None:
     """Prints on what this runs, and what was typed. A benchmark has checked its flags when it calls this."""
     end_if_checked(flags)

@@ -28,6 +28,7 @@ from scripts.benchmark.common import (
     announce,
     announce_rest,
     check_folder,
+    check_new_folder,
     end_if_checked,
     flag_parser,
     print_table,
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
     flags = parser.parse_args()
     check_folder("fms_fsdp", flags.fms_fsdp)
-    check_folder("folder", flags.folder)
+    check_new_folder("folder", flags.folder)
     end_if_checked(flags)
     if flags.fms_fsdp is not None:  # for this process and for those that it starts
         sys.path.insert(0, str(flags.fms_fsdp.absolute()))

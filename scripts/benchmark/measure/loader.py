@@ -35,7 +35,7 @@ from scripts.benchmark.common import (
     ROOT,
     Number,
     announce,
-    check_folder,
+    check_new_folder,
     end_if_checked,
     flag_parser,
     in_turn,
@@ -286,7 +286,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
     flags = parser.parse_args()
-    check_folder("folder", flags.folder)
+    check_new_folder("folder", flags.folder)
     end_if_checked(flags)
     use_one_core()
     announce(flags)

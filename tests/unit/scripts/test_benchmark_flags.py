@@ -84,7 +84,7 @@ def test_a_flag_that_gives_nothing_to_measure_is_refused_at_once(
         ("measure.throughput", "", "no GPU here: describe a model"),
         ("measure.throughput", "--batch_size=0", "the smallest value is 1"),
         ("measure.garbage", "--gc_interval=0", "--gc_interval=0 is what the interval is compared with"),
-        ("measure.loader", "--folder=/no/such", "--folder=/no/such is not a folder that is there"),
+        ("measure.loader", f"--folder={__file__}/new", f"is no folder that can be written: {__file__} is none"),
         ("measure.checkpoints", "--folder=/no/such", "--folder=/no/such is not a folder that is there"),
         ("compare.against_loaders", "--fms_fsdp=/no/such", "--fms_fsdp=/no/such is not a folder that is there"),
         ("measure.training_loop", "--report_interval=1Mtok", "--report_interval=1Mtok must be 1 to 160, the steps"),
