@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO, TypeVar
 
 import torch
 
+from pretraining.config.assignments import ALIASES
 from pretraining.config.batch_plan import plan_batch
 from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
@@ -27,9 +30,17 @@ from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
+from scripts.benchmark.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 """Of the repository, from where every benchmark runs."""
+RESULTS = "BENCHMARK_RESULTS"
+"""Variable that names a file of JSON lines; every row of a table is added to it as soon as it is there."""
+LENGTH = ("num_steps", "run_steps", "ckpt_save_path")
+"""Settings of training that a benchmark chooses itself: how long it trains, and where."""
+
+
+T = TypeVar("T")
 
 
 class Over(Exception):
@@ -44,20 +55,38 @@ class Number(NamedTuple):
     least: int = 1
 
 
-def parse(description: str, **numbers: Number) -> tuple[argparse.Namespace, list[str]]:
+def parse(description: str, own: Sequence[str] = LENGTH, **numbers: Number) -> tuple[argparse.Namespace, list[str]]:
     """Reads a benchmark's own integer flags; the rest are settings of training.
+
+    Args:
+        description: of the benchmark.
+        own: settings of training that the benchmark chooses itself; nobody else may.
+        numbers: the flags.
 
     Returns:
         The flags, and the settings as `name=value`.
     """
-    return parse_with_settings(flag_parser(description, **numbers))
+    return parse_with_settings(flag_parser(description, **numbers), own)
 
 
-def parse_with_settings(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """As `parse`, for a parser that has other flags too."""
+def parse_with_settings(
+    parser: argparse.ArgumentParser, own: Sequence[str] = LENGTH, arguments: Sequence[str] | None = None
+) -> tuple[argparse.Namespace, list[str]]:
+    """As `parse`, for a parser that has other flags too; `arguments` instead of the command line's."""
     parser.epilog = "Any other --name=value is a setting of training, as in `pretrain train --help`."
-    flags, rest = parser.parse_known_args()
-    return flags, [argument.lstrip("-") for argument in rest]
+    flags, rest = parser.parse_known_args(arguments)
+    settings = [argument.lstrip("-") for argument in rest]
+    for setting in settings:
+        name = setting_name(setting)
+        if name in own:
+            parser.error(f"--{name} is the benchmark's own choice: leave it out")
+    return flags, settings
+
+
+def setting_name(setting: str) -> str:
+    """The setting that `name=value` is about, whatever the form of its name."""
+    name = setting.partition("=")[0].rpartition(".")[2].replace("-", "_")
+    return ALIASES[name].target if name in ALIASES else name
 
 
 def flag_parser(description: str, **numbers: Number) -> argparse.ArgumentParser:
@@ -65,26 +94,74 @@ def flag_parser(description: str, **numbers: Number) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     for name, (default, text, least) in numbers.items():
         parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=f"{text} (default {default:,})")
+    parser.add_argument(
+        "--check_flags", action="store_true", help="refuse what cannot be measured, and measure nothing"
+    )
     return parser
 
 
-def read_settings(settings: Sequence[str]) -> TrainConfig:
-    """The configuration of a run; a mistake in it ends the benchmark."""
+def read_settings(settings: Sequence[str], processes: int = 1) -> TrainConfig:
+    """The configuration of a run; a mistake in it ends the benchmark, and so does a batch that cannot be dealt out."""
     try:
-        return load_train_config(settings)
+        config = load_train_config(settings)
+        plan_batch(config.batch, processes)
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    return config
 
 
-def announce() -> None:
-    """Prints on what this runs, and what was typed."""
+def check_processes(processes: int) -> None:
+    """Ends the benchmark where there are fewer GPUs than processes that would each take one."""
+    if torch.cuda.is_available() and processes > torch.cuda.device_count():
+        sys.exit(f"error: --processes={processes}: each takes a GPU, and there are {torch.cuda.device_count()} here")
+
+
+def check_folder(flag: str, folder: Path | None) -> None:
+    """Ends the benchmark where a flag names something that is no folder."""
+    if folder is not None and not folder.is_dir():
+        sys.exit(f"error: --{flag}={folder} is not a folder that is there")
+
+
+def check_new_folder(flag: str, folder: Path | None) -> None:
+    """As `check_folder`, for a folder that the benchmark makes if it is not there."""
+    if folder is not None:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            sys.exit(f"error: --{flag}={folder} is no folder that can be written: {nearest} is none")
+
+
+def announce(flags: argparse.Namespace) -> None:
+    """Prints on what this runs, and what was typed. A benchmark has checked its flags when it calls this."""
+    end_if_checked(flags)
     print(f"machine   {machine()}")
-    print(f"command   {' '.join(['python', *sys.orig_argv[1:]])}", flush=True)
+    print(f"command   {command()}", flush=True)
 
 
-def announce_rest(seconds: float) -> None:
-    """Says how long it takes from here on, judged by what was done to warm up."""
-    print(f"takes     about {seconds / 60:.0f} min" if seconds > 90 else f"takes     about {seconds:.0f} s", flush=True)
+def end_if_checked(flags: argparse.Namespace) -> None:
+    """Ends the process, well, where `--check_flags` asked for no more than what was done by now."""
+    if flags.check_flags:
+        print("flags     are fine; nothing is measured")
+        sys.exit()
+
+
+def announce_rest(seconds: float, file: TextIO | None = None) -> None:
+    """Says how long it takes from here on, judged by what was done to warm up; `file` in place of standard output."""
+    rest = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+    print(f"takes     about {rest}", flush=True, file=file)
+
+
+def in_turn(parts: Sequence[T]) -> Iterator[T]:
+    """The parts of a benchmark, one after the other; says after the first how long the others will take."""
+    began = time.perf_counter()
+    for number, part in enumerate(parts):
+        if number == 1:
+            announce_rest((len(parts) - 1) * (time.perf_counter() - began))
+        yield part
+
+
+def command() -> str:
+    """What was typed."""
+    return " ".join(["python", *sys.orig_argv[1:]])
 
 
 def machine() -> str:
@@ -167,16 +244,36 @@ def batches_in_memory(
         return [next(loader).micro_batches for _ in range(int(config.run.num_steps.amount))]
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for documents; the first column is aligned left, numbers right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+class Table:
+    """A table that grows as it is measured: a row that is there is not lost with those that are not.
 
-    def line(cells: Sequence[str]) -> str:
-        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join([cells[0].ljust(widths[0]), *rest]) + " |"
+    Args:
+        header: names of the columns; the first is what a row is about.
+    """
 
-    return "\n".join(line(cells) for cells in (header, rule, *rows))
+    def __init__(self, *header: str) -> None:
+        self.header = header
+        self.rows: list[Sequence[str]] = []
+
+    def add(self, *row: str) -> None:
+        """Adds a row, and keeps it in the file of results, if there is one."""
+        self.rows.append(row)
+        if path := os.environ.get(RESULTS):
+            kept = {"command": command(), "machine": machine(), "row": dict(zip(self.header, row, strict=True))}
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(kept) + "\n")
+
+    def print(self) -> None:
+        """Prints what is there, for documents."""
+        print("\n" + markdown_table(self.header, self.rows), flush=True)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table whose rows came all at once, and keeps them."""
+    table = Table(*header)
+    for row in rows:
+        table.add(*row)
+    table.print()
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -34,10 +34,12 @@ from pretraining.launch.layout import port_of_name
 from scripts.benchmark.common import (
     Number,
     Over,
+    Table,
     announce,
     announce_rest,
+    check_processes,
     device,
-    markdown_table,
+    end_if_checked,
     parse,
     read_settings,
     spread,
@@ -116,41 +118,50 @@ def parse_race(description: str, processes: int = 1) -> tuple[argparse.Namespace
     )
 
 
-def race(
-    contenders: Mapping[str, Contender], settings: Sequence[str], rounds: int, steps: int, processes: int = 1
-) -> None:
+def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: argparse.Namespace) -> None:
     """Lets two contenders train in turns, and prints what came of it.
 
     Args:
         contenders: name -> function that trains, with a call of `turn.before_step` before each step; the first one's
             speed is given relative to the second's. Functions of a module, since they run in new processes.
         settings: of training, on top of the defaults above.
-        rounds: turns of each that count; one more comes before them, to warm up.
-        steps: of a turn.
-        processes: of each contender.
+        flags: those of `parse_race`; one more turn of each comes before those that count, to warm up.
     """
+    rounds, steps, processes = flags.rounds, flags.steps, flags.processes
+    config = race_settings(settings, flags)
+    end_if_checked(flags)
     if processes > 1:
         _share_cores(processes)
-    announce()
-    defaults = ON_GPU if torch.cuda.is_available() else ON_CPU
-    config = read_settings([*RACE, *defaults, f"num_steps={(rounds + 1) * steps + 1}", *settings])
-    interval = config.report.report_interval
-    if not 0 < interval.amount <= rounds * steps:
-        sys.exit(
-            f"error: a race ends with the loss that was last reported: --report_interval={interval} must be 1 to "
-            f"{rounds * steps}, the steps of {rounds} rounds"
-        )
+    announce(flags)
     print(f"model     {_describe(config, processes)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         lanes = run_race(contenders, config, Path(folder), rounds, steps, processes)
     tokens = plan_batch(config.batch, processes).global_batch_size * config.data.seq_length * steps
-    rows = [
-        (name, *spread([tokens / s for s in lane.seconds], ",.0f"), f"{lane.loss:.4f}") for name, lane in lanes.items()
-    ]
-    print("\n" + markdown_table(("", "tokens/s", "quartiles", "loss at the end"), rows))
+    table = Table("", "tokens/s", "quartiles", "loss at the end")
+    for name, lane in lanes.items():
+        table.add(name, *spread([tokens / s for s in lane.seconds], ",.0f"), f"{lane.loss:.4f}")
+    table.print()
     first, second = lanes.values()
     median, quartiles = spread([b / a for a, b in zip(first.seconds, second.seconds, strict=True)], ".3f")
+    ratio = Table("ratio", "median", "quartiles", "rounds", "steps of each")
+    ratio.add(" / ".join(lanes), median, quartiles, str(rounds), str(steps))
     print(f"\n{' / '.join(lanes)}: {median} ({quartiles}), median of {rounds} rounds of {steps} steps each")
+
+
+def race_settings(settings: Sequence[str], flags: argparse.Namespace) -> TrainConfig:
+    """The configuration of a race; ends it where that cannot be raced."""
+    rounds, steps = flags.rounds, flags.steps
+    check_processes(flags.processes)
+    defaults = ON_GPU if torch.cuda.is_available() else ON_CPU
+    total = f"num_steps={(rounds + 1) * steps + 1}"
+    config = read_settings([*RACE, *defaults, total, *settings], flags.processes)
+    interval = config.report.report_interval
+    if interval.unit != "steps" or not 0 < interval.amount <= rounds * steps:
+        sys.exit(
+            f"error: a race ends with the loss that was last reported: --report_interval={interval} must be 1 to "
+            f"{rounds * steps}, the steps of {rounds} rounds"
+        )
+    return config
 
 
 def run_race(

@@ -54,6 +54,10 @@ SCRIPTS = {
     "".join(flag)
     for script in (ROOT / "scripts").rglob("*.py")
     for flag in re.findall(r'"--([a-z][\w-]*)"|\b([a-z]\w*)=Number\(', script.read_text(encoding="utf-8"))
+} | {
+    flag
+    for script in (ROOT / "scripts").rglob("*.sh")
+    for flag in re.findall(r"^ +--([a-z][\w-]*)=\*\)", script.read_text(encoding="utf-8"), re.MULTILINE)
 }
 
 

@@ -150,4 +150,4 @@ def train(config: TrainConfig, turn: Turn, processes: Processes, contender: Cont
 if __name__ == "__main__":
     flags, settings = parse_race("The project's ddp against DistributedDataParallel.", processes=2)
     contenders = {"project": project, "DistributedDataParallel": data_parallel}
-    race(contenders, ["sharding_strategy=ddp", *settings], flags.rounds, flags.steps, flags.processes)
+    race(contenders, ["sharding_strategy=ddp", *settings], flags)

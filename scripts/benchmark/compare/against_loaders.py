@@ -23,7 +23,17 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, markdown_table, spread
+from scripts.benchmark.common import (
+    Number,
+    announce,
+    announce_rest,
+    check_folder,
+    check_new_folder,
+    end_if_checked,
+    flag_parser,
+    print_table,
+    spread,
+)
 from scripts.benchmark.compare.rival_loaders import CONTENDERS, Batches, installed_packages, prepare
 from scripts.benchmark.documents import use_one_core, write_documents
 
@@ -93,11 +103,14 @@ def main() -> None:
     parser.add_argument("--fms_fsdp", type=Path, help="a checkout of github.com/foundation-model-stack/fms-fsdp")
     parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
     flags = parser.parse_args()
+    check_folder("fms_fsdp", flags.fms_fsdp)
+    check_new_folder("folder", flags.folder)
+    end_if_checked(flags)
     if flags.fms_fsdp is not None:  # for this process and for those that it starts
         sys.path.insert(0, str(flags.fms_fsdp.absolute()))
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     use_one_core()
-    announce()
+    announce(flags)
     packages = installed_packages()
     contenders = [name for name, (_, package) in CONTENDERS.items() if not package or package in packages]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
@@ -116,7 +129,7 @@ def main() -> None:
                 for contender, each in rates.items()
             ]
             header = (f"documents of {mean} tokens", "M tokens/s", "quartiles", "project, 8 / it")
-            print(f"\n{markdown_table(header, rows)}", flush=True)
+            print_table(header, rows)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ import torch
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from scripts.benchmark.common import read_settings
-from scripts.benchmark.race import ON_GPU, RACE, Turn, parse_race, project, race
+from scripts.benchmark.race import Turn, parse_race, project, race, race_settings
 
 VERSION = "0.2.2"
 
@@ -54,7 +53,7 @@ def obstacle(config: TrainConfig) -> str | None:
 
 if __name__ == "__main__":
     flags, settings = parse_race("The project against torchtitan.")
-    if reason := obstacle(read_settings([*RACE, *ON_GPU, *settings])):
+    if reason := obstacle(race_settings(settings, flags)):
         sys.exit(f"error: {reason}")
     print(f"against   torchtitan {VERSION}")
-    race({"project": project, "torchtitan": torchtitan}, settings, flags.rounds, flags.steps, flags.processes)
+    race({"project": project, "torchtitan": torchtitan}, settings, flags)

@@ -25,7 +25,7 @@ from pretraining.config.training import ALL_BLOCKS, TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from scripts.benchmark.common import batches_in_memory, device, initial_model, place
-from scripts.benchmark.race import Turn, parse_race, project, race
+from scripts.benchmark.race import Turn, parse_race, project, race, race_settings
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -69,8 +69,6 @@ def trainer(config: TrainConfig, turn: Turn) -> None:
     _, ranks = place()
     shape, plan = resolve_shape(config.model), plan_batch(config.batch, ranks)
     in_bfloat16 = compute_dtype(config.parallel, device()) == torch.bfloat16
-    if config.parallel.selective_checkpointing != ALL_BLOCKS:
-        sys.exit("error: the Trainer computes all blocks again or none: leave --selective_checkpointing out")
     arguments = transformers.TrainingArguments(
         output_dir=config.checkpoint.ckpt_save_path,
         per_device_train_batch_size=plan.micro_batch_size,
@@ -121,5 +119,7 @@ def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
 
 if __name__ == "__main__":
     flags, settings = parse_race("The project against LlamaForCausalLM and the Trainer of transformers.")
+    if race_settings(settings, flags).parallel.selective_checkpointing != ALL_BLOCKS:
+        sys.exit("error: the Trainer computes all blocks again or none: leave --selective_checkpointing out")
     print(f"against   transformers {transformers.__version__}")
-    race({"project": project, "Trainer": trainer}, settings, flags.rounds, flags.steps, flags.processes)
+    race({"project": project, "Trainer": trainer}, settings, flags)

@@ -20,7 +20,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
-from scripts.benchmark.common import markdown_table, spread, synchronize
+from scripts.benchmark.common import in_turn, print_table, spread, synchronize
 
 FIRST_SAVE, SECOND_SAVE, LAST_STEP = 5, 15, 21
 FOLLOWING = 5
@@ -54,7 +54,7 @@ def compare(folder: Path, config: TrainConfig, runs: int) -> None:
     """
     costs: dict[bool, list[Cost]] = {False: [], True: []}
     with join_processes(0, 1, 0, 1, {}) as processes:
-        for number in range(runs + 1):
+        for number in in_turn(range(runs + 1)):
             for asynchronous in (False, True) if number % 2 else (True, False):
                 cost = _train_and_save(folder, config, processes, asynchronous)
                 if number:
@@ -70,7 +70,7 @@ def compare(folder: Path, config: TrainConfig, runs: int) -> None:
         for name, kind in (("in place", False), ("beside the training", True))
     ]
     header = ("seconds", "blocked, first save", "blocked, later", f"longer next {FOLLOWING} steps", "a step before")
-    print("\n" + markdown_table(header, rows))
+    print_table(header, rows)
     pairs = list(zip(costs[True], costs[False], strict=True))
     blocked = [ours.blocked / theirs.blocked for ours, theirs in pairs]
     whole = [(ours.blocked + ours.slowed) / (theirs.blocked + theirs.slowed) for ours, theirs in pairs]

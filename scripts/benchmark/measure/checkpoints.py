@@ -15,16 +15,12 @@ Saves and loads are measured with one process, then with two; the others with on
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
-import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -37,26 +33,32 @@ from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.mesh import build_mesh
-from pretraining.distributed.processes import Processes, join_processes
+from pretraining.distributed.processes import Processes
 from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
 from scripts.benchmark.common import (
+    LENGTH,
     Number,
     announce,
+    check_folder,
     flag_parser,
-    markdown_table,
+    in_turn,
     parse_with_settings,
+    print_table,
     read_settings,
     spread,
     synchronize,
 )
+from scripts.benchmark.job import drop_from_memory, file_system_of, run_job, world_sizes
 from scripts.benchmark.measure import async_saves, resume
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")
 QUIET = ("report_interval=0", "progress=plain")
+OWN = (*LENGTH, "checkpoint_interval", "keep_last", "async_save", "report_interval")
 READ_BYTES = 2**22
+MANIFEST_OF_STEP_1 = Manifest(2, 1, 1, 0.0, "interval", None, None, None, {}, {}, 1, {}, {}, torch.__version__, {}, "")
 PAIRS = {
     "save": ("write raw", "save"),
     "load": ("read raw", "load"),
@@ -75,16 +77,16 @@ def main() -> None:
     parser.add_argument(
         "--folder", default=tempfile.gettempdir(), help="on the disk to be measured (default %(default)s)"
     )
-    flags, settings = parse_with_settings(parser)
+    flags, settings = parse_with_settings(parser, OWN)
     settings = [*DEFAULTS, *QUIET, *settings]
     config = read_settings(settings)
-    announce()
+    check_folder("folder", Path(flags.folder))
+    announce(flags)
     root = Path(tempfile.mkdtemp(prefix="benchmark-", dir=flags.folder))
-    print(f"folder    {flags.folder}, {_file_system_of(root)}", flush=True)
+    print(f"folder    {flags.folder}, {file_system_of(root)}", flush=True)
     try:
-        for world_size in (1, 2):
-            if not torch.cuda.is_available() or torch.cuda.device_count() >= world_size:
-                _compare_with_raw(root, config, world_size, flags.rounds)
+        for world_size in world_sizes():
+            _compare_with_raw(root, config, world_size, flags.rounds)
         async_saves.compare(root / "training", config, flags.runs)
         resume.measure(root / "killed", settings, flags.runs)
     finally:
@@ -93,24 +95,7 @@ def main() -> None:
 
 def _compare_with_raw(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:
     """Starts a job, lets it take its turns, and prints what came of them."""
-    processes = multiprocessing.get_context("spawn")
-    here, there = processes.Pipe(duplex=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = [
-        processes.Process(target=_take_turns, args=(rank, world_size, port, root, config, rounds, there))
-        for rank in range(world_size)
-    ]
-    for process in job:
-        process.start()
-    there.close()
-    try:
-        size, payload, seconds = here.recv()
-    except EOFError:
-        sys.exit("the measured processes failed: their error stands above")
-    for process in job:
-        process.join()
+    size, payload, seconds = run_job(_take_turns, world_size, root, config, rounds)
     count = parameter_count(resolve_shape(config.model))
     if world_size == 1:
         over = f"{size / count:.3f} a parameter, {size / count / 12 - 1:.2%} over 12"
@@ -121,41 +106,39 @@ def _compare_with_raw(root: Path, config: TrainConfig, world_size: int, rounds: 
         rates = [spread([payload / s / 1e9 for s in seconds[turn]], ".2f") for turn in (own, raw)]
         rows.append((name, *(f"{middle} ({quartiles})" for middle, quartiles in (*rates, spread(ratios, ".2f")))))
     header = (f"{world_size} process{'es' if world_size > 1 else ''}", "GB/s", "raw, GB/s", "ratio")
-    print(f"\n{markdown_table(header, rows)}\n\nmedian (quartiles) of {rounds} rounds", flush=True)
+    print_table(header, rows)
+    print(f"\nmedian (quartiles) of {rounds} rounds", flush=True)
 
 
 def _take_turns(
-    rank: int, world_size: int, port: int, root: Path, config: TrainConfig, rounds: int, results: Connection
-) -> None:
-    """In each measured process: every turn, begun and ended together; rank 0 sends the seconds."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with join_processes(rank, world_size, rank, world_size, environment) as processes:
-        tensors = _tensors_of_a_run(config, processes)
-        run, raw = root / "run", root / "raw"
-        turns = _turns(run, raw, config, tensors)
-        seconds: dict[str, list[float]] = {}
-        raw.mkdir(exist_ok=True)
-        for number in range(rounds + 1):
-            for pair in PAIRS.values():
-                for name in pair if number % 2 else pair[::-1]:
-                    if name == "save" and rank == 0:
-                        shutil.rmtree(run, ignore_errors=True)
-                    if name == "write raw":
-                        (raw / str(rank)).unlink(missing_ok=True)
-                    if name == "load":
-                        _drop_from_memory(list(checkpoint_path(run, 1).iterdir()))
-                    if name == "read raw":
-                        _drop_from_memory([raw / str(rank)])
-                    dist.barrier()
-                    began = time.perf_counter()
-                    turns[name]()
-                    dist.barrier()
-                    seconds.setdefault(name, []).append(time.perf_counter() - began)
-        if rank == 0:
-            size = sum(path.stat().st_size for path in checkpoint_path(run, 1).iterdir())
-            payload = plan_save(tensors).total_bytes
-            results.send((size, payload, {name: turns[1:] for name, turns in seconds.items()}))
-        dist.barrier()
+    processes: Processes, root: Path, config: TrainConfig, rounds: int
+) -> tuple[int, int, dict[str, list[float]]]:
+    """In each measured process: every turn, begun and ended together; bytes on disk, bytes of tensors, seconds."""
+    rank = processes.rank
+    tensors = tensors_of_a_run(config, processes)
+    run, raw = root / "run", root / "raw"
+    turns = _turns(run, raw, config, tensors)
+    seconds: dict[str, list[float]] = {}
+    raw.mkdir(exist_ok=True)
+    rounds_in_turn = range(rounds + 1)
+    for number in in_turn(rounds_in_turn) if rank == 0 else rounds_in_turn:
+        for pair in PAIRS.values():
+            for name in pair if number % 2 else pair[::-1]:
+                if name == "save" and rank == 0:
+                    shutil.rmtree(run, ignore_errors=True)
+                if name == "write raw":
+                    (raw / str(rank)).unlink(missing_ok=True)
+                if name == "load":
+                    drop_from_memory(list(checkpoint_path(run, 1).iterdir()))
+                if name == "read raw":
+                    drop_from_memory([raw / str(rank)])
+                dist.barrier()
+                began = time.perf_counter()
+                turns[name]()
+                dist.barrier()
+                seconds.setdefault(name, []).append(time.perf_counter() - began)
+    size = sum(path.stat().st_size for path in checkpoint_path(run, 1).iterdir())
+    return size, plan_save(tensors).total_bytes, {name: turns[1:] for name, turns in seconds.items()}
 
 
 def _turns(run: Path, raw: Path, config: TrainConfig, tensors: Mapping[str, torch.Tensor]) -> Turns:
@@ -167,10 +150,8 @@ def _turns(run: Path, raw: Path, config: TrainConfig, tensors: Mapping[str, torc
         for piece in pieces
     ]
 
-    manifest = Manifest(2, 1, 1, 0.0, "interval", None, None, None, {}, {}, 1, {}, {}, torch.__version__, {}, "")
-
     def save() -> None:
-        save_checkpoint(checkpoint_path(run, 1), plan_save(tensors), manifest)
+        save_checkpoint(checkpoint_path(run, 1), plan_save(tensors), MANIFEST_OF_STEP_1)
 
     def load() -> None:
         found = find_checkpoint(replace(config.checkpoint, ckpt_save_path=str(run)))
@@ -201,7 +182,7 @@ def _turns(run: Path, raw: Path, config: TrainConfig, tensors: Mapping[str, torc
     }
 
 
-def _tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, torch.Tensor]:
+def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, torch.Tensor]:
     """Parameters and optimizer state, as a checkpoint holds them."""
     mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
     model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
@@ -209,19 +190,6 @@ def _tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, to
     materialise_state(optimizer)
     parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
     return tensor_state(parameters, optimizer)
-
-
-def _drop_from_memory(paths: Sequence[Path]) -> None:
-    """Has the next read come from the disk."""
-    for path in paths:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _file_system_of(folder: Path) -> str:
-    """The type of the file system that a folder is on, as Linux names it."""
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    return max((len(point), kind) for _, point, kind, *_ in mounts if folder.resolve().is_relative_to(point))[1]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ computes once, and ratios are taken within rounds, so that a machine that is slo
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretraining.model.attention import causal_attention, document_attention, locate_documents
-from scripts.benchmark.common import Number, announce, device, flag_parser, markdown_table, synchronize
+from scripts.benchmark.common import Number, Table, announce, device, flag_parser, in_turn, synchronize
 
-ROWS = ((1, 4096), (8, 256))  # B, S
+ROWS_ON_CPU = ((1, 4096), (8, 256))  # B, S
+ROWS_ON_GPU = ((8, 4096), (2, 16384))
 MEAN_LENGTHS = (60, 600)
 HEAD_DIM = 64
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,6 +51,27 @@ def with_dense_mask(lengths: tuple[int, ...], rows: int) -> Attend:
     def attend(q_BSHE: Tensor, k_BSHE: Tensor, v_BSHE: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSHE, v_BSHE))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1SS).transpose(1, 2)
+
+    return attend
+
+
+def with_flex_attention(lengths: tuple[int, ...], rows: int) -> Attend:
+    """FlexAttention, compiled, with a mask of blocks; it has no backward on a CPU."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    documents_BS = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(rows, -1).to(device())
+
+    def same_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents_BS[batch, query] == documents_BS[batch, key])
+
+    length = documents_BS.size(1)
+    mask = create_block_mask(same_document, rows, None, length, length, device=str(device()))
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q_BSHE: Tensor, k_BSHE: Tensor, v_BSHE: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSHE, v_BSHE))
+        mixed: Tensor = compiled(q, k, v, block_mask=mask)
+        return mixed.transpose(1, 2)
 
     return attend
 
@@ -103,6 +126,8 @@ def measure(rows: int, length: int, mean: int, heads: int, dtype: torch.dtype, r
         with_dense_mask(lengths, rows),
         *(padded(lengths, ratio) for ratio in (1.25, 2.0)),
     ]
+    if torch.cuda.is_available():
+        contenders.append(with_flex_attention(lengths, rows))
     expected = contenders[2](*inputs)
     for attend in (contenders[0], *contenders[3:]):
         torch.testing.assert_close(attend(*inputs), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
@@ -119,12 +144,13 @@ if __name__ == "__main__":
         rounds=Number(10, "rounds that count"),
         heads=Number(4, f"heads of {HEAD_DIM}"),
     ).parse_args()
-    announce()
-    lines = [
-        measure(*rows, mean, flags.heads, dtype, flags.rounds)
-        for dtype in (torch.float32, torch.bfloat16)
-        for rows in ROWS
-        for mean in MEAN_LENGTHS
-    ]
-    header = ("rows, documents", "the project's way", "whole rows", "dense mask", "padded, to 1.25 times", "to 2 times")
-    print("\n" + markdown_table(header, lines))
+    announce(flags)
+    on_gpu = torch.cuda.is_available()
+    # The kernel that takes all documents at once is for a GPU and bfloat16.
+    dtypes = (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16)
+    cases = list(itertools.product(dtypes, ROWS_ON_GPU if on_gpu else ROWS_ON_CPU, MEAN_LENGTHS))
+    others = ["whole rows", "dense mask", "padded, to 1.25 times", "to 2 times", *(["FlexAttention"] if on_gpu else [])]
+    table = Table("rows, documents", "the project's way", *others)
+    for dtype, rows, mean in in_turn(cases):
+        table.add(*measure(*rows, mean, flags.heads, dtype, flags.rounds))
+    table.print()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -19,10 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark.common import Number, Over, announce, markdown_table, parse, read_settings, train_project
+from scripts.benchmark.common import (
+    LENGTH,
+    Number,
+    Over,
+    announce,
+    in_turn,
+    parse,
+    print_table,
+    read_settings,
+    train_project,
+)
 
 NARROW = ("model_variant=tiny", "num_hidden_layers=32", "hidden_size=32", "num_attention_heads=4", "vocab_size=256")
 SETTINGS = ("use_dummy_dataset=true", "tracker=none", "seq_length=64", "batch_size=2", *NARROW)
+OWN = (*LENGTH, "report_interval")
 HEADER = (
     "`--gc_interval`",
     "in the collector",
@@ -85,11 +97,16 @@ def in_new_process(*arguments: Any) -> tuple[Collections, float]:
 
 
 def main() -> None:
-    flags, rest = parse("What Python's garbage collector takes from training.", steps=Number(400, "optimizer steps"))
+    flags, rest = parse(
+        "What Python's garbage collector takes from training.", OWN, steps=Number(400, "optimizer steps")
+    )
     settings = [*SETTINGS, *rest]
-    announce()
+    every = read_settings(settings).run.gc_interval
+    if every == 0:
+        sys.exit("error: --gc_interval=0 is what the interval is compared with: give another one")
+    announce(flags)
     rows, step_seconds = [], []
-    for interval in (0, read_settings(settings).run.gc_interval):
+    for interval in in_turn((0, every)):
         collections, spent = in_new_process([*settings, f"gc_interval={interval}"], flags.steps)
         seconds = sum(collections.seconds)
         step_seconds.append(spent / flags.steps)
@@ -105,8 +122,8 @@ def main() -> None:
             )
         )
     by_itself, at_intervals = (f"{1000 * each:.0f}" for each in step_seconds)
-    print(f"\n{flags.steps} steps of {by_itself} and {at_intervals} ms of processor time\n")
-    print(markdown_table(HEADER, rows))
+    print(f"\n{flags.steps} steps of {by_itself} and {at_intervals} ms of processor time")
+    print_table(HEADER, rows)
 
 
 if __name__ == "__main__":

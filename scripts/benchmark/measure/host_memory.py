@@ -18,4 +18,4 @@ def given_back(config: TrainConfig, turn: Turn) -> None:
 
 if __name__ == "__main__":
     flags, settings = parse_race("Freed memory kept against freed memory given back.")
-    race({"kept": project, "given back": given_back}, settings, flags.rounds, flags.steps, flags.processes)
+    race({"kept": project, "given back": given_back}, settings, flags)

@@ -20,11 +20,18 @@ import torch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.activation_checkpointing import recomputed_share
-from scripts.benchmark.common import Number, announce, markdown_table, parse, read_settings, spread
+from scripts.benchmark.common import LENGTH, Number, Table, announce, parse, read_settings, spread
 from scripts.benchmark.common import train_project as train
 from scripts.benchmark.race import ON_CPU, ON_GPU, RACE, Lane, Turn, run_race
 
 CHECKPOINTING = {"none": None, "per operation": "op", "a third": "1/3", "a half": "2", "all": "1"}
+OWN = (
+    *LENGTH,
+    "report_interval",
+    "fsdp_activation_checkpointing",
+    "selective_checkpointing",
+    "use_torch_compile",
+)
 HEADER = ("checkpointing, compiled", "time of a step", "quartiles", "peak GiB", "FLOPs recomputed")
 
 
@@ -45,6 +52,7 @@ def configured(config: TrainConfig, selective: str | None, compiled: bool) -> Tr
 def main() -> None:
     flags, settings = parse(
         (__doc__ or "").splitlines()[0],
+        OWN,
         rounds=Number(8, "turns of each that count"),
         steps=Number(4, "optimizer steps of a turn"),
     )
@@ -54,19 +62,19 @@ def main() -> None:
         for name, selective in CHECKPOINTING.items()
         if not compiled or selective in (None, "op", "1")
     }
-    announce()
     defaults = ON_GPU if torch.cuda.is_available() else ON_CPU
     total = (flags.rounds + 1) * flags.steps + 1
     config = read_settings([*RACE, *defaults, f"num_steps={total}", f"report_interval={flags.steps}", *settings])
+    announce(flags)
     contenders = {name: partial(with_levers, *lever) for name, lever in levers.items()}
-    rows = []
+    table = Table(*HEADER)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         lanes = run_race(contenders, config, Path(folder), flags.rounds, flags.steps)
         for name, (selective, compiled) in levers.items():
             parallel = configured(config, selective, compiled).parallel
             share = recomputed_share(parallel, resolve_shape(config.model), config.data.seq_length)
-            rows.append((name, *ratio(lanes[name], lanes["none"]), peak_gib(Path(folder, name)), f"{share:.0%}"))
-    print("\n" + markdown_table(HEADER, rows))
+            table.add(name, *ratio(lanes[name], lanes["none"]), peak_gib(Path(folder, name)), f"{share:.0%}")
+    table.print()
 
 
 def ratio(lane: Lane, plain: Lane) -> tuple[str, str]:

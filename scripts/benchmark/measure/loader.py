@@ -31,7 +31,17 @@ from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
-from scripts.benchmark.common import ROOT, Number, announce, flag_parser, markdown_table, spread
+from scripts.benchmark.common import (
+    ROOT,
+    Number,
+    announce,
+    check_new_folder,
+    end_if_checked,
+    flag_parser,
+    in_turn,
+    print_table,
+    spread,
+)
 from scripts.benchmark.documents import (
     SEQ_LENGTH,
     VOCABULARY,
@@ -174,7 +184,8 @@ def print_rates(heading: str, ways: Mapping[str, Callable[[int], Work]], rounds:
         for way in ways
     ]
     header = (heading, *(f"{size} samples a step" for size in GLOBAL_BATCHES))
-    print(f"\nmillions of tokens/s, median / quartiles of {rounds} turns\n\n{markdown_table(header, rows)}", flush=True)
+    print(f"\nmillions of tokens/s, median / quartiles of {rounds} turns")
+    print_table(header, rows)
 
 
 def measure_state(folder: Path, rounds: int) -> None:
@@ -198,21 +209,21 @@ def measure_state(folder: Path, rounds: int) -> None:
         return 1000 * (time.perf_counter() - began)
 
     times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
-    for _ in range(rounds + 1):
+    for _ in in_turn(range(rounds + 1)):
         for (count, step), config in cases.items():
             times[count, step].append(resuming(config, step))
     rows = [
         (f"{count} dataset{'s' * (count > 1)}, step {step:,}", *spread(times[count, step][1:], ".1f"))
         for count, step in cases
     ]
-    print("\nfrom a state to the first batch (64 of 512 samples), nothing in memory yet\n")
-    print(markdown_table(("", "ms", "quartiles"), rows), flush=True)
+    print("\nfrom a state to the first batch (64 of 512 samples), nothing in memory yet")
+    print_table(("", "ms", "quartiles"), rows)
 
 
 def measure_share(folder: Path, steps: int) -> None:
     """Prints the loader's share of the steps of a training run, as metrics.jsonl has it."""
     rows = []
-    for workers in (0, 1):
+    for workers in in_turn((0, 1)):
         with tempfile.TemporaryDirectory(prefix="benchmark-") as run:
             settings = {
                 "recipe": "demo",
@@ -238,8 +249,8 @@ def measure_share(folder: Path, steps: int) -> None:
         share = [100 * report["data_share"] for report in reports]
         step_ms = statistics.median(1000 * report["step_seconds"] for report in reports)
         rows.append((f"num_workers={workers}", *spread(share, ".3f"), f"{step_ms:.0f}"))
-    print(f"\nwaiting for data in a run of the demo's model, {steps} steps\n")
-    print(markdown_table(("", "% of a step", "quartiles", "ms a step"), rows), flush=True)
+    print(f"\nwaiting for data in a run of the demo's model, {steps} steps")
+    print_table(("", "% of a step", "quartiles", "ms a step"), rows)
 
 
 def _state_at(loader: Loader, step: int) -> dict[str, Any]:
@@ -275,8 +286,10 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
     flags = parser.parse_args()
+    check_new_folder("folder", flags.folder)
+    end_if_checked(flags)
     use_one_core()
-    announce()
+    announce(flags)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
         folder = flags.folder or Path(temporary)
         prepare(folder, flags.tokens)

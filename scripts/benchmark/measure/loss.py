@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pretraining.model.loss import IGNORED_LABEL, choose_chunk_tokens, head_loss
-from scripts.benchmark.common import Number, announce, device, flag_parser, markdown_table, synchronize
+from scripts.benchmark.common import Number, Table, announce, announce_rest, device, flag_parser, synchronize
+from scripts.benchmark.job import memory_peak, reset_memory_peak
 
 MIB = 1024.0**2
 CASES_ON_CPU = (  # N, D, V
@@ -37,6 +37,8 @@ CASES_ON_GPU = tuple(
     (size, torch.bfloat16)
     for size in ((16384, 768, 32000), (8192, 4096, 32000), (8192, 2048, 128256), (8192, 4096, 128256))
 )
+START_SECONDS = 4
+"""Of a process that measures memory, about."""
 CHUNKS = (64, 1024, 0)
 LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 Size = tuple[int, int, int]
@@ -106,9 +108,7 @@ def peak_mib(name: str, size: Size, dtype: torch.dtype, threads: int) -> float:
 def _most_so_far() -> float:
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
-    # Not ru_maxrss: it begins at what the process that started this one had.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("VmHWM:"))
+    return memory_peak()
 
 
 def _reset_peak() -> None:
@@ -116,7 +116,7 @@ def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+        reset_memory_peak()
 
 
 def in_new_process(name: str, size: Size, dtype: torch.dtype) -> float:
@@ -125,15 +125,20 @@ def in_new_process(name: str, size: Size, dtype: torch.dtype) -> float:
         return executor.submit(peak_mib, name, size, dtype, torch.get_num_threads()).result()
 
 
+def check(size: Size, dtype: torch.dtype) -> None:
+    """Computes once in every way, and ends the benchmark where one comes to other gradients."""
+    inputs, labels_N = draw(size, dtype)
+    expected = gradients_of(all_at_once, inputs, labels_N)
+    for name, loss_of in contenders().items():
+        for found, right in zip(gradients_of(loss_of, inputs, labels_N), expected, strict=True):
+            difference = (found.float() - right.float()).norm() / right.float().norm()
+            assert difference < (1e-2 if dtype == torch.bfloat16 else 1e-5), (name, difference)
+
+
 def measure(size: Size, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
     """A line of the table: milliseconds and MiB of the project's way, and how they compare for the others."""
     ways = contenders()
     inputs, labels_N = draw(size, dtype)
-    expected = gradients_of(all_at_once, inputs, labels_N)
-    for name, loss_of in ways.items():
-        for found, right in zip(gradients_of(loss_of, inputs, labels_N), expected, strict=True):
-            difference = (found.float() - right.float()).norm() / right.float().norm()
-            assert difference < (1e-2 if dtype == torch.bfloat16 else 1e-5), (name, difference)
     turns = [[seconds_of(loss_of, inputs, labels_N) for loss_of in ways.values()] for _ in range(rounds)]
     seconds = [statistics.median(turn[way] for turn in turns) for way in range(len(ways))]
     ratios = [statistics.median(turn[way] / turn[0] for turn in turns) for way in range(len(ways))]
@@ -143,18 +148,23 @@ def measure(size: Size, dtype: torch.dtype, rounds: int) -> tuple[str, ...]:
     own = f"{1000 * seconds[0]:,.0f} ms, {peaks[0]:,.0f} MiB"
     others = (f"{ratio:.2f}x, {peak:,.0f}" for ratio, peak in zip(ratios[1:], peaks[1:], strict=True))
     where = f"N {tokens}, D {hidden_size}, V {vocab_size}, {str(dtype).removeprefix('torch.')}"
-    line = (where, str(chunk), own, *others)
-    print(" ".join(line), flush=True)
-    return line
+    return (where, str(chunk), own, *others)
 
 
 def main() -> None:
     parser = flag_parser("Head and cross-entropy in chunks of tokens.", rounds=Number(5, "rounds that count"))
     flags = parser.parse_args()
-    announce()
+    announce(flags)
     cases = CASES_ON_GPU if torch.cuda.is_available() else CASES_ON_CPU
-    lines = [measure(*case, flags.rounds) for case in cases]
-    print("\n" + markdown_table(("tokens, hidden, vocabulary", "chunk", *contenders()), lines))
+    began = time.perf_counter()
+    for case in cases:
+        check(*case)
+    computing = time.perf_counter() - began
+    announce_rest((flags.rounds + 1) * computing + START_SECONDS * len(cases) * len(contenders()))
+    table = Table("tokens, hidden, vocabulary", "chunk", *contenders())
+    for case in cases:
+        table.add(*measure(*case, flags.rounds))
+    table.print()
 
 
 if __name__ == "__main__":

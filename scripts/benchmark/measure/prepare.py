@@ -37,7 +37,7 @@ from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokeniz
 from pretraining.tools.prepare.encoders import text_encoder
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import prepare
-from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, markdown_table
+from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, print_table
 
 DOCUMENT_CHARACTERS = 2000
 SHARES = (1, 2, 4, 10)
@@ -53,7 +53,7 @@ def main() -> None:
     )
     parser.add_argument("--text", help="folder with Python sources to encode (default the standard library)")
     flags = parser.parse_args()
-    announce()
+    announce(flags)
     modules = [file.path.read_text(encoding="utf-8") for file in standard_library_files()]
     tokenizer = compare_training(modules, flags.vocabulary)
     pieces = list(_pieces(modules if flags.text is None else _sources(flags.text)))
@@ -83,7 +83,7 @@ def compare_training(modules: list[str], vocabulary: int) -> Tokenizer:
         more = f"{tokens / tokenizers[1][1] - 1:+.2%}" if entries == vocabulary else "-"
         characters = sum(map(len, some)) / 1e6
         rows.append((f"{tokenizer.vocab_size:,}", f"{characters:.1f}", f"{seconds:.2f}", f"{cpu_seconds:.2f}", more))
-    print("\n" + markdown_table(("entries", "million characters", "s", "CPU s", "tokens of the whole text"), rows))
+    print_table(("entries", "million characters", "s", "CPU s", "tokens of the whole text"), rows)
     return tokenizers[1][0]
 
 
@@ -117,7 +117,7 @@ def run(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int) -> 
         rate = statistics.median(tokens[name, cores] / seconds for seconds, _ in measured)
         ratios, cpu_ratios = ([a[i] / b[i] for a, b in zip(turns[alone, cores], measured, strict=True)] for i in (0, 1))
         rows.append((name, str(cores), f"{rate:,.0f}", *_spread(ratios), *_spread(cpu_ratios)))
-    print("\n" + markdown_table(("", "cores", "tokens/s", "ratio", "all", "ratio of CPU time", "all"), rows))
+    print_table(("", "cores", "tokens/s", "ratio", "all", "ratio of CPU time", "all of these"), rows)
 
 
 def _write(root: Path, documents: Sequence[str]) -> Iterator[Path]:

@@ -11,19 +11,32 @@ for the next range; the first range, in which it starts, is left out.
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Generator
 from contextlib import closing, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from pretraining.data.batch import StepBatch
 from pretraining.observability.profiler import STEPS_OF_A_PROFILE, Profiler
 from pretraining.progress import TrainState
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
-from scripts.benchmark.common import Number, Over, announce, join, markdown_table, parse, read_settings, spread
+from scripts.benchmark.common import (
+    LENGTH,
+    Number,
+    Over,
+    announce,
+    announce_rest,
+    join,
+    parse,
+    print_table,
+    read_settings,
+    spread,
+)
 
 SETTINGS = (
     "use_dummy_dataset=true",
@@ -35,6 +48,7 @@ SETTINGS = (
     "seq_length=128",
     "batch_size=2",
 )
+OWN = (*LENGTH, "use_profiler", "profile_steps", "profile_interval", "report_interval")
 EVERY = 20
 
 
@@ -44,11 +58,14 @@ class TimedProfiler(Profiler):
     Args:
         profiler: of the run.
         last_step: after which the run is over.
+        terminal: where it says how long that will take, while the run prints into a file.
     """
 
-    def __init__(self, profiler: Profiler, last_step: int) -> None:
+    def __init__(self, profiler: Profiler, last_step: int, terminal: TextIO) -> None:
         self._profiler = profiler
         self._last_step = last_step
+        self._terminal = terminal
+        self._started = time.perf_counter()
         self._began = 0.0
         self.steps: list[float] = []
         self.afterwards: list[float] = []
@@ -63,7 +80,10 @@ class TimedProfiler(Profiler):
     def paced(self, batches: Generator[StepBatch, None, None]) -> Generator[StepBatch, None, None]:
         """The same batches; a step begins where its batch is asked for."""
         with closing(batches):
-            while len(self.steps) < self._last_step:
+            while (done := len(self.steps)) < self._last_step:
+                if done == EVERY:
+                    a_step = (time.perf_counter() - self._started) / EVERY
+                    announce_rest((self._last_step - EVERY) * a_step, self._terminal)
                 self._began = time.process_time()
                 yield next(batches)
             raise Over
@@ -76,8 +96,9 @@ class TimedProfiler(Profiler):
 
 
 def main() -> None:
-    flags, rest = parse((__doc__ or "").splitlines()[0], ranges=Number(10, "of three recorded steps"))
-    announce()
+    flags, rest = parse((__doc__ or "").splitlines()[0], OWN, ranges=Number(10, "of three recorded steps"))
+    read_settings([*SETTINGS, *rest])
+    announce(flags)
     firsts = [EVERY * number + 1 for number in range(1, flags.ranges + 2)]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         timed = train([*SETTINGS, *rest], firsts, Path(folder))
@@ -96,7 +117,7 @@ def main() -> None:
             ("the end of a range, for each of its steps", ends),
         )
     ]
-    print("\n" + markdown_table(("", "ms of the processor", "quartiles"), rows))
+    print_table(("", "ms of the processor", "quartiles"), rows)
     ratio, quartiles = spread([a / b for a, b in zip(recorded, others, strict=True)], ".2f")
     print(f"\nrecorded / not: {ratio} ({quartiles}), median of {flags.ranges} ranges")
     print(f"a trace has {statistics.mean(traces) / STEPS_OF_A_PROFILE / 1e6:.2f} MB a step")
@@ -108,9 +129,10 @@ def train(settings: list[str], firsts: list[int], folder: Path) -> TimedProfiler
     total = firsts[-1] + EVERY - 1
     own = [f"profile_steps={ranges}", f"num_steps={total + 1}", f"report_interval={total + 1}"]
     config = read_settings([*settings, *own, f"ckpt_save_path={folder}/run"])
+    terminal = sys.stdout
     with Path(folder, "log").open("w") as log, redirect_stdout(log), join() as processes:
         run = build_run(config, Job(processes))
-        timed = TimedProfiler(run.profiler, total)
+        timed = TimedProfiler(run.profiler, total, terminal)
         with suppress(Over):
             train_loop(replace(run, profiler=timed, batches=timed.paced(run.batches)))
     return timed

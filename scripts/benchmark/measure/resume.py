@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretraining.checkpoint.manifest import committed_checkpoints
-from scripts.benchmark.common import markdown_table
+from scripts.benchmark.common import in_turn, print_table
 from scripts.benchmark.measure.startup import PHASES, start
 
 LOOK_SECONDS = 0.02
@@ -29,11 +29,11 @@ def measure(folder: Path, settings: Sequence[str], kills: int) -> None:
         kills: that count; one more warms up.
     """
     folder.mkdir()
-    resumed = [_kill_and_resume(folder / str(number), settings) for number in range(kills + 1)][1:]
+    resumed = [_kill_and_resume(folder / str(number), settings) for number in in_turn(range(kills + 1))][1:]
     rows = [(text, f"{statistics.median(run[phase] for run in resumed):.2f}") for phase, text in PHASES.items()]
     totals = [sum(run.values()) for run in resumed]
     rows.append(("from the kill until the first step is done", f"{statistics.median(totals):.2f}"))
-    print("\n" + markdown_table(("after kill -9", "seconds"), rows))
+    print_table(("after kill -9", "seconds"), rows)
     print(f"\nmedian of {kills} kills; in all {min(totals):.2f} to {max(totals):.2f}", flush=True)
 
 

@@ -118,22 +118,24 @@ def start(settings: list[str], since: float | None = None) -> dict[str, float]:
 
 
 def main() -> None:
-    from scripts.benchmark.common import Number, announce, markdown_table, parse
+    from scripts.benchmark.common import LENGTH, Number, announce, in_turn, parse, print_table, read_settings
 
-    flags, settings = parse("Seconds to the first step.", rounds=Number(3, "starts of each kind"))
-    announce()
+    own = (*LENGTH, "index_path")
+    flags, settings = parse("Seconds to the first step.", own, rounds=Number(3, "starts of each kind"))
+    read_settings([*DEMO, *settings])
+    announce(flags)
     cold, warm = [], []
-    for _ in range(flags.rounds):
+    for _ in in_turn(range(flags.rounds)):
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            own = [*DEMO, f"ckpt_save_path={folder}/run", f"index_path={folder}/index", *settings]
+            run = [*DEMO, f"ckpt_save_path={folder}/run", f"index_path={folder}/index", *settings]
             Path(folder, "index").mkdir()
-            cold.append(start(own))
-            warm.append(start(own))
-    print(f"\nmedian of {flags.rounds} starts, in seconds\n")
+            cold.append(start(run))
+            warm.append(start(run))
+    print(f"\nmedian of {flags.rounds} starts, in seconds")
     new_run = {phase: text for phase, text in PHASES.items() if phase not in ("find", "load")}  # there is nothing to
     rows = [(text, _median(cold, phase), _median(warm, phase)) for phase, text in new_run.items()]
     totals = [f"{statistics.median(sum(run.values()) for run in runs):.2f}" for runs in (cold, warm)]
-    print(markdown_table(("", "without an index", "with an index"), [*rows, ("until the first step is done", *totals)]))
+    print_table(("", "without an index", "with an index"), [*rows, ("until the first step is done", *totals)])
 
 
 def _median(runs: list[dict[str, float]], phase: str) -> str:

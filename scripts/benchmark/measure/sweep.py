@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,10 +28,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretraining.config.command_line import load_train_config
+from pretraining.errors import ConfigError
 from scripts.benchmark.bars import Bar, draw_bars
-from scripts.benchmark.common import ROOT, Number, announce, flag_parser, markdown_table, spread
+from scripts.benchmark.common import (
+    LENGTH,
+    ROOT,
+    Number,
+    Table,
+    announce,
+    check_processes,
+    flag_parser,
+    in_turn,
+    parse_with_settings,
+    setting_name,
+    spread,
+)
+from scripts.benchmark.gpu_parts import reason_of_failure
+from scripts.benchmark.tables import markdown_table
 
 EVERY = 5
+OWN = (*LENGTH, "report_interval", "checkpoint_interval")
 COMMON = (
     "use_dummy_dataset=true",
     f"report_interval={EVERY}",
@@ -91,19 +107,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--output", type=Path, help="folder for sweep.md, sweep.jsonl and sweep.svg (default: only print)"
     )
-    flags, rest = parser.parse_known_args(arguments)
-    same = [argument.lstrip("-") for argument in rest]
-    announce()
+    flags, same = parse_with_settings(parser, OWN, arguments)
+    varied = [setting_name(name) for name, _ in flags.vary]
+    if own := set(varied) & set(OWN):
+        parser.error(f"--vary={min(own)}: that is the benchmark's own choice")
+    if len(set(varied)) < len(varied):
+        parser.error(f"--vary={max(varied, key=varied.count)} is there twice: give all its values in one")
+    check_processes(flags.processes)
     combinations = list(_combinations(flags.vary))
-    for number in range(1, flags.rounds + 1):
-        for combination in combinations:
-            if combination.failure is None:
-                _take_turn(combination, same, flags.processes, flags.steps)
-            print(f"round {number}  {_name(combination)}: {combination.failure or combination.row()[-6]}", flush=True)
-    table = markdown_table((*combinations[0].settings, *MEASURED), [each.row() for each in combinations])
-    print("\n" + table)
+    _refuse_if_none_is_possible(combinations, same)
+    announce(flags)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a job is in a session of its own: it is ended on the way
+    table = Table(*combinations[0].settings, *MEASURED)
+    for number, combination in in_turn(list(itertools.product(range(1, flags.rounds + 1), combinations))):
+        if combination.failure is None:
+            _take_turn(combination, same, flags.processes, flags.steps)
+        print(f"round {number}  {_name(combination)}: {combination.failure or combination.row()[-6]}", flush=True)
+        if number == flags.rounds:
+            table.add(*combination.row())
+    table.print()
     if flags.output is not None:
-        _write(flags.output, table, combinations, f"{' '.join(same)}, {flags.processes} processes")
+        _write(
+            flags.output,
+            markdown_table(table.header, table.rows),
+            combinations,
+            f"{' '.join(same)}, {flags.processes} processes",
+        )
 
 
 def _varied(text: str) -> tuple[str, list[str]]:
@@ -119,6 +148,18 @@ def _combinations(varied: Sequence[tuple[str, list[str]]]) -> Iterator[Combinati
         yield Combination(dict(zip(names, values, strict=True)))
 
 
+def _refuse_if_none_is_possible(combinations: Sequence[Combination], same: Sequence[str]) -> None:
+    """Ends the sweep where no combination is a run; where some are, the others have their reason in the table."""
+    problems = []
+    for each in combinations:
+        try:
+            load_train_config([*COMMON, *same, *(f"{name}={value}" for name, value in each.settings.items())])
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == len(combinations):
+        sys.exit(f"error: {problems[0]}")
+
+
 def _take_turn(combination: Combination, same: Sequence[str], processes: int, steps: int) -> None:
     """Runs a combination once, and notes its reports or why there are none."""
     launcher = [] if processes == 1 else ["scripts/torchrun.py", "--standalone", f"--nproc-per-node={processes}"]
@@ -131,14 +172,17 @@ def _take_turn(combination: Combination, same: Sequence[str], processes: int, st
         with log.open("w") as file:
             job = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
         reports: list[dict[str, Any]] = []
-        while len(reports) < steps // EVERY and job.poll() is None:
-            time.sleep(0.2)
-            reports = _reports_of(run)
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-        elif job.returncode != 0:
-            combination.failure = _reason(log.read_text())
+        try:
+            while len(reports) < steps // EVERY and job.poll() is None:
+                time.sleep(0.2)
+                reports = _reports_of(run)
+        finally:
+            ended = job.poll() is not None
+            if not ended:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+        if ended and job.returncode != 0:
+            combination.failure = reason_of_failure(log.read_text())
             return
     combination.reports += reports[1 : steps // EVERY]
 
@@ -147,13 +191,6 @@ def _reports_of(run: Path) -> list[dict[str, Any]]:
     path = run / "logs" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n") and "step_seconds" in line]
-
-
-def _reason(errors: str) -> str:
-    """The line that says why a run has failed."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"error:|torch\.OutOfMemoryError|\w+Error:", line)]
-    return (told or lines or ["failed without a word"])[0].removeprefix("error: ").replace("|", "/")
 
 
 def _name(combination: Combination) -> str:

@@ -14,6 +14,7 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -24,8 +25,21 @@ import torch
 from pretraining.config.variants import DEFAULT_VARIANT, parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.observability.out_of_memory import is_out_of_memory
-from scripts.benchmark.common import Number, Over, announce, device, markdown_table, parse, read_settings, train_project
+from scripts.benchmark.common import (
+    LENGTH,
+    Number,
+    Over,
+    Table,
+    announce,
+    announce_rest,
+    device,
+    parse,
+    read_settings,
+    synchronize,
+    train_project,
+)
 
+WARM_UP_STEPS = 5  # a report's
 COMMON = ("use_dummy_dataset=true", "report_interval=5", "tracker=none", "progress=plain")
 LARGEST_BATCHES = {"125m": (1024, (64, 32, 16, 8, 4)), "1b": (4096, (8, 4, 2, 1))}
 DEPTHS_OF_7B = (32, 30, 28, 26, 24, 20, 16, 12, 8, 6, 4, 2)
@@ -43,11 +57,16 @@ def measure(settings: list[str], steps: int) -> tuple[str, ...] | None:
     """A row of the table, or None where the model does not fit into the device's memory."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         config = read_settings([*COMMON, f"num_steps={steps + 1}", *settings, f"ckpt_save_path={folder}/run"])
-        done = -1
+        done, began, terminal = -1, 0.0, sys.stdout
 
         def enough(loss: float | None) -> None:
-            nonlocal done
+            nonlocal done, began
             done += 1
+            if done == WARM_UP_STEPS - 1:
+                began = time.perf_counter()
+            if done == WARM_UP_STEPS:
+                synchronize()
+                announce_rest((steps - done) * (time.perf_counter() - began), terminal)
             if done == steps:
                 raise Over
 
@@ -88,21 +107,27 @@ def in_new_process(*arguments: Any) -> tuple[str, ...] | None:
 
 def main() -> None:
     flags, settings = parse(
-        "Throughput of the training loop.", steps=Number(30, "in reports of 5, the first to warm up", least=10)
+        "Throughput of the training loop.",
+        (*LENGTH, "report_interval"),
+        steps=Number(30, "in reports of 5, the first to warm up", least=10),
     )
-    announce()
     if not settings and not torch.cuda.is_available():
-        sys.exit("no GPU here: describe a model that suits a CPU, for example --model_variant=tiny --seq_length=256")
-    rows = []
+        sys.exit(
+            "error: no GPU here: describe a model that suits a CPU, for example --model_variant=tiny --seq_length=256"
+        )
+    read_settings([*COMMON, *settings])
+    announce(flags)
+    table = Table(*HEADER)
     for attempts in [[settings]] if settings else SWEEP:
         for attempt in attempts:
             row = in_new_process(attempt, flags.steps)
             if row is not None:
-                rows.append(row)
+                table.add(*row)
                 break
             print(f"does not fit: {' '.join(attempt)}", flush=True)
-    if rows:
-        print("\n" + markdown_table(HEADER, rows))
+    if not table.rows:
+        sys.exit("error: nothing of this fits into the memory of the device")
+    table.print()
 
 
 if __name__ == "__main__":

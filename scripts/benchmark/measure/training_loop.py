@@ -64,4 +64,4 @@ def bare(config: TrainConfig, turn: Turn) -> None:
 
 if __name__ == "__main__":
     flags, settings = parse_race("The project's training loop against a bare PyTorch loop.")
-    race({"project": project, "bare loop": bare}, settings, flags.rounds, flags.steps, flags.processes)
+    race({"project": project, "bare loop": bare}, settings, flags)

@@ -1,0 +1,219 @@
+"""What waits for a GPU, in parts of at most nine minutes; `on_gpu.sh` starts it.
+
+    part -> is there a GPU, and does the project run on it? -> its commands, each with a time limit
+         -> PART.log what they printed, PART.jsonl their results as they came, PART.md the tables made from these
+
+A command that fails, or runs out of time, is named with the reason, and the next one goes on; what was measured is
+kept. No command is tried where none could run: without a GPU, or where the project cannot be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scripts.benchmark.tables import Outcome, report
+
+ROOT = Path(__file__).parents[2]
+PART_SECONDS = 540
+KILL_AFTER_SECONDS = 10
+SHOWN_LINES = 25
+PREFLIGHT = """
+import sys, torch
+if not torch.cuda.is_available():
+    sys.exit(f"PyTorch {torch.__version__} sees no GPU here")
+import pretraining.train.build
+matrix = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+(matrix @ matrix).sum().item()
+"""
+PREFLIGHT_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command of a part.
+
+    Attributes:
+        seconds: after which it is ended.
+        arguments: of `python -m`.
+        column: of its tables that has a goal, if any.
+        goal: what the largest number in that column is to reach.
+    """
+
+    seconds: int
+    arguments: str
+    column: str | None = None
+    goal: float | None = None
+
+    def command(self, python: str = "python") -> list[str]:
+        """With its time limit."""
+        limit = ["timeout", f"--kill-after={KILL_AFTER_SECONDS}", str(self.seconds)]
+        return [*limit, python, "-m", *self.arguments.split()]
+
+
+PYTEST = "pytest -p no:cacheprovider -v --durations=5"
+SMALL = "--model_variant=125m --seq_length=1024"
+ONE_B = "--model_variant=1b --seq_length=4096"
+EIGHT_B = "--model_variant=llama3_8b --num_hidden_layers=8 --seq_length=8192"
+"""As wide as 8b and as deep as one GPU holds with its optimizer."""
+COMPILED = "--use_torch_compile=true"
+MEASURE, COMPARE = "scripts.benchmark.measure", "scripts.benchmark.compare"
+
+PARTS = {
+    "tests": (
+        Task(
+            200,
+            f"{PYTEST} tests/gpu/test_attention.py tests/gpu/test_loss.py tests/gpu/test_no_waiting.py "
+            "tests/gpu/test_profiler.py tests/gpu/test_training.py",
+        ),
+        Task(170, f"{PYTEST} tests/gpu/test_levers.py"),
+        Task(170, f"{PYTEST} tests/gpu/test_float8.py"),
+    ),
+    "throughput": (
+        Task(90, f"{MEASURE}.throughput {SMALL} --batch_size=64 {COMPILED}", "MFU", 0.45),
+        Task(100, f"{MEASURE}.throughput {ONE_B} --batch_size=8 {COMPILED}", "MFU", 0.5),
+        Task(110, f"{MEASURE}.throughput {EIGHT_B} --batch_size=2 {COMPILED}", "MFU", 0.5),
+        Task(
+            240,
+            f"{MEASURE}.sweep --vary=use_torch_compile:true,false --vary=fsdp_activation_checkpointing:false,true "
+            f"{ONE_B} --batch_size=8 --steps=20",
+            "MFU",
+            0.5,
+        ),
+    ),
+    "float8": (
+        Task(270, f"{MEASURE}.sweep --vary=float8:none,tensorwise,rowwise {EIGHT_B} --batch_size=2 {COMPILED}"),
+        Task(270, f"{MEASURE}.sweep --vary=float8:none,tensorwise,rowwise {ONE_B} --batch_size=8 {COMPILED}"),
+    ),
+    "races": (
+        Task(110, f"{COMPARE}.against_trainer {SMALL} --batch_size=16 {COMPILED} --rounds=8", "median", 1.3),
+        Task(110, f"{COMPARE}.against_torchtitan {SMALL} --batch_size=16 {COMPILED} --rounds=8", "median", 1.05),
+        Task(120, f"{COMPARE}.against_trainer {ONE_B} --batch_size=2 {COMPILED} --rounds=6", "median", 1.3),
+        Task(120, f"{COMPARE}.against_torchtitan {ONE_B} --batch_size=2 {COMPILED} --rounds=6", "median", 1.05),
+        Task(80, f"{COMPARE}.against_ddp {SMALL} --batch_size=16 --processes=1 --rounds=8", "median", 1.0),
+    ),
+    "checkpoints": (
+        Task(300, f"{MEASURE}.checkpoints {SMALL} --batch_size=16 --rounds=5 --runs=3"),
+        Task(240, f"{COMPARE}.against_dcp {SMALL} --rounds=5"),
+    ),
+    "kernels": (
+        Task(90, f"{MEASURE}.operations {ONE_B} --batch_size=8 {COMPILED}"),
+        Task(80, f"{MEASURE}.operations {SMALL} --batch_size=64 {COMPILED}"),
+        Task(90, f"{MEASURE}.operations {EIGHT_B} --batch_size=2 {COMPILED} --float8=rowwise"),
+        Task(150, f"{MEASURE}.document_mask --heads=16 --rounds=20"),
+        Task(130, f"{MEASURE}.loss --rounds=10"),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="on_gpu.sh", description="What waits for a GPU.", allow_abbrev=False)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="what to run")
+    parser.add_argument("--list", action="store_true", help="print the commands of a part, or of all, and run none")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/on_gpu"), help="folder for results (default %(default)s)"
+    )
+    flags = parser.parse_args(arguments)
+    if flags.list:
+        print(listing([flags.part] if flags.part else list(PARTS)))
+    elif flags.part is None:
+        parser.error(f"which part? One of {', '.join(PARTS)}")
+    else:
+        sys.exit(run_part(flags.part, PARTS[flags.part], flags.output))
+
+
+def listing(parts: Sequence[str]) -> str:
+    """The commands of parts, as they could be typed."""
+    return "\n".join(
+        line
+        for part in parts
+        for line in (
+            f"# {part}, at most {sum(task.seconds for task in PARTS[part])} s",
+            *(" ".join(task.command()) for task in PARTS[part]),
+        )
+    )
+
+
+def run_part(part: str, tasks: Sequence[Task], output: Path, preflight: str = PREFLIGHT) -> int:
+    """Runs the commands of a part, and writes what came of them.
+
+    Args:
+        part: its name, and that of its files.
+        tasks: its commands.
+        output: folder of the files.
+        preflight: a program that has to end well before any command is tried.
+
+    Returns:
+        The exit code: 0 only if every command ended well.
+    """
+    reason = _failed_preflight(preflight)
+    if reason is not None:
+        print(f"on_gpu: error: {reason}", file=sys.stderr)
+        return 1
+    output.mkdir(parents=True, exist_ok=True)
+    log, results = output / f"{part}.log", output / f"{part}.jsonl"
+    log.write_text("")
+    results.write_text("")
+    outcomes = []
+    for number, task in enumerate(tasks, start=1):
+        print(f"\n{part} {number}/{len(tasks)}  {' '.join(task.command())}", flush=True)
+        outcome, printed = _run(task, log, results)
+        outcomes.append(outcome)
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+        (output / f"{part}.md").write_text(report(results.read_text(encoding="utf-8").splitlines()))
+        print("\n".join(printed.splitlines()[-SHOWN_LINES:]))
+        print(f"{outcome.seconds:.0f} s  {outcome.failure or 'ended well'}", flush=True)
+    failed = sum(outcome.failure is not None for outcome in outcomes)
+    print(f"\n{part}: {len(outcomes) - failed} of {len(outcomes)} commands ended well; results are in {output}")
+    return int(failed > 0)
+
+
+def reason_of_failure(errors: str) -> str:
+    """The line of a program's output that says why it has failed."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    told = [line for line in lines if re.match(r"error:|torch\.OutOfMemoryError|[\w.]+Error:|FAILED |ERROR ", line)]
+    return (told or lines[-1:] or ["failed without a word"])[0].removeprefix("error: ").replace("|", "/")
+
+
+def _failed_preflight(program: str) -> str | None:
+    """Why no command can run; None = they can."""
+    command = ["timeout", str(PREFLIGHT_SECONDS), sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 124:
+        return f"the GPU, or the import of the project, did not answer within {PREFLIGHT_SECONDS} s"
+    return reason_of_failure(done.stderr) if done.returncode else None
+
+
+def _run(task: Task, log: Path, results: Path) -> tuple[Outcome, str]:
+    """Runs a command to its end; what came of it, and what it printed."""
+    # Into a file: a process that a killed command leaves behind would keep a pipe open.
+    environment = {**os.environ, "BENCHMARK_RESULTS": str(results.absolute()), "PYTHONUNBUFFERED": "1"}
+    before, began = log.stat().st_size, time.perf_counter()
+    with log.open("a") as file:
+        done = subprocess.run(
+            task.command(sys.executable), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+    seconds = time.perf_counter() - began
+    printed = log.read_bytes()[before:].decode(errors="replace")
+    failure = None
+    if done.returncode in (124, 137):
+        failure = (
+            f"it ran past its {task.seconds} s" if seconds >= task.seconds else "it was killed, for memory perhaps"
+        )
+    elif done.returncode:
+        failure = reason_of_failure(printed)
+    said = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
+    return Outcome(" ".join(task.command()), seconds, failure, said, task.column, task.goal), printed
+
+
+if __name__ == "__main__":
+    main()
