@@ -38,7 +38,7 @@ from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
-from pretraining.launch.cpu_threads import spin_briefly
+from pretraining.launch.cpu_threads import set_threads
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
@@ -50,14 +50,14 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     outlive_readers()
     signals = ReceivedSignals().listen()
     end_with_launcher()
-    spin_briefly()
     config = load_train_config(overrides, flags)
     layout = resolve_layout(os.environ)
+    threads = set_threads(config.run.cpu_threads, layout)
     with leave_at_interrupt(_interrupted("train")):  # torch is imported only when there is something to train
         from pretraining.train.preemption import stop_requests
         from pretraining.train.run import train
 
-    train(config, layout, stop_requests(signals, config.run.time_limit))
+    train(config, layout, stop_requests(signals, config.run.time_limit), threads)
 
 
 def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -144,7 +144,7 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Measures the machines that training would run on."""
     config = parse_config(DoctorConfig, overrides, flags)
     layout = resolve_layout(os.environ)
-    spin_briefly()  # as training does
+    set_threads(None, layout)  # as training does
     from pretraining.tools.doctor.doctor import doctor
 
     doctor(config, layout)

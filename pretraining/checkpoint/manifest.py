@@ -97,7 +97,7 @@ class Manifest:
         best_evaluation_loss: the lowest of the run so far, if any.
         data: position in the data, as the loader gives it; empty where a checkpoint holds weights alone.
         state: what parts of the run remember, by name.
-        world: number of processes and strategy that wrote it; others can read it.
+        world: number of processes, strategy, and threads of a process that wrote it; others can read it.
         config: the run's settings, as YAML.
     """
 

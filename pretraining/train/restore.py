@@ -9,22 +9,27 @@ What else the manifest says (the position in the data, …) is taken once the te
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, make_run_folder
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import ParallelConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError
+from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.run_status import StatusKeeper
+
+log = logging.getLogger(__name__)
 
 
 def choose_start_point(
@@ -75,6 +80,33 @@ def restore(
         else:
             return start, optimizer
         start = choose_start_point(config, status, damaged)
+
+
+def take_threads(world: Mapping[str, Any], parallel: ParallelConfig, processes: int, threads: CpuThreads) -> None:
+    """Takes as many threads as a checkpoint was made with, where its run goes on in the same layout and they fit.
+
+    Their number decides on the last bits of sums. Where it cannot be the same, a line says so.
+
+    Args:
+        world: of the checkpoint's manifest.
+        processes: of this job.
+        threads: that were chosen for this process.
+    """
+    saved, now = world.get("cpu_threads"), torch.get_num_threads()
+    is_same_layout = (world.get("processes"), world.get("sharding_strategy")) == (processes, parallel.sharding_strategy)
+    if type(saved) is not int or saved == now or not is_same_layout:
+        return
+    if threads.is_chosen and 1 <= saved <= threads.fitting:
+        torch.set_num_threads(saved)
+        log.info(
+            "            %d threads a process, as before, of %d that fit (--cpu_threads sets another number)",
+            *(saved, threads.fitting),
+        )
+    else:
+        log.info(
+            "            %d threads a process, %d before: sums differ in their last bits (--cpu_threads=%d)",
+            *(now, saved, saved),
+        )
 
 
 def _load(
