@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import io
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
-
-import fire
-from fire.decorators import SetParseFn
 
 from pretraining import __version__
 from pretraining.config.command_line import load_train_config, parse_config, value_given, value_on_command_line
@@ -188,6 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wants_help = any(argument in ("--help", "-h") for argument in arguments)
     name = arguments[0] if arguments else ""
     if name == "--version":
+        import platform
+        from importlib.metadata import version
+
         print(f"pretraining {__version__}, torch {version('torch')}, Python {platform.python_version()}")
         return
     if name not in COMMANDS:
@@ -202,6 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log_to_terminal(layout.rank if layout else 0)
     try:
         _check_working_folder()
+        import fire  # here, as in other places: `--help` needs it not, and answers at once
+
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
     except BrokenPipeError:
         if name not in LISTING_COMMANDS:
@@ -240,6 +240,8 @@ def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Ca
 
     def run(*overrides: str, **flags: Any) -> None:
         command(overrides, flags)
+
+    from fire.decorators import SetParseFn
 
     as_typed: Callable[..., None] = SetParseFn(str)(run)
     return as_typed
