@@ -163,21 +163,35 @@ class Quiet:
     def __init__(self, patience: float) -> None:
         self.waited, self._patience = 0.0, patience
 
-    def turn(self, running: Contender, seconds: float, loops: list[int]) -> float:
-        """Trains for a turn that nobody has disturbed; returns its steps a second."""
+    def turn(self, running: Contender, seconds: float, load: int = 0) -> float:
+        """Trains for a turn beside so many busy loops, disturbed by nobody else; returns its steps a second."""
         while True:
-            running.train(SETTLING_SECONDS)
-            own = (os.getpid(), running.process.pid, *loops)
-            began, busy, used = time.perf_counter(), _machine_seconds(), _process_seconds(own)
-            rate = running.train(seconds)
-            elapsed = time.perf_counter() - began
-            others = _machine_seconds() - busy - (_process_seconds(own) - used)
+            self._wait()
+            with busy_loops(load) as loops:
+                running.train(SETTLING_SECONDS)
+                own = (os.getpid(), running.process.pid, *loops)
+                began, busy, used = time.perf_counter(), _machine_seconds(), _process_seconds(own)
+                rate = running.train(seconds)
+                elapsed = time.perf_counter() - began
+                others = _machine_seconds() - busy - (_process_seconds(own) - used)
             if others / elapsed / (os.cpu_count() or 1) < DISTURBED:
                 return rate
-            self.waited += elapsed
-            if self.waited > self._patience:
-                sys.exit(f"others use this machine: turns of {self.waited:.0f} s were disturbed, and do not count")
+            self._lose(elapsed)
+
+    def _wait(self) -> None:
+        """Waits for a second in which others leave the machine alone."""
+        while True:
+            began, busy = time.perf_counter(), _machine_seconds()
             time.sleep(1.0)
+            elapsed = time.perf_counter() - began
+            if (_machine_seconds() - busy) / elapsed / (os.cpu_count() or 1) < DISTURBED:
+                return
+            self._lose(elapsed)
+
+    def _lose(self, seconds: float) -> None:
+        self.waited += seconds
+        if self.waited > self._patience:
+            sys.exit(f"others use this machine: {self.waited:.0f} s were lost to them, and nothing was measured")
 
 
 def _machine_seconds() -> float:
@@ -218,9 +232,8 @@ def _print_loads(rounds: int, seconds: float, settings: list[str], quiet: Quiet)
         contenders = {way: stack.enter_context(contender(variables, settings)) for way, variables in WAYS.items()}
         for _ in range(rounds):
             for load in LOADS:
-                with busy_loops(load) as loops:
-                    for way, running in contenders.items():
-                        rates.setdefault((way, load), []).append(quiet.turn(running, seconds, loops))
+                for way, running in contenders.items():
+                    rates.setdefault((way, load), []).append(quiet.turn(running, seconds, load))
     medians = {key: statistics.median(values) for key, values in rates.items()}
     baseline = medians["always awake (libgomp's default)", 0]
     print(f"\nshare of the rate that libgomp's default has alone, {baseline:.2f} steps/s; {usable_cores()} cores\n")
@@ -235,7 +248,7 @@ def _print_quota(rounds: int, seconds: float, settings: list[str], quiet: Quiet)
             contender({}, settings, group) as limited,
             contender(WAYS["one thread"], settings) as single,
         ):
-            pairs = [(quiet.turn(limited, seconds, []), quiet.turn(single, seconds, [])) for _ in range(rounds)]
+            pairs = [(quiet.turn(limited, seconds), quiet.turn(single, seconds)) for _ in range(rounds)]
     except OSError as error:
         print(f"\nin a control group of one CPU: not measured, none can be made here ({error})")
         return
