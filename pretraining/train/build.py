@@ -97,6 +97,7 @@ class RunPlan:
         training_tokens: of one pass over the datasets; made-up data has no end.
         token_schedule: tokens of each step, also of those before the start point.
         parameters: of the model, by name, without what the layout adds to names.
+        threads: how many compute on a CPU, beside those of before, in words; None = nothing to say.
     """
 
     config: TrainConfig
@@ -115,6 +116,7 @@ class RunPlan:
     optimizer: torch.optim.Optimizer
     loader: Loader
     state: TrainState
+    threads: str | None
 
 
 def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, stop_step: int | None = None) -> Run:
@@ -165,8 +167,9 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
     start, optimizer = restore(start, parameters, config, job.status)
     restored = start if start is not None and not start.weights_only else None
+    threads = None
     if restored is not None and job.threads is not None and processes.device.type == "cpu":
-        take_threads(restored.manifest.world, config.parallel, processes.world_size, job.threads)
+        threads = take_threads(restored.manifest.world, config.parallel, processes.world_size, job.threads)
 
     batch = plan_batch(config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None)
     loader = on_every_rank(
@@ -194,6 +197,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
         optimizer=optimizer,
         loader=loader,
         state=state,
+        threads=threads,
     )
 
 

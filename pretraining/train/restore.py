@@ -9,7 +9,6 @@ What else the manifest says (the position in the data, …) is taken once the te
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,8 +27,6 @@ from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.run_status import StatusKeeper
-
-log = logging.getLogger(__name__)
 
 
 def choose_start_point(
@@ -82,31 +79,27 @@ def restore(
         start = choose_start_point(config, status, damaged)
 
 
-def take_threads(world: Mapping[str, Any], parallel: ParallelConfig, processes: int, threads: CpuThreads) -> None:
+def take_threads(world: Mapping[str, Any], parallel: ParallelConfig, processes: int, threads: CpuThreads) -> str | None:
     """Takes as many threads as a checkpoint was made with, where its run goes on in the same layout and they fit.
 
-    Their number decides on the last bits of sums. Where it cannot be the same, a line says so.
+    Their number decides on the last bits of sums.
 
     Args:
         world: of the checkpoint's manifest.
         processes: of this job.
         threads: that were chosen for this process.
+
+    Returns:
+        A line for the user where the number is not what it would be without the checkpoint, or not that of before.
     """
     saved, now = world.get("cpu_threads"), torch.get_num_threads()
     is_same_layout = (world.get("processes"), world.get("sharding_strategy")) == (processes, parallel.sharding_strategy)
     if type(saved) is not int or saved == now or not is_same_layout:
-        return
+        return None
     if threads.is_chosen and 1 <= saved <= threads.fitting:
         torch.set_num_threads(saved)
-        log.info(
-            "            %d threads a process, as before, of %d that fit (--cpu_threads sets another number)",
-            *(saved, threads.fitting),
-        )
-    else:
-        log.info(
-            "            %d threads a process, %d before: sums differ in their last bits (--cpu_threads=%d)",
-            *(now, saved, saved),
-        )
+        return f"cpu_threads is {saved} as before, of {threads.fitting} that fit: sums stay the same to the last bit"
+    return f"cpu_threads was {saved} and is {now} from here on: sums differ in their last bits"
 
 
 def _load(
