@@ -101,6 +101,7 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def sample_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Continues a prompt."""
     config = parse_config(SampleConfig, overrides, flags)
+    set_threads(None, resolve_layout(os.environ))
     from pretraining.tools.sample import sample
 
     sample(config)

@@ -5,7 +5,8 @@ others are done, some milliseconds long, and only then sleep. That is fastest on
 programs want the cores as well, threads that look keep those from them that still compute: beside one busy loop on two
 cores, a run kept a third of its rate (docs/performance.md).
 
-    every second: how long have this process's threads waited for a core? -> long: wait briefly; not at all: spin again
+    awake    every half second: how long have this process's threads waited for a core? -> much: asleep
+    asleep   20 seconds -> awake, to look again
 
 libgomp reads its settings (GOMP_SPINCOUNT, OMP_WAIT_POLICY) once, when torch is imported, and a load comes and goes.
 But it has a rule that it follows each time: while it has more threads than the process has CPUs, they look 100 times
@@ -31,12 +32,13 @@ log = logging.getLogger(__name__)
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """Variables by which a user says how threads wait."""
 
-SECONDS = 1.0
-"""Between two looks at how long threads have waited for a core."""
-CONTENDED, QUIET = 0.10, 0.03
-"""Seconds that all threads wait for a core in a second: with more the cores are shared, with less they are not."""
-QUIET_LOOKS = 5
-"""So many in a row before threads spin again: a program that shares the cores may pause, too."""
+LOOK_SECONDS = 0.5
+"""Between two looks at how long threads have waited for a core. They say something only while threads wait awake for
+each other: each that sleeps waits for a core when it is woken, too."""
+ASLEEP_SECONDS = 20.0
+"""Of waiting asleep, until the next look: 1 second of 41 is awake where the cores are shared all the time."""
+CONTENDED = 0.10
+"""Seconds that all threads together wait for a core in a second; with more, the cores are shared."""
 
 
 @contextmanager
@@ -82,27 +84,6 @@ def seconds_waited() -> dict[str, float]:
     return waited
 
 
-class Contention:
-    """Whether other programs want the cores, judged by how long threads have waited for one."""
-
-    def __init__(self) -> None:
-        self.is_seen = False
-        self._quiet_looks = 0
-
-    def look(self, waited: float) -> bool:
-        """Takes in one more second; returns whether the cores are shared.
-
-        Args:
-            waited: seconds of waiting of all threads, in a second.
-        """
-        self._quiet_looks = self._quiet_looks + 1 if waited < QUIET else 0
-        if waited > CONTENDED:
-            self.is_seen = True
-        elif self._quiet_looks >= QUIET_LOOKS:
-            self.is_seen = False
-        return self.is_seen
-
-
 class IdleTeam:
     """A team of OpenMP's threads that do nothing: while it is there, libgomp has more threads than there are CPUs.
 
@@ -134,23 +115,20 @@ class IdleTeam:
 
 
 def _watch(openmp: ctypes.CDLL, threads: Callable[[], int], ended: threading.Event) -> None:
-    contention, team, is_said = Contention(), None, False
+    is_said = False
     before, began = seconds_waited(), time.monotonic()
-    while not ended.wait(SECONDS):
+    while not ended.wait(LOOK_SECONDS):
         now, looked = seconds_waited(), time.monotonic()
         waited = sum(now[thread] - before[thread] for thread in now.keys() & before.keys())
-        is_shared = contention.look(waited / (looked - began))
-        before, began = now, looked
-        if is_shared and team is None and threads() > 1:
-            team = IdleTeam(openmp, threads())
+        if waited > CONTENDED * (looked - began) and threads() > 1:
             if not is_said:
                 log.info(
-                    "other programs want these cores, too: as long as they do, threads that wait for each other sleep "
-                    "at once (OMP_WAIT_POLICY=ACTIVE has them wait awake)"
+                    "others want these cores, too: while they do, threads that wait for each other sleep at once "
+                    "(OMP_WAIT_POLICY=ACTIVE keeps them awake)"
                 )
             is_said = True
-        elif not is_shared and team is not None:
+            team = IdleTeam(openmp, threads())
+            ended.wait(ASLEEP_SECONDS)
             team.end()
-            team = None
-    if team is not None:
-        team.end()
+            now, looked = seconds_waited(), time.monotonic()
+        before, began = now, looked

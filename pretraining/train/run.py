@@ -66,6 +66,7 @@ def train(
             patience=Patience(timedelta(seconds=waiting), end_at_signal),
         ) as processes,
         Watchdog(config.guard, processes),
+        leaving_cores_to_others(torch.get_num_threads) if processes.device.type == "cpu" else nullcontext(),
     ):
         config = adopt_model(config)
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
@@ -75,7 +76,6 @@ def train(
         with (
             hold_lease(Path(run_path), processes) as lease,
             explain_out_of_memory(config, processes) as memory,
-            leaving_cores_to_others(torch.get_num_threads) if processes.device.type == "cpu" else nullcontext(),
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
             run, trained = train_to_the_end(config, Job(processes, requests, status, lease, memory, threads))

@@ -22,7 +22,7 @@ from pretraining.launch.shared_cores import WAITING
 
 PREEMPTED = 75
 STEPS = 4
-LINE = "other programs want these cores, too"
+LINE = "others want these cores, too"
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says who waits for a core")
 

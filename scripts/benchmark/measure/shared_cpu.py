@@ -41,9 +41,7 @@ WAYS: dict[str, dict[str, str]] = {
     "one thread": {THREADS: "1"},
 }
 SETTLING_SECONDS = 2.5
-"""Of training ahead of each turn: a run looks every second whether others want its cores."""
-DISTURBED = 0.05
-"""Share of the machine that others have used in a turn that does not count."""
+"""Of training ahead of each turn: a run looks every half second whether others want its cores."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -158,10 +156,11 @@ class Quiet:
 
     Args:
         patience: seconds to wait in all.
+        allowed: share of the machine that others may use in a turn that counts.
     """
 
-    def __init__(self, patience: float) -> None:
-        self.waited, self._patience = 0.0, patience
+    def __init__(self, patience: float, allowed: float) -> None:
+        self.waited, self._patience, self._allowed = 0.0, patience, allowed
 
     def turn(self, running: Contender, seconds: float, load: int = 0) -> float:
         """Trains for a turn beside so many busy loops, disturbed by nobody else; returns its steps a second."""
@@ -174,7 +173,7 @@ class Quiet:
                 rate = running.train(seconds)
                 elapsed = time.perf_counter() - began
                 others = _machine_seconds() - busy - (_process_seconds(own) - used)
-            if others / elapsed / (os.cpu_count() or 1) < DISTURBED:
+            if others / elapsed / (os.cpu_count() or 1) <= self._allowed:
                 return rate
             self._lose(elapsed)
 
@@ -184,7 +183,7 @@ class Quiet:
             began, busy = time.perf_counter(), _machine_seconds()
             time.sleep(1.0)
             elapsed = time.perf_counter() - began
-            if (_machine_seconds() - busy) / elapsed / (os.cpu_count() or 1) < DISTURBED:
+            if (_machine_seconds() - busy) / elapsed / (os.cpu_count() or 1) <= self._allowed:
                 return
             self._lose(elapsed)
 
@@ -213,12 +212,13 @@ def main() -> None:
         "Tokens/s beside other programs.",
         rounds=Number(5, "turns of each way at each load"),
         seconds=Number(3, "of a turn"),
-        patience=Number(1200, "seconds of turns that others may disturb, in all"),
+        patience=Number(1200, "seconds to wait for other programs, in all"),
+        others=Number(5, "percent of the machine that they may use in a turn that counts; 200 = whatever they do"),
     )
     announce()
     turns = len(LOADS) * len(WAYS) + 2
     print(f"takes     {flags.rounds * turns * (flags.seconds + SETTLING_SECONDS) / 60:.0f} min or more", flush=True)
-    quiet = Quiet(flags.patience)
+    quiet = Quiet(flags.patience, flags.others / 100)
     _print_loads(flags.rounds, flags.seconds, settings, quiet)
     _print_quota(flags.rounds, flags.seconds, settings, quiet)
     print(f"\ndisturbed by others and repeated: {quiet.waited:.0f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -14,25 +15,7 @@ import pytest
 from helpers import plain_environment
 
 from pretraining.launch import machine, shared_cores
-from pretraining.launch.shared_cores import Contention, find_openmp, leaving_cores_to_others, seconds_waited
-
-
-def test_cores_are_shared_once_threads_wait_for_them_and_no_longer_after_a_while_without() -> None:
-    contention = Contention()
-    assert not contention.look(0.05)
-    assert contention.look(0.5)
-    assert contention.look(0.05)  # between the two limits nothing changes
-    looks = [contention.look(0.0) for _ in range(shared_cores.QUIET_LOOKS)]
-    assert looks == [True] * (shared_cores.QUIET_LOOKS - 1) + [False]
-    assert not contention.look(0.05)
-
-
-def test_a_pause_of_the_other_programs_changes_nothing() -> None:
-    contention = Contention()
-    contention.look(0.5)
-    for _ in range(3):
-        assert all(contention.look(0.0) for _ in range(shared_cores.QUIET_LOOKS - 1))
-        assert contention.look(0.05)
+from pretraining.launch.shared_cores import find_openmp, leaving_cores_to_others, seconds_waited
 
 
 def test_waiting_is_read_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,36 +81,60 @@ class Team:
     """In place of an idle team: says that it is there, and that it has ended."""
 
     def __init__(self, openmp: object, threads: int) -> None:
-        self.ended = threading.Event()
-        teams.append(self)
-        came.release()
+        events.put("comes")
 
     def end(self) -> None:
-        self.ended.set()
+        events.put("goes")
 
 
-teams: list[Team] = []
-came = threading.Semaphore(0)
+events: queue.Queue[str] = queue.Queue()
+waited = {"7": 0.0}
+
+
+def wait_for_a_core(seconds: float) -> dict[str, float]:
+    """As if a thread had waited that long since the last look."""
+    waited["7"] += seconds
+    events.put("look")
+    return dict(waited)
 
 
 @pytest.fixture
 def contended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of this process wait for a core all the time, and looks are short."""
-    teams.clear()
-    looks = iter(range(10**9))
-    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: {"7": float(next(looks))})
+    """A thread of this process waits for a core all the time, and looks are short."""
+    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(60.0))
     monkeypatch.setattr(shared_cores, "find_openmp", lambda: object())
     monkeypatch.setattr(shared_cores, "IdleTeam", Team)
-    monkeypatch.setattr(shared_cores, "SECONDS", 0.0)
+    for name in ("LOOK_SECONDS", "ASLEEP_SECONDS"):
+        monkeypatch.setattr(shared_cores, name, 0.0)
+
+
+def next_events(*wanted: str) -> None:
+    """Waits until these have come, in this order."""
+    for event in wanted:
+        while events.get(timeout=60) != event:
+            pass
 
 
 @pytest.mark.usefixtures("contended")
-def test_a_run_says_once_that_it_leaves_the_cores_to_others_and_ends_its_team(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_leaves_the_cores_to_others_looks_again_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     with leaving_cores_to_others(lambda: 2, {}):
-        assert came.acquire(timeout=60)
-    assert [team.ended.is_set() for team in teams] == [True]
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("other programs want these cores, too")
+        next_events("comes", "goes", "look", "comes")
+    last = [events.get_nowait() for _ in range(events.qsize())]
+    assert [event for event in last if event != "look"][-1:] == ["goes"]  # none is left behind
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("others want these cores, too")
+
+
+@pytest.mark.usefixtures("contended")
+@pytest.mark.parametrize(("waits", "threads"), [(0.0, 2), (60.0, 1)], ids=["quiet cores", "a single thread"])
+def test_threads_stay_awake_where_nobody_else_wants_the_cores_or_there_is_one(
+    waits: float, threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(waits))
+    with leaving_cores_to_others(lambda: threads, {}):
+        next_events(*["look"] * 5)
+    assert "comes" not in [events.get_nowait() for _ in range(events.qsize())] and not caplog.messages
 
 
 @pytest.mark.usefixtures("contended")
