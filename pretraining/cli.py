@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import io
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
-
-import fire
-from fire.decorators import SetParseFn
 
 from pretraining import __version__
 from pretraining.config.command_line import load_train_config, parse_config, value_given, value_on_command_line
@@ -38,7 +33,7 @@ from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
-from pretraining.launch.cpu_threads import spin_briefly
+from pretraining.launch.cpu_threads import set_threads
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
@@ -50,14 +45,14 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     outlive_readers()
     signals = ReceivedSignals().listen()
     end_with_launcher()
-    spin_briefly()
     config = load_train_config(overrides, flags)
     layout = resolve_layout(os.environ)
+    threads = set_threads(config.run.cpu_threads, layout)
     with leave_at_interrupt(_interrupted("train")):  # torch is imported only when there is something to train
         from pretraining.train.preemption import stop_requests
         from pretraining.train.run import train
 
-    train(config, layout, stop_requests(signals, config.run.time_limit))
+    train(config, layout, stop_requests(signals, config.run.time_limit), threads)
 
 
 def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -106,6 +101,7 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def sample_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Continues a prompt."""
     config = parse_config(SampleConfig, overrides, flags)
+    set_threads(None, resolve_layout(os.environ))
     from pretraining.tools.sample import sample
 
     sample(config)
@@ -144,7 +140,7 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Measures the machines that training would run on."""
     config = parse_config(DoctorConfig, overrides, flags)
     layout = resolve_layout(os.environ)
-    spin_briefly()  # as training does
+    set_threads(None, layout)  # as training does
     from pretraining.tools.doctor.doctor import doctor
 
     doctor(config, layout)
@@ -188,6 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wants_help = any(argument in ("--help", "-h") for argument in arguments)
     name = arguments[0] if arguments else ""
     if name == "--version":
+        import platform
+        from importlib.metadata import version
+
         print(f"pretraining {__version__}, torch {version('torch')}, Python {platform.python_version()}")
         return
     if name not in COMMANDS:
@@ -202,6 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log_to_terminal(layout.rank if layout else 0)
     try:
         _check_working_folder()
+        import fire  # here, as in other places: `--help` needs it not, and answers at once
+
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
     except BrokenPipeError:
         if name not in LISTING_COMMANDS:
@@ -240,6 +241,8 @@ def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Ca
 
     def run(*overrides: str, **flags: Any) -> None:
         command(overrides, flags)
+
+    from fire.decorators import SetParseFn
 
     as_typed: Callable[..., None] = SetParseFn(str)(run)
     return as_typed

@@ -96,13 +96,6 @@ else
     meeting=(--nnodes="$nodes" --node-rank="${NODE_RANK:?number of this machine, from 0}"
         --master-addr="${MASTER_ADDR:?host of machine 0}" --master-port="${MASTER_PORT:-29500}")
 fi
-# Share the cores; torchrun would give each process one, with a warning. Threads that wait let others have them soon, as
-# those of a single process do (launch/cpu_threads.py).
-if [[ -z ${OMP_NUM_THREADS:-} ]]; then
-    cores=$(cd "$root" && python -c "from pretraining.launch.machine import usable_cores; print(usable_cores())")
-    export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
-    [[ -n ${OMP_WAIT_POLICY:-}${GOMP_SPINCOUNT:-} ]] || export GOMP_SPINCOUNT=10000
-fi
 echo "train: $processes processes on this machine, $nodes machine(s)" >&2 || true
 
 # In a process group of its own torchrun does not see Ctrl-C itself: it gets each signal once, from here, and hands it to

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_PREFIX
@@ -145,6 +144,8 @@ def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end:
 
 
 def _pt_header(path: Path) -> Header:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here, since it takes its time
+
     with FakeTensorMode():
         content = load_file(path)
     if path.name not in (MODEL_FILE, OPTIMIZER_FILE):

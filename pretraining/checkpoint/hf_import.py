@@ -22,7 +22,7 @@ from pretraining.checkpoint.reader import TensorFiles
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, is_file, read_json
+from pretraining.files import exists, read_json
 from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, parameter_shapes, shape_of_document
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -38,11 +38,6 @@ class HuggingFaceFolder:
     path: Path
     shape: LlamaShape
     weights: TensorFiles
-
-
-def is_hugging_face_folder(path: Path) -> bool:
-    """Whether a folder is meant to hold a Hugging Face model: it has a config.json."""
-    return is_file(path / CONFIG_FILE)
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:

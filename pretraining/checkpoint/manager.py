@@ -80,7 +80,11 @@ class CheckpointContents:
             state={name: kept for name, stateful in self.states.items() if (kept := stateful.state_dict())},
             global_batch_size=self.loader.reader.mixture.phases[-1].global_batch_size,
             model=asdict(resolve_shape(self.config.model)),
-            world={"processes": dist.get_world_size(), "sharding_strategy": self.config.parallel.sharding_strategy},
+            world={
+                "processes": dist.get_world_size(),
+                "sharding_strategy": self.config.parallel.sharding_strategy,
+                "cpu_threads": torch.get_num_threads(),
+            },
             config=self._settings,
         )
 

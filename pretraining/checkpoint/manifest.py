@@ -27,14 +27,15 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import entries_of, exists, is_file, is_folder, read_json
+
+if TYPE_CHECKING:  # to read manifests needs no torch, which takes a second to import
+    import torch
+    from torch import nn
 
 FORMAT_VERSION = 2
 
@@ -97,7 +98,7 @@ class Manifest:
         best_evaluation_loss: the lowest of the run so far, if any.
         data: position in the data, as the loader gives it; empty where a checkpoint holds weights alone.
         state: what parts of the run remember, by name.
-        world: number of processes and strategy that wrote it; others can read it.
+        world: number of processes, strategy, and threads of a process that wrote it; others can read it.
         config: the run's settings, as YAML.
     """
 
@@ -114,7 +115,7 @@ class Manifest:
     global_batch_size: int = 0
     model: dict[str, Any] = field(default_factory=dict)
     world: dict[str, Any] = field(default_factory=dict)
-    torch_version: str = torch.__version__
+    torch_version: str = field(default_factory=lambda: _torch_version())
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     config: str = ""
 
@@ -152,6 +153,12 @@ class Manifest:
         """What goes into the file: JSON's own types, and last a checksum of all the rest."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
         return {**values, "checksum": _checksum(values)}
+
+
+def _torch_version() -> str:
+    import torch  # here: whoever makes a manifest has tensors
+
+    return str(torch.__version__)
 
 
 def _check_version(version: Any, path: str) -> None:
@@ -401,6 +408,8 @@ def tensor_state(
     Args:
         optimizer: over the same parameters, its state already made; None for the parameters alone.
     """
+    import torch  # here: whoever has an optimizer has imported it
+
     tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
     if optimizer is not None:
         for name, parameter in parameters.items():

@@ -28,8 +28,6 @@ from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 
 from pretraining.checkpoint.headers import load_file
@@ -48,6 +46,7 @@ from pretraining.checkpoint.writer import Kinds, size_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.distributed.grad_norm import is_sharded
 from pretraining.errors import CheckpointError
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import parameter_groups
@@ -71,7 +70,7 @@ class FullSave:
         """Writes the four files; a collective call. Returns what they have to be, on rank 0."""
         kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         values = (self.tensors[name].detach() for name in in_order(kinds))
-        whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in values)
+        whole = (value.full_tensor() if is_sharded(value) else value for value in values)
         try:
             return write_full(folder, kinds, whole, self.manifest) if dist.get_rank() == 0 else {}
         finally:
@@ -123,6 +122,8 @@ def write_file(
         assert (value.dtype, tuple(value.shape)) == kinds[name]
         storage = value.untyped_storage()
         return storage if storage.nbytes() == value.nbytes else value.clone().untyped_storage()
+
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here, since it takes its time
 
     with FakeTensorMode():
         blanks = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}

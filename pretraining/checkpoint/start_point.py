@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
-from pretraining.checkpoint.hf_import import is_hugging_face_folder, manifest_of_folder, weight_files
 from pretraining.checkpoint.manifest import (
     CHECKPOINTS,
     ITERATION_FILE,
@@ -39,17 +37,21 @@ from pretraining.checkpoint.manifest import (
     shape_of,
     tensor_state,
 )
-from pretraining.checkpoint.pt_files import manifest_of_files
-from pretraining.checkpoint.reader import Files, TensorFiles, load_tensors
 from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
-from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.files import is_file, is_folder, run_not_writable, write_atomic
-from pretraining.model.llama import Llama
+from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
 
+if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a second to import; what loads it does
+    import torch
+
+    from pretraining.checkpoint.reader import Files, TensorFiles
+    from pretraining.model.llama import Llama
+
+T = TypeVar("T")
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
 CONFIG_FILE = "config.yaml"
@@ -194,14 +196,14 @@ def find_checkpoint(
     Raises:
         CheckpointError: a load path was named and holds no checkpoint, or there are some and all are damaged.
     """
-    flag, paths = on_rank_zero(lambda: _candidates(config))
+    flag, paths = _on_rank_zero(lambda: _candidates(config))
     is_own = flag == SAVE_PATH
     faults: list[str] = []
     for path in paths:
         try:
             if path in damaged:
                 raise CheckpointError(damaged[path])
-            manifest = on_rank_zero(partial(manifest_at, path))
+            manifest = _on_rank_zero(partial(manifest_at, path))
         except CheckpointError as error:
             faults.append(str(error))
         else:
@@ -254,8 +256,19 @@ def document_at(path: Path) -> Manifest:
     if is_file(path / MANIFEST):
         return read_document(path)
     if is_file(path / ITERATION_FILE):
+        from pretraining.checkpoint.pt_files import manifest_of_files
+
         return manifest_of_files(path)
-    return manifest_of_folder(path) if is_hugging_face_folder(path) else read_document(path)
+    if is_hugging_face_folder(path):
+        from pretraining.checkpoint.hf_import import manifest_of_folder
+
+        return manifest_of_folder(path)
+    return read_document(path)
+
+
+def is_hugging_face_folder(path: Path) -> bool:
+    """Whether a folder is meant to hold a Hugging Face model: it has a config.json."""
+    return is_file(path / HUGGING_FACE_FILE)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -302,11 +315,22 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
     return adopted
 
 
+def _on_rank_zero(function: Callable[[], T]) -> T:
+    """As `on_rank_zero`; a process without torch has joined no others, and need not import it to learn that."""
+    if "torch" not in sys.modules:
+        return function()
+    from pretraining.distributed.processes import on_rank_zero
+
+    return on_rank_zero(function)
+
+
 # Its tensors
 
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
     """Reads tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
+    from pretraining.checkpoint.reader import load_tensors
+
     manifest = checkpoint.manifest if _is_of_ours(checkpoint.path) else None
     load_tensors(checkpoint.path, files_of(checkpoint), tensors, manifest)
 
@@ -320,6 +344,10 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[Che
     Raises:
         CheckpointError: there is no checkpoint, all are damaged, or it is of no Llama.
     """
+    import torch
+
+    from pretraining.model.llama import Llama
+
     damaged: dict[Path, str] = {}
     while True:
         found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path), damaged)
@@ -338,6 +366,8 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[Che
 
 def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
     """The tensors of a checkpoint, compared with the manifest's checksums before use; raises as `TensorFiles`."""
+    from pretraining.checkpoint.reader import TensorFiles
+
     return TensorFiles(checkpoint.path, files_of(checkpoint))
 
 
@@ -348,4 +378,6 @@ def files_of(checkpoint: CheckpointRef) -> Files:
         return checkpoint.manifest.files
     if is_file(path / ITERATION_FILE):
         return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))
-    return dict.fromkeys(on_rank_zero(lambda: weight_files(path)))
+    from pretraining.checkpoint.hf_import import weight_files
+
+    return dict.fromkeys(_on_rank_zero(lambda: weight_files(path)))

@@ -32,7 +32,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import (
@@ -44,6 +43,7 @@ from pretraining.checkpoint.manifest import (
     crc32_text,
     unfinished_saves,
 )
+from pretraining.distributed.grad_norm import is_sharded, local_part
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
 from pretraining.files import exists, flush_folder, reason_of, with_retries, write_flushed
@@ -272,18 +272,20 @@ def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process holds; the same memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_part(tensor).detach()
 
 
 def local_chunk(tensor: torch.Tensor) -> Chunk:
     """Where the part that this process holds lies in the whole tensor."""
     # `DTensor.__create_chunk_list__` says this, too, but takes ten times as long, and a training step waits for it.
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
+        from torch.distributed.tensor import Shard  # here: what is sharded has imported it
+
         coordinates = tensor.device_mesh.get_coordinate()
         assert coordinates is not None, "this process is not part of the tensor's mesh"
         for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Replicate):
+            if placement.is_replicate():
                 continue
             assert type(placement) is Shard, f"{placement} is no layout of a parameter"
             # As torch.chunk cuts: equal pieces, rounded up, until nothing is left.
@@ -314,13 +316,13 @@ def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Which of how many holders of the same part this process is."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return dist.get_rank(), dist.get_world_size()
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None, "this process is not part of the tensor's mesh"
     index, replicas = 0, 1
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
+        if placement.is_replicate():
             size = tensor.device_mesh.size(axis)
             index, replicas = index * size + coordinates[axis], replicas * size
     return index, replicas

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -46,15 +47,32 @@ class Rule:
 
     Attributes:
         root: the configurations that it is for.
-        parameters: settings and sections that it is called with.
-        reads: the settings among them, and those of the sections.
         check: yields a sentence for each problem.
+        more: names of settings that it takes as keywords besides its named parameters.
+        unit: of the durations that it takes as keywords, too; None = takes none.
     """
 
     root: type
-    parameters: tuple[str, ...]
-    reads: frozenset[str]
     check: Callable[..., Problems]
+    more: tuple[str, ...]
+    unit: str | None
+
+    # When they are first needed: a command checks the rules of its own settings only.
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Settings and sections that it is called with."""
+        named = signature(self.check).parameters.values()
+        durations = (name for name, setting in settings_of(self.root).items() if self.unit in setting.units)
+        return (*(each.name for each in named if each.kind != each.VAR_KEYWORD), *self.more, *durations)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The settings among its parameters, and those of the sections."""
+        settings = settings_of(self.root)
+        sections = set(self.parameters) - set(settings)
+        return frozenset(
+            each.name for each in settings.values() if each.name in self.parameters or each.section in sections
+        )
 
 
 RULES: list[Rule] = []
@@ -96,22 +114,14 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
     return problems
 
 
-def _rule(*more: str, root: type = TrainConfig) -> Callable[[Check], Check]:
-    """Adds a rule to the list; `more` names settings that it takes as keywords besides its named parameters."""
+def _rule(*more: str, root: type = TrainConfig, unit: str | None = None) -> Callable[[Check], Check]:
+    """Adds a rule to the list; the arguments are those of `Rule`."""
 
     def add(check: Check) -> Check:
-        named = signature(check).parameters.values()
-        parameters = (*(each.name for each in named if each.kind != each.VAR_KEYWORD), *more)
-        settings = settings_of(root)
-        sections = set(parameters) - set(settings)
-        reads = {each.name for each in settings.values() if each.name in parameters or each.section in sections}
-        RULES.append(Rule(root, parameters, frozenset(reads), check))
+        RULES.append(Rule(root, check, more, unit))
         return check
 
     return add
-
-
-_MAY_BE_EPOCHS = tuple(name for name, setting in settings_of(TrainConfig).items() if "epochs" in setting.units)
 
 
 # Model
@@ -152,7 +162,7 @@ def _the_format_of_token_files_is_known(file_type: str, token_dtype: str | None,
         yield f"--token_dtype={token_dtype} is for *.bin files; *.{file_type} files say the type of their tokens"
 
 
-@_rule(*_MAY_BE_EPOCHS)
+@_rule(unit="epochs")
 def _epochs_need_a_dataset(use_dummy_dataset: bool, **durations: Duration | None) -> Problems:
     for name, duration in durations.items():
         if use_dummy_dataset and isinstance(duration, Duration) and duration.unit == "epochs":

@@ -202,6 +202,12 @@ class RunConfig:
         "wants, which stops one process at a time while the others wait",
         silent_change=True,
     )
+    cpu_threads: PositiveInt | None = setting(
+        None,
+        "threads of each process that compute on a CPU; sums depend on the number in their last bits. none = "
+        "OMP_NUM_THREADS; without it, those of the checkpoint that the run goes on from, or the cores that a process "
+        "may use",
+    )
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
     )

@@ -14,17 +14,22 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig
-from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pretraining.data.batch import StepBatch
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +69,17 @@ class BatchReader:
         self._plan = plan
         self._begin, self._end = plan.share(rank)
         self._config = config
-        self._dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+        self._vocab_size = vocab_size
         self._quarantine = Quarantine() if config.bad_documents == "quarantine" else None
+
+    @cached_property
+    def _kind(self) -> dict[str, Any]:
+        """Of the tensor that tokens are read into."""
+        import torch
+
         # Read straight into pinned memory: a copy less than pinning what was read.
-        self._pin = torch.cuda.is_available()
+        dtype = torch.uint16 if self._vocab_size <= 1 << 16 else torch.int32
+        return {"dtype": dtype, "pin_memory": torch.cuda.is_available()}
 
     def with_mixture(self, mixture: Mixture) -> BatchReader:
         """Returns the same reader for another mixture; threads that read with this one are not disturbed."""
@@ -105,12 +117,14 @@ class BatchReader:
 
     def read(self, step: int) -> StepBatch:
         """Reads the rank's share of a step; a DataError names a sample that cannot be read."""
+        import torch  # here, as above: what only looks at batches, as `inspect` does, makes no tensors
+
+        from pretraining.data.batch import MicroBatch, StepBatch
+
         slots = self.slots(step)
         assert len(slots.samples) == self._plan.global_batch_size, "the plan is another phase's"
         size = self._plan.micro_batch_size
-        tokens_RT = torch.empty(
-            size * self._plan.grad_accum_steps, self._config.seq_length + 1, dtype=self._dtype, pin_memory=self._pin
-        )
+        tokens_RT = torch.empty(size * self._plan.grad_accum_steps, self._config.seq_length + 1, **self._kind)
         rows = _Rows(tokens_RT.numpy())
         # Slots fill rows from the first on, whatever the micro-batches; the last rows may stay empty.
         rows.tokens[self._end - self._begin :] = 0
@@ -162,11 +176,15 @@ class _Rows:
 
     def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
         """Returns `lengths_B` of every micro-batch, `size` rows each."""
+        import torch
+
         full, lengths = self.tokens.shape[1], self.lengths.reshape(-1, size)
         return [None if (each == full).all() else torch.from_numpy(each) for each in lengths]
 
     def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
         """Returns `document_starts` of every micro-batch, `size` rows each."""
+        import torch
+
         width = self.tokens.shape[1]
         partly = np.flatnonzero(self.lengths < width)  # of an empty row, padding begins at its first place
         starts = np.concatenate([*self._starts, partly * width + self.lengths[partly]])

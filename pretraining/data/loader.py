@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchdata.nodes import IterableWrapper, ParallelMapper
-
-from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.resume import Resumption, resume, state_at
+
+if TYPE_CHECKING:
+    from torchdata.nodes import ParallelMapper
+
+    from pretraining.data.batch import StepBatch
 
 
 class Loader:
@@ -111,6 +113,9 @@ class _ReadAhead:
     """Reads the batches from a step on, on threads: at most two for each are under way or wait to be taken."""
 
     def __init__(self, reader: BatchReader, first_step: int, end_step: int | None, threads: int) -> None:
+        # Here: what only looks at batches, as `inspect` does, needs neither torchdata nor torch.
+        from torchdata.nodes import IterableWrapper, ParallelMapper
+
         steps = IterableWrapper(count(first_step) if end_step is None else range(first_step, end_step))
         read = partial(_read_or_fail, reader)
         # One thread keeps the order by itself, without a further one that sorts. Without snapshots: the pipeline's own

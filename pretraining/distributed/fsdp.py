@@ -7,13 +7,16 @@ tokens of the *global* batch. So ranks and micro-batches with fewer valid tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pretraining.config.training import ShardingStrategy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
 class ShardedModel:
@@ -35,6 +38,8 @@ class ShardedModel:
         device: torch.device,
         tie_weights: Callable[[], None],
     ) -> None:
+        from torch.distributed.fsdp import fully_shard  # here, since it takes a second, and one device shards nothing
+
         policy = precision_policy(dtype)
         # A replicate axis of one would add an all-reduce with nobody.
         axes = mesh if mesh.size(0) > 1 else mesh["shard"]
@@ -43,7 +48,7 @@ class ShardedModel:
             fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=is_freed)
         # The root's parameters are needed at both ends of forward and backward: never freed between them.
         root = fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=False)
-        groups = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        groups = [each for each in module.modules() if _is_group(each)]
         for group in groups:
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and a scale of 1 needs none
@@ -72,6 +77,8 @@ class ShardedModel:
 
 def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Returns FSDP's policy: parameters compute in `dtype`, gradients are reduced in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
     return MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -85,5 +92,10 @@ def reshard_model(model: nn.Module) -> None:
     bfloat16 parameters in place of its shards, and the next training step would start from copies.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if _is_group(module):
             module.reshard()
+
+
+def _is_group(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether FSDP gathers and frees the parameters of a module; it then has methods of FSDP's."""
+    return hasattr(module, "reshard")

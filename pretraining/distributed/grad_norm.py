@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -15,9 +18,14 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor lies on several devices; DTensor's own class takes a second to import, and one has none."""
+    return hasattr(tensor, "placements")
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a tensor, which is all of it unless it is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()

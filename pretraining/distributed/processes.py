@@ -9,7 +9,6 @@ without a hang. So what may fail before training runs inside `on_rank_zero` or `
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -23,10 +22,6 @@ import torch.distributed as dist
 
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, Patience, Place, meet
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
-from pretraining.launch.cpu_threads import threads_in_quota
-from pretraining.launch.machine import usable_cores
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -121,7 +116,6 @@ def join_processes(
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-        keep_to_quota(local_world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         # A store inside the process: no port that another job could hold.
@@ -170,21 +164,6 @@ def keep_freed_memory() -> bool:
         return False
     set_option(_M_MMAP_MAX, 0)  # no block has a mapping of its own
     return bool(set_option(_M_TRIM_THRESHOLD, -1))  # and the heap never shrinks
-
-
-def keep_to_quota(processes: int) -> None:
-    """Lowers this process's number of threads where the CPU quota of its control group leaves less than its cores.
-
-    More threads than that use the quota up early, and then all of them stand still for the rest of each period.
-    """
-    threads = threads_in_quota(processes)
-    if threads is not None and threads < torch.get_num_threads():
-        log.info(
-            "%d threads a process in place of %d: the control group's CPU quota is %d cores, for %d processes "
-            "(OMP_NUM_THREADS sets another number)",
-            *(threads, torch.get_num_threads(), usable_cores(), processes),
-        )
-        torch.set_num_threads(threads)
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -1,37 +1,81 @@
-"""Threads that compute on a CPU: no more than it has time for, and how they wait for each other."""
+"""How many threads of a process compute on a CPU: no more than it has cores for.
+
+    --cpu_threads, or OMP_NUM_THREADS   what the user says
+    else, without either                the cores that the process may use, of its affinity, of its control groups' CPU
+                                        quota and of its SLURM job, shared with the other processes of its machine
+
+Sums depend on the number of threads in their last bits. So nothing that comes and goes decides on it, as the load of a
+machine does: checkpoints keep the number, and a run that goes on takes it again where it fits. How threads wait for
+each other changes no sum, and follows the load (shared_cores.py).
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 
-from pretraining.launch.machine import allowed_cores, usable_cores
+from pretraining.launch.layout import ProcessLayout, read_text
+from pretraining.launch.machine import allowed_cpus, cpu_quota, is_bound_by_parent, physical_cores
 
-THREADS, WAITING, SPINNING = "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
-SPINS = "10000"
+log = logging.getLogger(__name__)
+
+THREADS = "OMP_NUM_THREADS"
 
 
-def spin_briefly(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has threads that wait for each other sleep soon, unless the user has set them up; before torch is imported.
+@dataclass(frozen=True)
+class CpuThreads:
+    """The number of threads that a process begins with.
 
-    At each end of a parallel region the threads of GNU's OpenMP look again and again whether the others are done, some
-    milliseconds long. That is fastest on cores of one's own. Where other programs want the cores as well, those that
-    look keep those from them that still compute: beside one busy loop on two cores, a run kept a third of its rate
-    (docs/performance.md). The results are the same, bit for bit.
+    Attributes:
+        fitting: the most that it has cores for.
+        is_chosen: whether nobody has said another number, so that a run that goes on may take the one of before.
     """
-    if not any(environ.get(name) for name in (THREADS, WAITING, SPINNING)):
-        environ[SPINNING] = SPINS
+
+    fitting: int
+    is_chosen: bool
 
 
-def threads_in_quota(processes: int, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns how many threads each process has time for where a control group allows less than all of the cores.
-
-    None where it does not, or where the user has said how many: sums depend on the number of threads in their last
-    bits, so it changes only where it must.
+def set_threads(
+    wanted: int | None, layout: ProcessLayout, environ: MutableMapping[str, str] = os.environ
+) -> CpuThreads:
+    """Has this process compute with as many threads as it should; called before torch is imported, which reads it.
 
     Args:
-        processes: that share this machine's quota.
+        wanted: by the user; None = decide.
     """
-    if environ.get(THREADS) or usable_cores() >= allowed_cores():
-        return None
-    return max(1, usable_cores() // processes)
+    fitting = cores_of_process(layout, environ)
+    is_chosen = wanted is None and not _is_given(layout, environ)
+    if "torch" in sys.modules:  # as in a notebook, whose user may have told torch already
+        log.info("torch is imported already: it keeps its number of threads")
+        return CpuThreads(fitting, is_chosen=False)
+    if wanted is not None or is_chosen:
+        environ[THREADS] = str(wanted or fitting)
+    return CpuThreads(fitting, is_chosen)
+
+
+def cores_of_process(layout: ProcessLayout, environ: Mapping[str, str] = os.environ) -> int:
+    """Cores that this process may keep busy beside the other processes of its job on this machine; at least one."""
+    processes = layout.local_world_size
+    cores = physical_cores(allowed_cpus())
+    shares = [
+        # A launcher may have given each process cores of its own.
+        cores if processes > 1 and is_bound_by_parent() else cores / processes,
+        cpu_quota() / processes,
+    ]
+    task, node = read_text(environ, "SLURM_CPUS_PER_TASK"), read_text(environ, "SLURM_CPUS_ON_NODE")
+    if task is not None and task.isdecimal():
+        # The task of torchrun is shared by its processes; one of srun is a process.
+        shares.append(int(task) if layout.launcher == "slurm" else int(task) / processes)
+    elif node is not None and node.isdecimal():
+        shares.append(int(node) / processes)
+    return max(1, int(min(shares)))
+
+
+def _is_given(layout: ProcessLayout, environ: Mapping[str, str]) -> bool:
+    """Whether the user has said how many threads; torchrun says one where the user has not."""
+    given = read_text(environ, THREADS)
+    by_torchrun = layout.launcher == "torchrun" and layout.local_world_size > 1 and given == "1"
+    return given is not None and not by_torchrun

@@ -5,8 +5,9 @@ Linux says so in files below /proc and /sys; where they are missing, as on macOS
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pretraining.files import exists
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
+CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,31 @@ class MachineMemory:
 
 def usable_cores() -> int:
     """Cores that this process may run on: its affinity, and the CPU quota of its control groups, rounded down."""
-    return max(1, min([allowed_cores(), *(int(quota) for quota in _cpu_quotas())]))
+    return max(1, int(min(len(allowed_cpus()), cpu_quota())))
 
 
-def allowed_cores() -> int:
-    """Cores that this process may run on by its affinity, however much of their time it gets."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def allowed_cpus() -> set[int]:
+    """Numbers of the CPUs that this process may run on by its affinity, however much of their time it gets."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def physical_cores(cpus: Iterable[int]) -> int:
+    """How many cores some CPUs belong to: the two threads of a core (hyper-threading) share its arithmetic units."""
+    siblings = [read_text(CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus]
+    return len(set(siblings))
+
+
+def cpu_quota() -> float:
+    """Cores' worth of time that the control groups around this process leave it; infinite where none is limited."""
+    return min(_cpu_quotas(), default=math.inf)
+
+
+def is_bound_by_parent() -> bool:
+    """Whether the process that started this one may run on more CPUs, as a launcher that gives each process its own."""
+    try:
+        return os.sched_getaffinity(os.getppid()) > allowed_cpus()
+    except (AttributeError, OSError):  # a system without affinities; a parent that has ended
+        return False
 
 
 def machine_memory() -> MachineMemory:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import chain
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import LlamaShape, is_number, resolve_shape, shown
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.model.llama import Llama
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -43,6 +43,10 @@ _SUPPORTED: dict[str, tuple[Any, str]] = {
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
     """Returns the shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
+    import torch  # here: what a config.json says is read without
+
+    from pretraining.model.llama import Llama
+
     with torch.device("meta"):
         model = Llama(shape)
     return {name: parameter.shape for name, parameter in model.named_parameters()}

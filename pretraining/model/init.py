@@ -24,7 +24,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pretraining.config.variants import LlamaShape
 from pretraining.model.llama import Llama
@@ -59,7 +58,11 @@ def initialize_parameters(parameters: Mapping[str, Tensor], shape: LlamaShape, s
     for wrapped_name, parameter in parameters.items():
         assert not parameter.is_meta, f"{wrapped_name} has no memory yet: call to_empty first"
         full = initial_values(parameter_name(wrapped_name), parameter.shape, shape, seed, device)
-        if isinstance(parameter, DTensor):
+        if hasattr(parameter, "placements"):
+            # A DTensor; here, since it takes a second to import, and one process needs none.
+            from torch.distributed.tensor import DTensor, distribute_tensor
+
+            assert isinstance(parameter, DTensor)
             # src_data_rank=None: every rank has the values already, nothing is sent.
             sharded = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(sharded.to_local())

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from typing import TYPE_CHECKING
 
 from pretraining.launch.terminal import is_watched, showing_through
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 REDRAW_SECONDS = 0.1
 
@@ -91,6 +92,9 @@ class LiveLine(PlainLines):
         cpu_processes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        from rich.console import Console  # here, since only a live line needs them
+        from rich.progress import BarColumn, Progress, TextColumn
+
         super().__init__(total_steps, peak_tflops, cpu_processes)
         self._clock = clock
         self._drawn = -REDRAW_SECONDS

@@ -40,6 +40,7 @@ from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DataError, PretrainError
 from pretraining.evaluation.held_out import Evaluator
+from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
@@ -55,7 +56,7 @@ from pretraining.train.loop import Run
 from pretraining.train.memory import check_memory
 from pretraining.train.messages import announce
 from pretraining.train.preemption import StopRequests
-from pretraining.train.restore import choose_start_point, restore
+from pretraining.train.restore import choose_start_point, restore, take_threads
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
@@ -73,6 +74,7 @@ class Job:
         status: run_status.json; None = nobody reads it.
         lease: on the run's folder, checked before each commit; None = nobody else writes there.
         memory: told whose memory to measure where it runs out.
+        threads: that were chosen for this process; None = it keeps those that it has.
     """
 
     processes: Processes
@@ -80,6 +82,7 @@ class Job:
     status: StatusKeeper | None = None
     lease: Lease | None = None
     memory: MemoryWatch | None = None
+    threads: CpuThreads | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class RunPlan:
         training_tokens: of one pass over the datasets; made-up data has no end.
         token_schedule: tokens of each step, also of those before the start point.
         parameters: of the model, by name, without what the layout adds to names.
+        threads: how many compute on a CPU, beside those of before, in words; None = nothing to say.
     """
 
     config: TrainConfig
@@ -113,6 +117,7 @@ class RunPlan:
     learning_rate: LearningRate
     loader: Loader
     state: TrainState
+    threads: str | None
 
 
 def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, stop_step: int | None = None) -> Run:
@@ -163,6 +168,9 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
     start, optimizer = restore(start, parameters, config, job.status)
     restored = start if start is not None and not start.weights_only else None
+    threads = None
+    if restored is not None and job.threads is not None and processes.device.type == "cpu":
+        threads = take_threads(restored.manifest.world, config.parallel, processes.world_size, job.threads)
 
     batch = plan_batch(config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None)
     loader = on_every_rank(
@@ -192,6 +200,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
         learning_rate=learning_rate,
         loader=loader,
         state=state,
+        threads=threads,
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.start_point import CONFIG_FILE
 from pretraining.config.fields import settings_of
@@ -36,9 +38,11 @@ def announce(plan: RunPlan) -> None:
     """Logs what is about to be trained, on what data, for how long, and from where."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
+    number = torch.get_num_threads()
+    threads = f", {number} thread{'s' if number > 1 else ''} each" if processes.device.type == "cpu" else ""
     lines = [
         f"model       {name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
-        f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}",
+        f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}",
         *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
         _describe_data(plan),
         f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
@@ -73,7 +77,8 @@ def _describe_start(plan: RunPlan) -> Iterator[str]:
         yield f"start       at step 0 with the weights of {start.path}"
     else:
         yield f"start       from {start.path}, step {start.manifest.step}"
-        for change in (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config)):
+        changed = (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config))
+        for change in (*changed, *filter(None, [plan.threads])):
             yield f"            {change}"
         yield from _describe_new_schedule(plan, start.manifest)
         if state.stop_step < state.total_steps:

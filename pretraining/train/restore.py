@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, make_run_folder
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import ParallelConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError
+from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.run_status import StatusKeeper
@@ -75,6 +77,29 @@ def restore(
         else:
             return start, optimizer
         start = choose_start_point(config, status, damaged)
+
+
+def take_threads(world: Mapping[str, Any], parallel: ParallelConfig, processes: int, threads: CpuThreads) -> str | None:
+    """Takes as many threads as a checkpoint was made with, where its run goes on in the same layout and they fit.
+
+    Their number decides on the last bits of sums.
+
+    Args:
+        world: of the checkpoint's manifest.
+        processes: of this job.
+        threads: that were chosen for this process.
+
+    Returns:
+        A line for the user where the number is not what it would be without the checkpoint, or not that of before.
+    """
+    saved, now = world.get("cpu_threads"), torch.get_num_threads()
+    is_same_layout = (world.get("processes"), world.get("sharding_strategy")) == (processes, parallel.sharding_strategy)
+    if type(saved) is not int or saved == now or not is_same_layout:
+        return None
+    if threads.is_chosen and 1 <= saved <= threads.fitting:
+        torch.set_num_threads(saved)
+        return f"cpu_threads is {saved} as before, of {threads.fitting} that fit: sums stay the same to the last bit"
+    return f"cpu_threads was {saved} and is {now} from here on: sums differ in their last bits"
 
 
 def _load(

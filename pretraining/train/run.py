@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+
+import torch
 
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.start_point import adopt_model, settle_run_path
@@ -18,7 +21,9 @@ from pretraining.distributed.rendezvous import Patience
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import generate
+from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.out_of_memory import explain_out_of_memory
 from pretraining.train.build import Job
 from pretraining.train.loop import Run
@@ -30,12 +35,18 @@ from pretraining.train.run_status import StatusKeeper
 log = logging.getLogger(__name__)
 
 
-def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequests | None = None) -> None:
+def train(
+    config: TrainConfig,
+    layout: ProcessLayout,
+    stop_requests: StopRequests | None = None,
+    threads: CpuThreads | None = None,
+) -> None:
     """Trains as configured, in every process of a job.
 
     Args:
         config: the same in every process.
         stop_requests: what asks this process to end early; None = nothing.
+        threads: how many were chosen for this process; None = it keeps those that it has.
 
     Raises:
         Preempted: the run was told to end before it was done, and is saved; `Interrupted` if it was Ctrl-C.
@@ -55,6 +66,7 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
             patience=Patience(timedelta(seconds=waiting), end_at_signal),
         ) as processes,
         Watchdog(config.guard, processes),
+        leaving_cores_to_others(torch.get_num_threads) if processes.device.type == "cpu" else nullcontext(),
     ):
         config = adopt_model(config)
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
@@ -66,7 +78,7 @@ def train(config: TrainConfig, layout: ProcessLayout, stop_requests: StopRequest
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            run, trained = train_to_the_end(config, Job(processes, requests, status, lease, memory))
+            run, trained = train_to_the_end(config, Job(processes, requests, status, lease, memory, threads))
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
             raise conclude_preempted(run.state)
         _finish(config, processes, run, prompt, trained)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -294,6 +295,39 @@ def test_a_reader_that_has_seen_enough_is_no_error_to_talk_about(tmp_path: Path)
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+LOADED = """
+import json, sys
+from pretraining.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    known = ("fire", "numpy", "pyarrow", "rich", "sympy", "tensorboard", "torch", "torchdata")
+    print(json.dumps([name for name in known if name in sys.modules]), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "--help"], []),
+        (["list", "--run_path={run}"], ["fire"]),
+        (["inspect", "--ckpt_load_path={run}", "--data_path={data}", "--step=9"], ["fire", "numpy", "pyarrow"]),
+    ],
+    ids=["help", "list", "inspect"],
+)
+def test_what_answers_at_once_imports_nothing_that_takes_its_time(
+    arguments: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    """PyTorch takes seconds: neither the flags, nor a list of checkpoints, nor the text of a step needs it."""
+    shutil.copytree(ROOT / "tests" / "golden" / "run", tmp_path, dirs_exist_ok=True)
+    named = [argument.format(run=tmp_path / "sharded", data=tmp_path / "data") for argument in arguments]
+    result = subprocess.run(
+        [sys.executable, "-c", LOADED, *named], env=plain_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stderr.splitlines()[-1]) == expected
 
 
 def test_main_training_is_the_train_command() -> None:

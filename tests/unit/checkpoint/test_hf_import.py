@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from unit.checkpoint.checkpoint_files import SHAPES
 
-from pretraining.checkpoint.hf_import import is_hugging_face_folder, manifest_of_folder, open_folder
+from pretraining.checkpoint.hf_import import manifest_of_folder, open_folder
 from pretraining.checkpoint.manifest import shape_of
+from pretraining.checkpoint.start_point import is_hugging_face_folder
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import config_document, parameter_shapes

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,19 +87,3 @@ def test_what_is_agreed_is_a_step_behind() -> None:
     with HostSync() as agreement:
         agreed = [agreement.exchange(seconds, stop) for seconds, stop in ((1.5, 0), (2.5, 15), (3.5, 0))]
     assert agreed == [HostValues(0.0, 0), HostValues(1.5, 0), HostValues(2.5, 15)]
-
-
-def test_a_process_keeps_to_the_quota_and_says_so_but_never_takes_more_threads(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "pretraining")
-    monkeypatch.setattr(processes, "threads_in_quota", lambda local_world_size: 2)
-    before = torch.get_num_threads()
-    try:
-        for given, kept in ((3, 2), (1, 1)):
-            torch.set_num_threads(given)
-            processes.keep_to_quota(1)
-            assert torch.get_num_threads() == kept
-    finally:
-        torch.set_num_threads(before)
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 threads a process in place of 3")

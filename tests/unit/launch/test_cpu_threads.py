@@ -1,42 +1,116 @@
+"""How many threads a process begins with: what the user says, else what its cores, quotas and launchers leave it."""
+
 from __future__ import annotations
+
+import logging
+import math
+import sys
 
 import pytest
 
 from pretraining.launch import cpu_threads
-from pretraining.launch.cpu_threads import spin_briefly, threads_in_quota
+from pretraining.launch.cpu_threads import CpuThreads, cores_of_process, set_threads
+from pretraining.launch.layout import LOCALHOST, ProcessLayout
 
 
-def test_threads_wait_briefly_unless_the_user_has_set_them_up() -> None:
-    plain: dict[str, str] = {"OMP_NUM_THREADS": ""}
-    spin_briefly(plain)
-    assert plain["GOMP_SPINCOUNT"] == "10000"
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        chosen = {name: "2"}
-        spin_briefly(chosen)
-        assert chosen == {name: "2"}
+def layout_of(launcher: str = "single", processes: int = 1) -> ProcessLayout:
+    return ProcessLayout(0, processes, 0, processes, launcher, LOCALHOST, 29500)
 
 
-@pytest.fixture
-def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "allowed_cores", lambda: 8)
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Eight cores, without a quota; torch is not imported yet."""
+    for name, value in {
+        "allowed_cpus": set(range(8)),
+        "physical_cores": 8,
+        "cpu_quota": math.inf,
+        "is_bound_by_parent": False,
+    }.items():
+        monkeypatch.setattr(cpu_threads, name, lambda *given, value=value: value)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    return monkeypatch
 
 
-@pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize(
-    ("usable", "processes", "environ", "expected"),
+    ("quota", "launcher", "processes", "environ", "expected"),
     [
-        (8, 1, {}, None),
-        (8, 4, {}, None),
-        (6, 1, {}, 6),
-        (6, 4, {}, 1),
-        (2, 4, {}, 1),
-        (2, 1, {"OMP_NUM_THREADS": "8"}, None),
+        (math.inf, "single", 1, {}, 8),
+        (math.inf, "torchrun", 4, {}, 2),
+        (math.inf, "torchrun", 100, {}, 1),
+        (6.0, "single", 1, {}, 6),
+        (2.5, "single", 1, {}, 2),
+        (6.0, "openmpi", 4, {}, 1),
+        (0.5, "single", 1, {}, 1),
+        (math.inf, "slurm", 2, {"SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "8"}, 3),
+        (math.inf, "torchrun", 2, {"SLURM_CPUS_PER_TASK": "4"}, 2),
+        (math.inf, "slurm", 2, {"SLURM_CPUS_ON_NODE": "4"}, 2),
+        (math.inf, "single", 1, {"SLURM_CPUS_ON_NODE": "many"}, 8),
     ],
-    ids=["no quota", "no quota, several", "a quota", "shared", "less than one each", "given"],
+    ids=[
+        "all cores",
+        "shared",
+        "more processes than cores",
+        "a quota",
+        "a quota of a half more",
+        "a quota, shared",
+        "half a core",
+        "cores of a SLURM task",
+        "cores of a SLURM task, shared by torchrun",
+        "cores of a SLURM job",
+        "no number",
+    ],
 )
-def test_a_quota_is_shared_and_without_one_the_number_of_threads_stays(
-    usable: int, processes: int, environ: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch
+def test_a_process_has_its_share_of_what_it_may_use(
+    quota: float, launcher: str, processes: int, environ: dict[str, str], expected: int, machine: pytest.MonkeyPatch
 ) -> None:
-    """The number of threads decides on the last bits of sums: it changes only where it must."""
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: usable)
-    assert threads_in_quota(processes, environ) == expected
+    machine.setattr(cpu_threads, "cpu_quota", lambda: quota)
+    assert cores_of_process(layout_of(launcher, processes), environ) == expected
+
+
+def test_cores_that_a_launcher_has_given_to_a_process_are_not_shared(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(cpu_threads, "physical_cores", lambda cpus: 4)
+    machine.setattr(cpu_threads, "is_bound_by_parent", lambda: True)
+    assert cores_of_process(layout_of("openmpi", 2), {}) == 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environ", "launcher", "processes", "number", "is_chosen"),
+    [
+        (None, {}, "single", 1, "8", True),
+        (None, {"OMP_NUM_THREADS": " "}, "single", 1, "8", True),
+        (None, {"OMP_NUM_THREADS": "3"}, "single", 1, "3", False),
+        (None, {"OMP_NUM_THREADS": "1"}, "single", 1, "1", False),
+        (None, {"OMP_NUM_THREADS": "1"}, "torchrun", 2, "4", True),
+        (None, {"OMP_NUM_THREADS": "2"}, "torchrun", 2, "2", False),
+        (None, {"OMP_NUM_THREADS": "1"}, "torchrun", 1, "1", False),
+        (5, {}, "single", 1, "5", False),
+        (16, {"OMP_NUM_THREADS": "3"}, "single", 1, "16", False),
+    ],
+    ids=[
+        "nothing said",
+        "nothing in it",
+        "a variable",
+        "one, without torchrun",
+        "torchrun's own",
+        "not torchrun's",
+        "torchrun of one process says nothing",
+        "a flag",
+        "a flag wins",
+    ],
+)
+def test_the_user_decides_and_what_torchrun_sets_is_no_decision(
+    wanted: int | None, environ: dict[str, str], launcher: str, processes: int, number: str, is_chosen: bool
+) -> None:
+    threads = set_threads(wanted, layout_of(launcher, processes), environ)
+    assert environ["OMP_NUM_THREADS"] == number
+    assert threads == CpuThreads(8 // processes, is_chosen)
+
+
+def test_torch_that_is_imported_already_keeps_its_threads_in_one_line(
+    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    machine.setitem(sys.modules, "torch", sys)
+    environ: dict[str, str] = {}
+    assert not set_threads(4, layout_of(), environ).is_chosen
+    assert environ == {} and caplog.messages == ["torch is imported already: it keeps its number of threads"]

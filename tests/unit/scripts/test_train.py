@@ -161,21 +161,13 @@ def test_machines_that_may_come_and_go_meet_at_one_of_them(stand_in: StandIn) ->
     assert stand_in.calls()[0].startswith(f"torchrun {meeting} --nproc-per-node=1 ")
 
 
-def test_the_processes_of_a_machine_share_its_cores(stand_in: StandIn) -> None:
-    machine = stand_in.root / "pretraining" / "launch" / "machine.py"
-    machine.parent.mkdir(parents=True)
-    for folder in (machine.parent, machine.parent.parent):
-        (folder / "__init__.py").touch()
-    machine.write_text("def usable_cores():\n    return 64\n")
+def test_threads_are_the_processes_own_matter(stand_in: StandIn) -> None:
     names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")
     stand_in.torchrun.write_text(f"import os\nprint(*(os.environ.get(name) or '-' for name in {names}))\n")
     unset = {"OMP_NUM_THREADS": "", "GOMP_SPINCOUNT": "", "OMP_WAIT_POLICY": ""}
     for variables, said in (
-        ({"NPROC": "8"}, "8 10000\n"),
-        ({"NPROC": "100"}, "1 10000\n"),
-        ({"NPROC": "8", "OMP_NUM_THREADS": "3"}, "3 -\n"),
-        ({"NPROC": "8", "GOMP_SPINCOUNT": "7"}, "8 7\n"),
-        ({"NPROC": "8", "OMP_WAIT_POLICY": "ACTIVE"}, "8 -\n"),
+        ({"NPROC": "8"}, "- -\n"),
+        ({"NPROC": "8", "OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "7"}, "3 7\n"),
     ):
         command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE]
         assert run_command(command, stand_in.variables(**{**unset, **variables}), cwd=stand_in.root).stdout == said

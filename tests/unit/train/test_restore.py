@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from training_runs import TINY, losses_of
 
 from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
 from pretraining.cli import main
+from pretraining.config.training import ParallelConfig
+from pretraining.launch.cpu_threads import CpuThreads
+from pretraining.train.restore import take_threads
 
 
 def start(run: Path, *flags: str) -> None:
@@ -121,3 +125,47 @@ def test_where_none_is_good_nothing_is_trained_and_all_are_named(
         assert "is damaged" in (error := capsys.readouterr().err)
         assert "Name another checkpoint with --ckpt_load_path." in error
         assert not (tmp_path / "new" / "config.yaml").exists()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("world", "threads", "kept", "line"),
+    [
+        ({"cpu_threads": 1}, CpuThreads(4, is_chosen=True), 1, "is 1 as before, of 4 that fit"),
+        ({"cpu_threads": 4}, CpuThreads(4, is_chosen=True), 4, "is 4 as before, of 4 that fit"),
+        ({"cpu_threads": 8}, CpuThreads(4, is_chosen=True), 2, "was 8 and is 2 from here on"),
+        ({"cpu_threads": 0}, CpuThreads(4, is_chosen=True), 2, "was 0 and is 2 from here on"),
+        ({"cpu_threads": 1}, CpuThreads(4, is_chosen=False), 2, "was 1 and is 2 from here on"),
+        ({"cpu_threads": 2}, CpuThreads(4, is_chosen=True), 2, None),
+        ({"cpu_threads": "1"}, CpuThreads(4, is_chosen=True), 2, None),
+        ({}, CpuThreads(4, is_chosen=True), 2, None),
+        ({"cpu_threads": 1, "processes": 2}, CpuThreads(4, is_chosen=True), 2, None),
+        ({"cpu_threads": 1, "sharding_strategy": "ddp"}, CpuThreads(4, is_chosen=True), 2, None),
+    ],
+    ids=[
+        "fewer",
+        "more",
+        "too many",
+        "none",
+        "the user has chosen",
+        "the same",
+        "no number",
+        "of an older version",
+        "other processes",
+        "another strategy",
+    ],
+)
+def test_a_run_goes_on_with_its_number_of_threads_where_they_fit_and_says_where_not(
+    world: dict[str, Any], threads: CpuThreads, kept: int, line: str | None
+) -> None:
+    said = take_threads({"processes": 1, "sharding_strategy": "fsdp", **world}, ParallelConfig(), 1, threads)
+    assert torch.get_num_threads() == kept
+    assert said == line or (line is not None and said is not None and line in said)

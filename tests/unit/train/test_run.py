@@ -34,7 +34,7 @@ def test_a_run_says_what_it_trains_and_where_everything_is(tmp_path: Path, capsy
     start(run, "tracker=tensorboard", "held_out_fraction=0.1", "eval_interval=2", "eval_batches=2")
     out = capsys.readouterr().out
     for part in (
-        "float32, fsdp over 1 x cpu",
+        f"float32, fsdp over 1 x cpu, {torch.get_num_threads()} thread",
         "4 steps, 256 tokens",
         "a token = 6 x 29,696 matmul parameters + 6 x 3 layers x 32 x 32",
         "no MFU: the peak of a cpu is not known",

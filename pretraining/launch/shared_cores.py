@@ -1,0 +1,134 @@
+"""Leaves a CPU's cores to other programs while they want them: how threads that compute wait for each other.
+
+At each end of a parallel region the threads of GNU's OpenMP, which torch comes with, look 300,000 times whether the
+others are done, some milliseconds long, and only then sleep. That is fastest on cores of one's own. Where other
+programs want the cores as well, threads that look keep those from them that still compute: beside one busy loop on two
+cores, a run kept a third of its rate (docs/performance.md).
+
+    awake    every half second: how long have this process's threads waited for a core? -> much: asleep
+    asleep   20 seconds -> awake, to look again
+
+libgomp reads its settings (GOMP_SPINCOUNT, OMP_WAIT_POLICY) once, when torch is imported, and a load comes and goes.
+But it has a rule that it follows each time: while it has more threads than the process has CPUs, they look 100 times
+(its manual, under GOMP_SPINCOUNT). So a team of threads that do nothing, but count, has all the others wait briefly for
+as long as it is there. Sums stay the same, bit for bit: the team that computes is the same, and who computes what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from pretraining.launch import machine
+from pretraining.launch.machine import allowed_cpus, read_text
+
+log = logging.getLogger(__name__)
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+"""Variables by which a user says how threads wait."""
+
+LOOK_SECONDS = 0.5
+"""Between two looks at how long threads have waited for a core. They say something only while threads wait awake for
+each other: each that sleeps waits for a core when it is woken, too."""
+ASLEEP_SECONDS = 20.0
+"""Of waiting asleep, until the next look: 1 second of 41 is awake where the cores are shared all the time."""
+CONTENDED = 0.10
+"""Seconds that all threads together wait for a core in a second; with more, the cores are shared."""
+
+
+@contextmanager
+def leaving_cores_to_others(threads: Callable[[], int], environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """For the time of a `with` block, has threads wait briefly for each other while other programs want the cores.
+
+    Does nothing where the user has said how threads wait, or where the system does not say how long they wait for a
+    core.
+
+    Args:
+        threads: how many of this process compute together; one has none to wait for.
+    """
+    openmp = find_openmp()
+    if openmp is None or not seconds_waited() or any(environ.get(name) for name in WAITING):
+        yield
+        return
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch, args=(openmp, threads, ended), name="shared cores", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watch.join()
+
+
+def find_openmp() -> ctypes.CDLL | None:
+    """GNU's OpenMP as this process has loaded it, torch's own where there are several; None without it."""
+    lines = read_text(machine.PROC / "self" / "maps").splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line}
+    # Another package may have brought one of its own.
+    path = min(paths, key=lambda path: ("/torch" not in path, path), default=None)
+    return None if path is None else ctypes.CDLL(path)
+
+
+def seconds_waited() -> dict[str, float]:
+    """How long each thread of this process, by its id, has waited for a core so far; empty where nothing says so."""
+    waited = {}
+    for folder in (machine.PROC / "self" / "task").glob("*"):
+        fields = read_text(folder / "schedstat").split()  # nanoseconds on a core, waiting for one; slices
+        if len(fields) == 3:
+            waited[folder.name] = int(fields[1]) / 1e9
+    return waited
+
+
+class IdleTeam:
+    """A team of OpenMP's threads that do nothing: while it is there, libgomp has more threads than there are CPUs.
+
+    Args:
+        threads: of the team that computes; both together are one more than the CPUs.
+    """
+
+    def __init__(self, openmp: ctypes.CDLL, threads: int) -> None:
+        self._openmp = openmp
+        self._ended = threading.Event()
+        ready = threading.Event()
+        # A thread that begins a parallel region has a team of its own; libgomp counts all of it but this thread.
+        size = max(2, len(allowed_cpus()) - threads + 2)
+        self._owner = threading.Thread(target=self._hold, args=(size, ready), name="idle team", daemon=True)
+        self._owner.start()
+        ready.wait()
+
+    def _hold(self, size: int, ready: threading.Event) -> None:
+        # Each thread calls a function of libgomp that only returns a number: none has to wait for Python's lock.
+        nothing = ctypes.cast(self._openmp.omp_get_num_threads, ctypes.c_void_p)
+        self._openmp.GOMP_parallel(nothing, None, ctypes.c_uint(size), ctypes.c_uint(0))
+        ready.set()
+        self._ended.wait()
+
+    def end(self) -> None:
+        """Ends the team, with the thread that has begun it."""
+        self._ended.set()
+        self._owner.join()
+
+
+def _watch(openmp: ctypes.CDLL, threads: Callable[[], int], ended: threading.Event) -> None:
+    is_said = False
+    before, began = seconds_waited(), time.monotonic()
+    while not ended.wait(LOOK_SECONDS):
+        now, looked = seconds_waited(), time.monotonic()
+        waited = sum(now[thread] - before[thread] for thread in now.keys() & before.keys())
+        if waited > CONTENDED * (looked - began) and threads() > 1:
+            if not is_said:
+                log.info(
+                    "others want these cores, too: while they do, threads that wait for each other sleep at once "
+                    "(OMP_WAIT_POLICY=ACTIVE keeps them awake)"
+                )
+            is_said = True
+            team = IdleTeam(openmp, threads())
+            ended.wait(ASLEEP_SECONDS)
+            team.end()
+            now, looked = seconds_waited(), time.monotonic()
+        before, began = now, looked

@@ -1,0 +1,117 @@
+"""A CPU that other programs use, too, and control groups that leave a run less of it (row 42)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guarded_runs import reports_of
+from helpers import ROOT, plain_environment
+from training_runs import TINY
+
+from pretraining.launch.machine import CGROUPS, physical_cores
+from pretraining.launch.shared_cores import WAITING
+
+PREEMPTED = 75
+STEPS = 4
+LINE = "others want these cores, too"
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says who waits for a core")
+
+
+def command(run: Path, *flags: str) -> list[str]:
+    program = [sys.executable, str(ROOT / "main_training.py")]
+    return [*program, *TINY, "use_dummy_dataset=true", "batch_size=4", f"ckpt_save_path={run}", *flags]
+
+
+def variables(**changes: str) -> dict[str, str]:
+    """Those of a user who has said nothing about threads."""
+    unset = ("OMP_NUM_THREADS", *WAITING)
+    return {name: value for name, value in plain_environment().items() if name not in unset} | changes
+
+
+def train(run: Path, *flags: str, before: Callable[[], None] | None = None, **changes: str) -> str:
+    """Trains to the end of an invocation; returns what was printed."""
+    environment = variables(**changes)
+    done = subprocess.run(
+        command(run, *flags), env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=before, timeout=240
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def world_of(run: Path) -> dict[str, Any]:
+    newest = max((run / "checkpoints").glob("*/manifest.json"), key=lambda path: path.stat().st_mtime_ns)
+    world: dict[str, Any] = json.loads(newest.read_text())["world"]
+    return world
+
+
+@contextmanager
+def busy_loops() -> Iterator[None]:
+    """Two programs for each CPU that want it all the time."""
+    count = 2 * len(os.sched_getaffinity(0))
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_beside_busy_programs_threads_wait_asleep_and_compute_the_same(tmp_path: Path) -> None:
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    flags = ("cpu_threads=2", "hidden_size=128", "intermediate_size=256", "seq_length=128")
+    with busy_loops():
+        training = subprocess.Popen(
+            command(shared, *flags, "num_steps=100000"), env=variables(), stdout=subprocess.PIPE, text=True
+        )
+        assert training.stdout is not None
+        said = ""
+        while LINE not in said or f"step {STEPS}/" not in said:  # it trains until both are there
+            line = training.stdout.readline()
+            assert line, said
+            said += line
+        training.send_signal(signal.SIGTERM)
+        said += training.stdout.read()
+        assert training.wait() == PREEMPTED and said.count(LINE) == 1
+    train(alone, *flags, "num_steps=100000", f"run_steps={STEPS}", GOMP_SPINCOUNT="1000")
+    losses = [[report["loss"] for report in reports_of(run)[:STEPS]] for run in (shared, alone)]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+    assert world_of(shared)["cpu_threads"] == 2
+
+
+@contextmanager
+def group_of_one_cpu() -> Iterator[Path]:
+    """A control group with the time of one CPU."""
+    is_old = (CGROUPS / "cpu").is_dir()
+    group = (CGROUPS / "cpu" if is_old else CGROUPS) / f"pretraining-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("cpu.cfs_quota_us" if is_old else "cpu.max")).write_text("100000" if is_old else "100000 100000")
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.skipif(physical_cores(os.sched_getaffinity(0)) < 2, reason="one core is one thread anyway")
+def test_a_quota_bounds_the_threads_and_a_run_goes_on_with_them_where_there_is_none(tmp_path: Path) -> None:
+    with group_of_one_cpu() as group:
+
+        def enter() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        limited = train(tmp_path, "num_steps=4", "run_steps=2", before=enter)
+    assert "over 1 x cpu, 1 thread each" in limited
+    assert world_of(tmp_path)["cpu_threads"] == 1
+    assert "cpu_threads is 1 as before" in train(tmp_path, "num_steps=4")
+    assert world_of(tmp_path)["cpu_threads"] == 1

@@ -1,0 +1,156 @@
+"""Threads wait briefly for each other while other programs want the cores, and only then."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers import plain_environment
+
+from pretraining.launch import machine, shared_cores
+from pretraining.launch.shared_cores import find_openmp, leaving_cores_to_others, seconds_waited
+
+
+def test_waiting_is_read_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    assert seconds_waited() == {}  # as on macOS
+    for thread, text in (("7", "10 1500000000 3\n"), ("8", "")):  # the second has just ended
+        (tmp_path / "self" / "task" / thread).mkdir(parents=True)
+        (tmp_path / "self" / "task" / thread / "schedstat").write_text(text)
+    assert seconds_waited() == {"7": 1.5}
+
+
+def test_the_openmp_of_torch_is_found_among_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    assert find_openmp() is None
+    loaded = [
+        "7f0000000000-7f0000001000 r-xp 00000000 fe:00 11   /site/a_package.libs/libgomp-1.so",
+        "7f0000002000-7f0000003000 r-xp 00000000 fe:00 12   /site/torch/lib/libgomp.so.1",
+        "7f0000004000-7f0000005000 rw-p 00000000 00:00 0",
+    ]
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "maps").write_text("\n".join(loaded))
+    opened: list[str] = []
+    monkeypatch.setattr(ctypes, "CDLL", opened.append)
+    find_openmp()
+    assert opened == ["/site/torch/lib/libgomp.so.1"]
+
+
+TEAM = """
+import os, threading, torch
+from pretraining.launch.shared_cores import IdleTeam, find_openmp
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+torch.ones(1_000_000).sum()
+openmp = find_openmp()
+assert openmp is not None
+before = threads()
+team = IdleTeam(openmp, torch.get_num_threads())
+print(threads() - before, torch.get_num_threads())
+team.end()
+torch.ones(1_000_000).sum()
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP comes with torch on Linux")
+def test_with_the_idle_team_there_are_more_threads_than_cpus_and_those_that_compute_stay() -> None:
+    cpus = len(os.sched_getaffinity(0))
+    result = subprocess.run(
+        [sys.executable, "-c", TEAM],
+        env=plain_environment({"OMP_NUM_THREADS": str(cpus)}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    # The team's first thread is Python's, the second one counts; with the `cpus` that compute it is one too many.
+    assert result.stdout.split() == ["2", str(cpus), str(cpus)]
+
+
+class Team:
+    """In place of an idle team: says that it is there, and that it has ended."""
+
+    def __init__(self, openmp: object, threads: int) -> None:
+        events.put("comes")
+
+    def end(self) -> None:
+        events.put("goes")
+
+
+events: queue.Queue[str] = queue.Queue()
+waited = {"7": 0.0}
+
+
+def wait_for_a_core(seconds: float) -> dict[str, float]:
+    """As if a thread had waited that long since the last look."""
+    waited["7"] += seconds
+    events.put("look")
+    return dict(waited)
+
+
+@pytest.fixture
+def contended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of this process waits for a core all the time, and looks are short."""
+    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(60.0))
+    monkeypatch.setattr(shared_cores, "find_openmp", lambda: object())
+    monkeypatch.setattr(shared_cores, "IdleTeam", Team)
+    for name in ("LOOK_SECONDS", "ASLEEP_SECONDS"):
+        monkeypatch.setattr(shared_cores, name, 0.0)
+
+
+def next_events(*wanted: str) -> None:
+    """Waits until these have come, in this order."""
+    for event in wanted:
+        while events.get(timeout=60) != event:
+            pass
+
+
+@pytest.mark.usefixtures("contended")
+def test_a_run_leaves_the_cores_to_others_looks_again_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    with leaving_cores_to_others(lambda: 2, {}):
+        next_events("comes", "goes", "look", "comes")
+    last = [events.get_nowait() for _ in range(events.qsize())]
+    assert [event for event in last if event != "look"][-1:] == ["goes"]  # none is left behind
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("others want these cores, too")
+
+
+@pytest.mark.usefixtures("contended")
+@pytest.mark.parametrize(("waits", "threads"), [(0.0, 2), (60.0, 1)], ids=["quiet cores", "a single thread"])
+def test_threads_stay_awake_where_nobody_else_wants_the_cores_or_there_is_one(
+    waits: float, threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(waits))
+    with leaving_cores_to_others(lambda: threads, {}):
+        next_events(*["look"] * 5)
+    assert "comes" not in [events.get_nowait() for _ in range(events.qsize())] and not caplog.messages
+
+
+@pytest.mark.usefixtures("contended")
+@pytest.mark.parametrize("name", shared_cores.WAITING)
+def test_the_user_decides_how_threads_wait(name: str) -> None:
+    before = threading.active_count()
+    with leaving_cores_to_others(lambda: 2, {name: "1"}):
+        assert threading.active_count() == before
+
+
+@pytest.mark.usefixtures("contended")
+@pytest.mark.parametrize(("name", "found"), [("find_openmp", None), ("seconds_waited", {})])
+def test_nothing_is_watched_where_the_system_does_not_tell(
+    name: str, found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_cores, name, lambda: found)
+    before = threading.active_count()
+    with leaving_cores_to_others(lambda: 2, {}):
+        assert threading.active_count() == before
