@@ -215,7 +215,7 @@ def main() -> None:
         patience=Number(1200, "seconds to wait for other programs, in all"),
         others=Number(5, "percent of the machine that they may use in a turn that counts; 200 = whatever they do"),
     )
-    announce()
+    announce(flags)
     turns = len(LOADS) * len(WAYS) + 2
     print(f"takes     {flags.rounds * turns * (flags.seconds + SETTLING_SECONDS) / 60:.0f} min or more", flush=True)
     quiet = Quiet(flags.patience, flags.others / 100)
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def _print_loads(rounds: int, seconds: float, settings: list[str], quiet: Quiet) -> None:
-    from scripts.benchmark.common import markdown_table
+    from scripts.benchmark.common import print_table
 
     rates: dict[tuple[str, int], list[float]] = {}
     with ExitStack() as stack:
@@ -238,7 +238,7 @@ def _print_loads(rounds: int, seconds: float, settings: list[str], quiet: Quiet)
     baseline = medians["always awake (libgomp's default)", 0]
     print(f"\nshare of the rate that libgomp's default has alone, {baseline:.2f} steps/s; {usable_cores()} cores\n")
     rows = [(way, *(f"{medians[way, load] / baseline:.2f}" for load in LOADS)) for way in WAYS]
-    print(markdown_table(("busy loops", *map(str, LOADS)), rows), flush=True)
+    print_table(("busy loops", *map(str, LOADS)), rows)
 
 
 def _print_quota(rounds: int, seconds: float, settings: list[str], quiet: Quiet) -> None:
