@@ -206,7 +206,7 @@ def _process_seconds(processes: tuple[int, ...]) -> float:
 
 
 def main() -> None:
-    from scripts.benchmark.common import Number, announce, parse
+    from scripts.benchmark.common import Number, announce, announce_rest, parse, read_settings
 
     flags, settings = parse(
         "Tokens/s beside other programs.",
@@ -215,9 +215,10 @@ def main() -> None:
         patience=Number(1200, "seconds to wait for other programs, in all"),
         others=Number(5, "percent of the machine that they may use in a turn that counts; 200 = whatever they do"),
     )
+    read_settings([*DEMO, *settings])
     announce(flags)
     turns = len(LOADS) * len(WAYS) + 2
-    print(f"takes     {flags.rounds * turns * (flags.seconds + SETTLING_SECONDS) / 60:.0f} min or more", flush=True)
+    announce_rest(flags.rounds * turns * (flags.seconds + SETTLING_SECONDS))  # and what it waits for other programs
     quiet = Quiet(flags.patience, flags.others / 100)
     _print_loads(flags.rounds, flags.seconds, settings, quiet)
     _print_quota(flags.rounds, flags.seconds, settings, quiet)
