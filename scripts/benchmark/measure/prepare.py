@@ -23,10 +23,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 
 import pyarrow as pa
@@ -56,13 +56,10 @@ def main() -> None:
     announce(flags)
     modules = [file.path.read_text(encoding="utf-8") for file in standard_library_files()]
     tokenizer = compare_training(modules, flags.vocabulary)
-    pieces = list(_pieces(modules if flags.text is None else _sources(flags.text)))
-    count = round(flags.megabytes * 1e6 / statistics.mean(map(len, pieces)))
-    documents = list(islice(pieces if flags.text else cycle(pieces), count))
-    print(
-        f"\ntext      {len(documents):,} documents, {sum(map(len, documents)) / 1e6:,.1f} million characters",
-        flush=True,
-    )
+    texts = cycle(modules) if flags.text is None else _sources(Path(flags.text))
+    documents = list(_documents(texts, round(flags.megabytes * 1e6)))
+    characters = sum(map(len, documents)) / 1e6
+    print(f"\ntext      {len(documents):,} documents, {characters:,.1f} million characters", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         root = Path(folder)
         tokenizer.save(root)
@@ -154,15 +151,25 @@ def _preparing(text: Path, root: Path) -> Callable[[int, int], int]:
     return run_once
 
 
-def _pieces(texts: Sequence[str]) -> Iterator[str]:
+def _documents(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts cut into documents, up to so many characters in all."""
     for text in texts:
-        yield from (text[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(text), DOCUMENT_CHARACTERS))
+        for at in range(0, len(text), DOCUMENT_CHARACTERS):
+            document = text[at : at + DOCUMENT_CHARACTERS]
+            yield document
+            characters -= len(document)
+            if characters <= 0:
+                return
 
 
-def _sources(folder: str) -> list[str]:
-    """The Python sources below a folder that are UTF-8, each text once."""
-    texts = (path.read_bytes().decode("utf-8", "ignore") for path in sorted(Path(folder).rglob("*.py")))
-    return list(dict.fromkeys(texts))
+def _sources(folder: Path) -> Iterator[str]:
+    """The Python sources below a folder, each text once."""
+    seen: set[str] = set()
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_bytes().decode("utf-8", "ignore")
+        if text not in seen:
+            seen.add(text)
+            yield text
 
 
 @contextmanager

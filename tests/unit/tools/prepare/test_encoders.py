@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_a_tokenizer_that_fastokens_does_not_take_is_left_to_the_library_with_a_
     (line,) = [line for line in caplog.messages if "fastokens" in line]
     assert line.startswith("fastokens does not take this tokenizer (") and "tokenizers library encodes" in line
     assert encode(tokenizer, "tokenizers", ["Document stop"]) == [[1, 2]]
+
+
+def test_fastokens_starts_no_threads_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTOKENS_BPE_THREADS", raising=False)
+    for wanted, used in ((None, "1"), ("3", "3")):
+        if wanted is not None:
+            monkeypatch.setenv("FASTOKENS_BPE_THREADS", wanted)
+        encoders._load_fastokens.cache_clear()
+        encode(GPT2_LIKE, "fastokens", ["text"])
+        assert os.environ["FASTOKENS_BPE_THREADS"] == used
 
 
 @pytest.fixture
