@@ -113,11 +113,14 @@ def test_what_fails_is_named_and_the_next_command_goes_on(
     assert "races: 1 of 3 commands ended well" in out
 
 
-def test_a_command_that_is_killed_is_named_so(modules: Path, tmp_path: Path) -> None:
-    (modules / "dies.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+@pytest.mark.parametrize(
+    ("name", "failure"), [("SIGKILL", "it was killed, for memory perhaps"), ("SIGSEGV", "it was ended by SIGSEGV")]
+)
+def test_a_command_that_a_signal_has_ended_is_named_so(name: str, failure: str, modules: Path, tmp_path: Path) -> None:
+    (modules / "dies.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
     assert run_part("races", [Task(100, "dies")], tmp_path, FINE) == 1
-    assert "**Ended early** after" in (tmp_path / "races.md").read_text()
-    assert json.loads((tmp_path / "races.jsonl").read_text())["failure"] == "it was killed, for memory perhaps"
+    assert json.loads((tmp_path / "races.jsonl").read_text())["failure"] == failure
+    assert f"s: {failure}" in (tmp_path / "races.md").read_text()
 
 
 def test_a_gpu_that_does_not_answer_is_named(
