@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -205,10 +206,13 @@ def _run(task: Task, log: Path, results: Path) -> tuple[Outcome, str]:
     seconds = time.perf_counter() - began
     printed = log.read_bytes()[before:].decode(errors="replace")
     failure = None
-    if done.returncode in (124, 137):
-        failure = (
-            f"it ran past its {task.seconds} s" if seconds >= task.seconds else "it was killed, for memory perhaps"
-        )
+    killed = done.returncode in (137, -signal.SIGKILL)  # `timeout` ends as its command did
+    if done.returncode == 124 or (killed and seconds >= task.seconds):
+        failure = f"it ran past its {task.seconds} s"
+    elif killed:
+        failure = "it was killed, for memory perhaps"
+    elif done.returncode < 0:
+        failure = f"it was ended by {signal.Signals(-done.returncode).name}"
     elif done.returncode:
         failure = reason_of_failure(printed)
     said = next((line for line in reversed(printed.splitlines()) if line.strip()), "")

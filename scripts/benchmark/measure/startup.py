@@ -25,6 +25,16 @@ DEMO = ("recipe=demo", "tracker=tensorboard", "progress=plain")
 STARTED = "BENCHMARK_STARTED"
 """Variable that tells the measured process when it was started, in seconds since the epoch."""
 
+# Functions of `pretraining.train`, the phase that each begins, and the one that it ends with.
+MARKED = (
+    ("rollback.build_run", "rest", None),
+    ("build.choose_start_point", "find", "rest"),
+    ("build.open_data", "data", "rest"),
+    ("build.build_model", "model", "rest"),
+    ("build.initialize_parameters", "model", "rest"),
+    ("restore.load", "load", "rest"),
+    ("rollback.train_loop", "step", None),
+)
 PHASES = {
     "python": "interpreter, settings",
     "torch": "import torch",
@@ -85,13 +95,10 @@ def measured_run(settings: list[str]) -> None:
         print(json.dumps(seconds), flush=True)
         raise SystemExit  # an error ends the loop without a checkpoint
 
-    during(rollback, "build_run", "rest", None)
-    during(build, "choose_start_point", "find", "rest")
-    during(build, "open_data", "data", "rest")
-    during(build, "build_model", "model", "rest")
-    during(build, "initialize_weights", "model", "rest")
-    during(restore, "load", "load", "rest")
-    during(rollback, "train_loop", "step", None)
+    modules = {"build": build, "restore": restore, "rollback": rollback}
+    for name, phase, then in MARKED:
+        module, _, function_name = name.partition(".")
+        during(modules[module], function_name, phase, then)
     loop.train_step = only_step  # type: ignore[assignment]
     mark("join")
     train_command(settings, {})

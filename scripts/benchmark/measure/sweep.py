@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table(*combinations[0].settings, *MEASURED)
     for number, combination in in_turn(list(itertools.product(range(1, flags.rounds + 1), combinations))):
         if combination.failure is None:
-            _take_turn(combination, same, flags.processes, flags.steps)
+            take_turn(combination, same, flags.processes, flags.steps)
         print(f"round {number}  {_name(combination)}: {combination.failure or combination.row()[-6]}", flush=True)
         if number == flags.rounds:
             table.add(*combination.row())
@@ -160,7 +160,7 @@ def _refuse_if_none_is_possible(combinations: Sequence[Combination], same: Seque
         sys.exit(f"error: {problems[0]}")
 
 
-def _take_turn(combination: Combination, same: Sequence[str], processes: int, steps: int) -> None:
+def take_turn(combination: Combination, same: Sequence[str], processes: int, steps: int) -> None:
     """Runs a combination once, and notes its reports or why there are none."""
     launcher = [] if processes == 1 else ["scripts/torchrun.py", "--standalone", f"--nproc-per-node={processes}"]
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import re
@@ -15,6 +16,7 @@ from helpers import ROOT
 
 from scripts.benchmark import common
 from scripts.benchmark.common import Number, Table, announce_rest, flag_parser, in_turn, parse_with_settings
+from scripts.benchmark.measure.startup import MARKED
 
 FOLDER = ROOT / "scripts" / "benchmark"
 BENCHMARKS = sorted(
@@ -127,6 +129,12 @@ def test_a_benchmarks_own_choice_is_known_in_every_form(form: str, capsys: pytes
     with pytest.raises(SystemExit):
         parse_with_settings(flag_parser("Something."), arguments=[form])
     assert "--num_steps is the benchmark's own choice: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in MARKED])
+def test_what_the_start_is_divided_by_exists(name: str) -> None:
+    module, _, function = name.partition(".")
+    assert callable(getattr(importlib.import_module(f"pretraining.train.{module}"), function))
 
 
 # How long it takes

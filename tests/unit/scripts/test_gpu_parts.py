@@ -13,6 +13,7 @@ import pytest
 from benchmark_starts import pretend_a_gpu, start
 from helpers import ROOT, plain_environment
 
+from scripts.benchmark import gpu_parts
 from scripts.benchmark.gpu_parts import PART_SECONDS, PARTS, Task, listing, main, reason_of_failure, run_part
 
 TASKS = [task for tasks in PARTS.values() for task in tasks]
@@ -110,6 +111,24 @@ def test_what_fails_is_named_and_the_next_command_goes_on(
     out = capsys.readouterr().out
     assert "races 2/3  timeout --kill-after=10 1 python -m hangs" in out
     assert "races: 1 of 3 commands ended well" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"), [("SIGKILL", "it was killed, for memory perhaps"), ("SIGSEGV", "it was ended by SIGSEGV")]
+)
+def test_a_command_that_a_signal_has_ended_is_named_so(name: str, failure: str, modules: Path, tmp_path: Path) -> None:
+    (modules / "dies.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
+    assert run_part("races", [Task(100, "dies")], tmp_path, FINE) == 1
+    assert json.loads((tmp_path / "races.jsonl").read_text())["failure"] == failure
+    assert f"s: {failure}" in (tmp_path / "races.md").read_text()
+
+
+def test_a_gpu_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_parts, "PREFLIGHT_SECONDS", 1)
+    assert run_part("races", [], tmp_path / "out", "while True: pass") == 1
+    assert "the GPU, or the import of the project, did not answer within 1 s" in capsys.readouterr().err
 
 
 def test_a_part_that_ended_well_says_so_and_begins_with_empty_files(modules: Path, tmp_path: Path) -> None:

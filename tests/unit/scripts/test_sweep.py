@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 from helpers import ROOT, plain_environment
+
+from scripts.benchmark.measure.sweep import Combination, take_turn
 
 SWEEP = [sys.executable, "-m", "scripts.benchmark.measure.sweep"]
 SMALL = ("--model_variant=tiny", "--hidden_size=32", "--num_attention_heads=4", "--intermediate_size=64")
@@ -41,3 +47,19 @@ def test_what_is_no_sweep_is_refused() -> None:
     ):
         done = sweep(*flags)
         assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_sweep_that_is_ended_ends_its_job_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is in a session of its own: nothing else would end it."""
+    real, started = subprocess.Popen, []
+
+    def endless(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real([sys.executable, "-c", "while True: pass"], start_new_session=True))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", endless)
+    monkeypatch.setattr(time, "sleep", lambda seconds: sys.exit(143))  # as the handler of SIGTERM does
+    with pytest.raises(SystemExit):
+        take_turn(Combination({"batch_size": "1"}), [], processes=1, steps=10)
+    [job] = started
+    assert job.returncode == -signal.SIGKILL
