@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log_to_terminal(layout.rank if layout else 0)
     try:
         _check_working_folder()
-        import fire  # here, as in other places: `--help` needs it not, and answers at once
+        import fire  # here: `--help` does without, and answers at once
 
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
     except BrokenPipeError:
