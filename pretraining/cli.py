@@ -8,6 +8,7 @@ what the file system says about a path; other exceptions keep their traceback.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import time
@@ -33,11 +34,13 @@ from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
-from pretraining.launch.cpu_threads import set_threads
+from pretraining.launch.cpu_threads import set_threads, torch_is_imported
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
 from pretraining.launch.terminal import log_to_terminal, outlive_readers
+
+log = logging.getLogger(__name__)
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -47,6 +50,8 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     end_with_launcher()
     config = load_train_config(overrides, flags)
     layout = resolve_layout(os.environ)
+    if torch_is_imported():
+        log.info("torch is imported already: it keeps its number of threads")
     threads = set_threads(config.run.cpu_threads, layout)
     with leave_at_interrupt(_interrupted("train")):  # torch is imported only when there is something to train
         from pretraining.train.preemption import stop_requests
@@ -201,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log_to_terminal(layout.rank if layout else 0)
     try:
         _check_working_folder()
-        import fire  # here, as in other places: `--help` needs it not, and answers at once
+        import fire  # here: `--help` does without, and answers at once
 
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
     except BrokenPipeError:

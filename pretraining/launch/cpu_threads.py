@@ -11,7 +11,6 @@ each other changes no sum, and follows the load (shared_cores.py).
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -19,8 +18,6 @@ from dataclasses import dataclass
 
 from pretraining.launch.layout import ProcessLayout, read_text
 from pretraining.launch.machine import allowed_cpus, cpu_quota, is_bound_by_parent, physical_cores
-
-log = logging.getLogger(__name__)
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -43,17 +40,23 @@ def set_threads(
 ) -> CpuThreads:
     """Has this process compute with as many threads as it should; called before torch is imported, which reads it.
 
+    Afterwards it changes nothing.
+
     Args:
         wanted: by the user; None = decide.
     """
     fitting = cores_of_process(layout, environ)
     is_chosen = wanted is None and not _is_given(layout, environ)
-    if "torch" in sys.modules:  # as in a notebook, whose user may have told torch already
-        log.info("torch is imported already: it keeps its number of threads")
+    if torch_is_imported():
         return CpuThreads(fitting, is_chosen=False)
     if wanted is not None or is_chosen:
         environ[THREADS] = str(wanted or fitting)
     return CpuThreads(fitting, is_chosen)
+
+
+def torch_is_imported() -> bool:
+    """Whether torch has read how many threads it has, as in a notebook, whose user may have told it another number."""
+    return "torch" in sys.modules
 
 
 def cores_of_process(layout: ProcessLayout, environ: Mapping[str, str] = os.environ) -> int:

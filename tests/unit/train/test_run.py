@@ -35,6 +35,7 @@ def test_a_run_says_what_it_trains_and_where_everything_is(tmp_path: Path, capsy
     out = capsys.readouterr().out
     for part in (
         f"float32, fsdp over 1 x cpu, {torch.get_num_threads()} thread",
+        "torch is imported already: it keeps its number of threads",
         "4 steps, 256 tokens",
         "a token = 6 x 29,696 matmul parameters + 6 x 3 layers x 32 x 32",
         "no MFU: the peak of a cpu is not known",
