@@ -24,6 +24,7 @@ NEEDED = (
     *(
         "annotated-types",
         "tokenizers",
+        "fastokens",
         "safetensors",
         "pyyaml",
         "rich",
