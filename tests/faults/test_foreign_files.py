@@ -388,7 +388,7 @@ def test_row_41_a_manifest_of_such_a_model_is_damaged(good: Path, capsys: pytest
     (path / MANIFEST).write_text(json.dumps(manifest.document()))
     with pytest.raises(SystemExit):
         main(["verify", str(path)])
-    assert "does not describe a model: num_hidden_layers is 1000000000" in capsys.readouterr().out
+    assert "does not describe a model: num_hidden_layers=1000000000 is no size of a model" in capsys.readouterr().out
 
 
 # Right words

@@ -44,7 +44,7 @@ def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_
     status = status_of(run)
     assert (status["status"], status["starts"]) == ("preempted", first["starts"])
     # Of scancel, in training or in the start after a second limit of a minute; or of a signal ahead of that limit.
-    assert "SIGTERM" in status["reason"] or status["reason"] == "SIGUSR1"
+    assert "SIGTERM" in status["reason"] or "SIGUSR1" in status["reason"]
     assert status["step"] > status["started_at_step"] == first["started_at_step"] > 0
     assert checkpoints_of(run) == {f"step_{status['step']}_ckp.preempt"}
     # A machine that is slow to start meets the limit again before it trains.

@@ -34,6 +34,7 @@ def test_purposes_keep_their_numbers() -> None:
         "HELD_OUT": 4,
         "DUMMY": 5,
         "BINS": 6,
+        "CHECKED_TEXTS": 7,
     }
 
 
