@@ -11,7 +11,7 @@ from pretraining.errors import ConfigError
 from pretraining.progress import Duration, TokenSchedule, resolve_warmup_steps
 
 DECAY_SHARE = Fraction(1, 5)
-"""Of the run, where nothing says how long the decay is: enough for most of the gain (Hägele et al. 2024, section 3)."""
+"""Of the run, where nothing says how long the decay is: enough for most of the gain (Hägele et al. 2024)."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +57,33 @@ def resolve_horizon(
     warmup = 0
     if schedule.schedule != "piecewise_linear":
         warmup = resolve_warmup_steps(schedule.warmup_steps, num_steps, token_schedule, training_tokens)
-    decay = int(DECAY_SHARE * total)
-    if schedule.decay_steps is not None:  # at the end: steps have as many tokens as they have now
-        decay = schedule.decay_steps.part_of(total, token_schedule.tokens_per_step, training_tokens)
-    elif schedule.stable_steps is not None:
-        stable = schedule.stable_steps.part_of(total, token_schedule.tokens_per_step, training_tokens)
-        decay = total - warmup - stable
-    if decay < 0 or (warmup + decay > total and schedule.decay_steps is not None):
-        name, length = ("decay_steps", schedule.decay_steps) if decay >= 0 else ("stable_steps", schedule.stable_steps)
-        steps = decay if decay >= 0 else total - warmup - decay
-        raise ConfigError(
-            f"warm-up ({warmup} steps) and --{name}={length} ({steps} steps) are longer than the {total} steps of the "
-            "run: shorten one, or lengthen --num_steps"
-        )
     return Horizon(
         warmup,
         total,
         schedule.min_lr_ratio,
-        decay_steps=min(decay, total - warmup),
+        decay_steps=_decay_steps(schedule, warmup, total, token_schedule.tokens_per_step, training_tokens),
         decay_shape="linear" if schedule.schedule == "trapezoid" else schedule.decay_shape or "1-sqrt",
         decay_power=schedule.decay_power if schedule.decay_power is not None else 1.0,
         points=_points(schedule, total, token_schedule, training_tokens),
     )
+
+
+def _decay_steps(
+    schedule: ScheduleConfig, warmup: int, total: int, tokens_per_step: int, training_tokens: int | None
+) -> int:
+    """Counts the decay at the end of the run, where steps have as many tokens as they have now."""
+    room = total - warmup
+    name = "stable_steps" if schedule.decay_steps is None else "decay_steps"
+    length = schedule.stable_steps if schedule.decay_steps is None else schedule.decay_steps
+    if length is None:
+        return min(int(DECAY_SHARE * total), room)
+    steps = length.part_of(total, tokens_per_step, training_tokens)
+    if steps > room:
+        raise ConfigError(
+            f"warm-up ({warmup} steps) and --{name}={length} ({steps} steps) are longer than the {total} steps of the "
+            "run: shorten one, or lengthen --num_steps"
+        )
+    return steps if name == "decay_steps" else room - steps
 
 
 def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:

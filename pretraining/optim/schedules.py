@@ -53,7 +53,7 @@ def constant(step: int, peak: float, horizon: Horizon) -> float:
 def warmup_stable_decay(step: int, peak: float, horizon: Horizon) -> float:
     """Linear warm-up, the peak, then `decay_steps` updates down to `min_lr_ratio` of it, in `decay_shape`.
 
-    The phases of Hu et al. (2024, MiniCPM, section 4); with the linear shape a trapezoid (Zhai et al. 2022).
+    The phases of Hu et al. (2024, MiniCPM, section 4); with the linear shape a trapezoid.
     """
     return peak * _warm_up_and_decay(
         step, horizon, horizon.total_steps - 1 - horizon.decay_steps, DECAYS[horizon.decay_shape]

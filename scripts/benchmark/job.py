@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,9 +19,30 @@ import torch
 import torch.distributed as dist
 
 from pretraining.distributed.processes import join_processes
+from scripts.benchmark.common import announce, check_folder
 
 T = TypeVar("T")
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def add_folder_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --folder, where files are measured."""
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="on the disk to be measured (default %(default)s)"
+    )
+
+
+@contextmanager
+def measured_folder(flags: argparse.Namespace) -> Iterator[Path]:
+    """Begins a benchmark in a new folder inside --folder, which is gone afterwards."""
+    check_folder("folder", Path(flags.folder))
+    announce(flags)
+    root = Path(tempfile.mkdtemp(prefix="benchmark-", dir=flags.folder))
+    print(f"folder    {flags.folder}, {file_system_of(root)}", flush=True)
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root)
 
 
 def world_sizes() -> list[int]:

@@ -18,7 +18,6 @@ compared with what was saved.
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -40,8 +39,6 @@ from pretraining.distributed.processes import Processes
 from scripts.benchmark.common import (
     Number,
     Table,
-    announce,
-    check_folder,
     flag_parser,
     in_turn,
     parse_with_settings,
@@ -50,8 +47,9 @@ from scripts.benchmark.common import (
     synchronize,
 )
 from scripts.benchmark.job import (
+    add_folder_flag,
     drop_from_memory,
-    file_system_of,
+    measured_folder,
     memory_for,
     run_job,
     world_sizes,
@@ -127,20 +125,12 @@ class Needs:
 
 def main() -> None:
     parser = flag_parser("Checkpoints beside those of torch's DCP.", rounds=Number(11, "turns of each"))
-    parser.add_argument(
-        "--folder", default=tempfile.gettempdir(), help="on the disk to be measured (default %(default)s)"
-    )
+    add_folder_flag(parser)
     flags, settings = parse_with_settings(parser, OWN)
     config = read_settings([*DEFAULTS, *QUIET, *settings])
-    check_folder("folder", Path(flags.folder))
-    announce(flags)
-    root = Path(tempfile.mkdtemp(prefix="benchmark-", dir=flags.folder))
-    print(f"folder    {flags.folder}, {file_system_of(root)}", flush=True)
-    try:
+    with measured_folder(flags) as root:
         for world_size in world_sizes():
             _compare(root, config, world_size, flags.rounds)
-    finally:
-        shutil.rmtree(root)
 
 
 def _compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -41,8 +40,6 @@ from pretraining.train.build import build_model
 from scripts.benchmark.common import (
     LENGTH,
     Number,
-    announce,
-    check_folder,
     flag_parser,
     in_turn,
     parse_with_settings,
@@ -51,7 +48,7 @@ from scripts.benchmark.common import (
     spread,
     synchronize,
 )
-from scripts.benchmark.job import drop_from_memory, file_system_of, run_job, world_sizes
+from scripts.benchmark.job import add_folder_flag, drop_from_memory, measured_folder, run_job, world_sizes
 from scripts.benchmark.measure import async_saves, resume
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")
@@ -74,23 +71,15 @@ def main() -> None:
         rounds=Number(11, "turns of each kind of save and load"),
         runs=Number(5, "runs of each kind that train and save, and of those killed"),
     )
-    parser.add_argument(
-        "--folder", default=tempfile.gettempdir(), help="on the disk to be measured (default %(default)s)"
-    )
+    add_folder_flag(parser)
     flags, settings = parse_with_settings(parser, OWN)
     settings = [*DEFAULTS, *QUIET, *settings]
     config = read_settings(settings)
-    check_folder("folder", Path(flags.folder))
-    announce(flags)
-    root = Path(tempfile.mkdtemp(prefix="benchmark-", dir=flags.folder))
-    print(f"folder    {flags.folder}, {file_system_of(root)}", flush=True)
-    try:
+    with measured_folder(flags) as root:
         for world_size in world_sizes():
             _compare_with_raw(root, config, world_size, flags.rounds)
         async_saves.compare(root / "training", config, flags.runs)
         resume.measure(root / "killed", settings, flags.runs)
-    finally:
-        shutil.rmtree(root)
 
 
 def _compare_with_raw(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:
