@@ -5,8 +5,8 @@
 Progress is what the main thread gets done (a step, a batch of an evaluation), bytes that the process reads or writes,
 and until the first step, when files are indexed and models compiled, time that it computes. A process without progress
 for the timeout asks how the others are, and waits while one gets on, such as one that writes a long checkpoint. If none
-does, each process prints its stacks and which processes stand out (not alive, or doing something else than the rest),
-and ends with `EXIT_HUNG`. The launcher ends what is left: a process that is stopped cannot end itself.
+does, it tells them, and each prints its stacks and which processes stand out (not alive, or doing something else than
+the rest), and ends with `EXIT_HUNG`. The launcher ends what is left: a process that is stopped cannot end itself.
 
 A watchdog is a Python thread, so it does not see a hang of its own process that holds Python's lock. The others do.
 """
@@ -44,6 +44,7 @@ MOST_NAMED = 16
 STDERR = 2
 PATIENCE_SECONDS = 5.0
 """How long to wait for an answer of the store."""
+_HANG = "hang"
 
 
 def collective_timeout(guard: GuardConfig) -> timedelta:
@@ -97,8 +98,16 @@ class HangDetector:
         if any(rank not in earlier or beat.progress != earlier[rank].progress for rank, beat in now.items()):
             self._seconds, self._earlier = timeout / 2, now  # somebody gets on: wait for them, half a timeout at a time
             return None
-        silent = [rank for rank, beat in now.items() if beat.count == earlier[rank].count]
-        return Hang(self._seconds, now, silent)
+        return Hang(self._seconds, now, _silent(earlier, now))
+
+    def hear_of_hang(self) -> Hang:
+        """Returns what is wrong where another process has found that the job hangs."""
+        now = self._ask()
+        return Hang(self._seconds, now, _silent(self._earlier or {}, now or {}))
+
+
+def _silent(earlier: dict[int, Heartbeat], now: dict[int, Heartbeat]) -> list[int]:
+    return [rank for rank, beat in now.items() if rank in earlier and beat.count == earlier[rank].count]
 
 
 class Watchdog:
@@ -112,7 +121,7 @@ class Watchdog:
         timeouts = [seconds for seconds in (self._timeout, self._first_timeout) if seconds]
         self._period = min([LONGEST_PERIOD_SECONDS, *(seconds / LOOKS_OF_A_TIMEOUT for seconds in timeouts)])
         self._is_on = bool(timeouts)
-        self._stopped, self._ending = threading.Event(), threading.Event()
+        self._stopped, self._ending, self._heard = (threading.Event() for _ in range(3))
         self._heartbeats: Heartbeats | None = None
         self._threads: list[threading.Thread] = []
         self._progress = self._events = self._bytes = 0
@@ -129,7 +138,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._ending.is_set():
+        if self._ending.is_set() or self._heard.is_set():
             threading.Event().wait()  # the main thread lost a process that has ended already: this one is about to, too
         self._stopped.set()
         for thread in self._threads:  # before the store goes that they talk to
@@ -144,6 +153,8 @@ class Watchdog:
             seconds, before = min(now - before, 2 * self._period), now
             timeout = self._timeout if self._processes.activity.warm else self._first_timeout
             hang = detector.look(seconds, self._measure_progress(seconds), timeout)
+            if hang is None and self._heard.is_set():
+                hang = detector.hear_of_hang()
             if hang is not None and not self._stopped.is_set():
                 self._end_process(hang)
 
@@ -154,6 +165,10 @@ class Watchdog:
             activity = self._processes.activity
             try:
                 self._heartbeats.publish(self._progress, activity.step, activity.doing)
+                if self._ending.is_set():
+                    self._heartbeats.tell_of_hang()
+                elif self._heartbeats.is_told_of_hang():
+                    self._heard.set()
             except RuntimeError:  # the store is gone, and with it the process that serves it
                 return
             self._stopped.wait(self._period)
@@ -178,8 +193,9 @@ class Watchdog:
         # Past Python's buffers, whose locks the thread that hangs may hold.
         faulthandler.dump_traceback(STDERR, all_threads=True)
         os.write(STDERR, f"{describe(hang, self._processes)}\n".encode())
-        # When this process ends, the main threads of the others fail, too; they are about to say where they stand.
-        time.sleep(min(3 * self._period, hang.seconds))
+        # When this process ends, the main threads of the others fail, too. Each of the three threads between here and
+        # there (this one's heartbeat, the other's heartbeat and watchdog) has a period to say it first.
+        time.sleep(5 * self._period)
         self._end(EXIT_HUNG)
 
 
@@ -271,6 +287,14 @@ class Heartbeats:
         self._count += 1
         beat = Heartbeat(self._count, progress, step, doing, self._host)
         self._telling.set(str(self._rank), json.dumps(asdict(beat)))
+
+    def tell_of_hang(self) -> None:
+        """Tells all processes that the job hangs; may block as `publish` does."""
+        self._telling.set(_HANG, "")
+
+    def is_told_of_hang(self) -> bool:
+        """Returns whether a process has told of one; may block as `publish` does."""
+        return bool(self._telling.check([_HANG]))
 
     def of_others(self) -> dict[int, Heartbeat] | None:
         """Returns the newest heartbeat of each other process that gave one; None where the store does not answer."""

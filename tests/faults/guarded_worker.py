@@ -136,7 +136,7 @@ def slow_forward(job: Run, rank: int) -> None:
     log_to_terminal(rank)
     stragglers.PERIOD_SECONDS = 0.01
     if rank == 1:
-        job.context.model.module.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
+        job.context.model.module.register_forward_pre_hook(lambda module, inputs: time.sleep(0.1))
 
 
 def die_while_reading(job: Run, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -19,14 +20,15 @@ def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_
             *("sbatch", "--parsable", "--nodes=1", "--gpus-per-node=0", "--time=1", "--signal=USR1@30"),
             *(f"--output={output}", "scripts/train.slurm"),
             *("--use_dummy_dataset=true", "--model_variant=tiny", "--num_hidden_layers=1", "--vocab_size=256"),
-            *("--seq_length=32", "--batch_size=1", "--num_steps=1000000", "--tracker=none", f"--ckpt_save_path={run}"),
+            *("--seq_length=32", "--batch_size=1", "--num_steps=1000000", "--tracker=none", "--report_interval=10"),
+            f"--ckpt_save_path={run}",
         ],
         {"VIRTUAL_ENV": sys.prefix, "NPROC": "2"},
     ).stdout.strip()
 
     def has_gone_on() -> bool:
         text = output.read_text() if output.exists() else ""
-        return "loss" in text.partition("ckp.preempt, step")[2]
+        return re.search(r"^step [\d,]+/.* loss ", text.partition("ckp.preempt, step")[2], re.MULTILINE) is not None
 
     try:
         slurm.wait_until(has_gone_on, "the job has gone on", 150)
@@ -42,10 +44,9 @@ def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_
     assert f"start       from {run}/checkpoints/step_{first['started_at_step']}_ckp.preempt" in text
     # The cancelled job has saved, too, but stays ended.
     status = status_of(run)
-    assert (status["status"], status["starts"]) == ("preempted", first["starts"])
-    # Of scancel, in training or in the start after a second limit of a minute; or of a signal ahead of that limit.
+    assert status["status"] == "preempted"
+    # Of scancel, in training or, on a machine that is slow, in the start after a second limit of a minute.
     assert "SIGTERM" in status["reason"] or "SIGUSR1" in status["reason"]
-    assert status["step"] > status["started_at_step"] == first["started_at_step"] > 0
+    assert status["step"] > first["started_at_step"] > 0
     assert checkpoints_of(run) == {f"step_{status['step']}_ckp.preempt"}
-    # A machine that is slow to start meets the limit again before it trains.
     assert text.count("queued again") >= first["starts"] - 1 >= 1

@@ -14,7 +14,7 @@ def test_the_slow_rank_is_named_with_its_factor(tmp_path: Path, capsys: pytest.C
     data = write_two_datasets(tmp_path / "data")
     strategies = ("fsdp", "ddp")
     runs = [
-        ["num_steps=50", "report_interval=50", f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path / strategy}"]
+        ["num_steps=30", "report_interval=30", f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path / strategy}"]
         for strategy in strategies
     ]
     train_with_faults(2, data, [("slow_forward", run) for run in runs])
@@ -23,4 +23,4 @@ def test_the_slow_rank_is_named_with_its_factor(tmp_path: Path, capsys: pytest.C
     for line in lines:
         match = re.search(r"straggler: rank 1 on \S+: [\d.]+ s of own work a step,.* ([\d.]+) times", line)
         assert match, line
-        assert float(match[1]) > 1.5
+        assert float(match[1]) >= 1.5

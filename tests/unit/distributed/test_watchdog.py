@@ -87,6 +87,15 @@ def test_a_process_that_is_not_heard_from_is_the_one() -> None:
     assert answers.asked == 2
 
 
+def test_what_another_has_found_is_a_hang_here_too_with_those_known_to_be_silent() -> None:
+    answers = Answers({1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3), 2: beat(count=9)})
+    detector = HangDetector(3, answers)
+    assert look(detector, 7) is None
+    hang = detector.hear_of_hang()
+    assert (hang.seconds, hang.silent) == (6.0, [1])
+    assert HangDetector(3, Answers(None)).hear_of_hang() == Hang(0.0, None, [])
+
+
 def test_one_that_gets_on_is_waited_for_as_long_as_it_does() -> None:
     """As in a long save, which one process writes and all others wait for."""
     getting_on = [{1: beat(count, progress=count)} for count in range(1, 20)]
@@ -168,6 +177,27 @@ def test_a_process_that_hangs_is_ended_with_its_stacks(
     text = capfd.readouterr().err
     assert "test_a_process_that_hangs_is_ended_with_its_stacks" in text  # where the main thread is
     assert "error: rank 0: the job hangs" in text
+
+
+def test_one_that_finds_a_hang_tells_the_others_which_end_with_it(
+    single_process: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not as lost connections, in the order in which processes end."""
+    monkeypatch.setattr(watchdog_module, "_bytes_moved", lambda: 0)
+    ended = {0: threading.Event(), 1: threading.Event()}
+    patient = replace(GUARD, hang_timeout=seconds(1e6), first_step_timeout=seconds(1e6))
+    monkeypatch.setattr(watchdog_module, "LONGEST_PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog_module, "COMPUTING_SHARE", 1e9)  # of the threads of this test
+    made = {0: Watchdog(GUARD, processes(2, 0), lambda code: ended[0].set())}
+    made[1] = Watchdog(patient, processes(2, 1), lambda code: ended[1].set())
+    with made[1], made[0]:
+        assert ended[1].wait(60)
+        made[0]._stopped.set()
+        made[1]._stopped.set()
+        for watchdog in made.values():
+            watchdog._ending.clear()
+            watchdog._heard.clear()
+    assert "error: rank 1: the job hangs" in capfd.readouterr().err
 
 
 def test_its_threads_have_ended_before_what_comes_after_it(single_process: None) -> None:
