@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.training import PER_OPERATION, TrainConfig, checkpointed_blocks
+from pretraining.config.training import PER_OPERATION, OptimizerConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape, block_parameters, parameter_count
 
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer sees it, and of its gradient: float32."""
-UNKNOWN_STATE_BYTES = 8
-"""What an optimizer of the user's own is taken to keep for a parameter: as much as AdamW."""
+STATE_BYTES = 4
+"""Bytes of what an optimizer keeps for a parameter, each time: float32."""
 RUNTIME_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Programs, and on a GPU the context, kernels and the buffers of communication; about what an idle process holds."""
 LOGITS_AT_ONCE = 2**28
@@ -71,17 +71,25 @@ def estimate_memory(
         device_type: "cpu" or "cuda".
     """
     own = -(-parameter_count(shape) // shard_size)
-    entry = OPTIMIZERS.get(config.optimizer.optimizer)
-    state_bytes = UNKNOWN_STATE_BYTES if entry is None else entry.state_bytes
     return MemoryEstimate(
         parameters=MASTER_BYTES * own,
         gradients=MASTER_BYTES * own,
-        optimizer_state=state_bytes * own,
+        optimizer_state=-(-optimizer_state_bytes(config.optimizer, shape) // shard_size),
         gathered=_gathered_bytes(config, shape, shard_size, compute_bytes),
         activations=_activation_bytes(config, shape, compute_bytes, device_type),
         loss=_loss_bytes(config, shape, compute_bytes, device_type),
         runtime=RUNTIME_BYTES[device_type],
     )
+
+
+def optimizer_state_bytes(optimizer: OptimizerConfig, shape: LlamaShape) -> int:
+    """Bytes that an optimizer keeps for a whole model; for one of the user's own, as many as AdamW."""
+    if optimizer.optimizer not in OPTIMIZERS:
+        optimizer = OptimizerConfig()
+    matrices = shape.num_hidden_layers * (block_parameters(shape) - 2 * shape.hidden_size)  # without the norms
+    rest = parameter_count(shape) - matrices
+    of_matrices, of_rest = (len(optimizer.moments(in_matrix=in_matrix)) for in_matrix in (True, False))
+    return STATE_BYTES * (matrices * of_matrices + rest * of_rest)
 
 
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:

@@ -17,16 +17,19 @@ import torch
 from pretraining.checkpoint.headers import StoredChunk, extent
 from pretraining.checkpoint.manifest import FULL_FILES, OPTIMIZER_PREFIX, Manifest, shape_of
 from pretraining.checkpoint.writer import Chunk
+from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import settings_in
+from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
 from pretraining.model.hf import parameter_shapes
+from pretraining.optim.optimizer import is_hidden_matrix
 
 Stored = Mapping[str, Sequence[StoredChunk]]
 """The chunks of each tensor, by name."""
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_COUNT = "step"
-"""What AdamW keeps; another optimizer may keep tensors of any shape."""
+_MOMENTS = frozenset(name for entry in OPTIMIZERS.values() for name in entry.moments)
+_NUMBERS = ("step", "mu_product")
+"""What optimizers that ship keep for a parameter: tensors of its shape, and numbers; others may keep other shapes."""
 
 
 def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 0, world_size: int = 1) -> list[str]:
@@ -40,7 +43,7 @@ def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 
         CheckpointError: the manifest describes no model.
     """
     parameters = {name: tuple(size) for name, size in parameter_shapes(shape_of(manifest)).items()}
-    faults = list(_missing(folder, stored, parameters, _keeps_moments(manifest))) if rank == 0 else []
+    faults = list(_missing(folder, stored, parameters, _optimizer_of(manifest))) if rank == 0 else []
     for name in sorted(stored)[rank::world_size]:
         fault = _fault_of(name, stored[name], parameters)
         if fault is not None:
@@ -49,21 +52,26 @@ def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 
     return faults
 
 
-def _keeps_moments(manifest: Manifest) -> bool:
-    """Whether a checkpoint has to hold something of the optimizer for each parameter; a user's own may keep less."""
+def _optimizer_of(manifest: Manifest) -> OptimizerConfig | None:
+    """The optimizer whose state a checkpoint holds; None where that is not known, as of a user's own."""
     try:
-        return bool(manifest.data) and settings_in(manifest.config, "config").optimizer.optimizer == "adamw"
+        optimizer = settings_in(manifest.config, "config").optimizer if manifest.data else None
     except ConfigError:
-        return False  # of a version with other settings
+        return None  # of a version with other settings
+    return optimizer if optimizer is not None and optimizer.optimizer in OPTIMIZERS else None
 
 
-def _missing(folder: Path, stored: Stored, parameters: Mapping[str, object], has_state: bool) -> Iterator[str]:
-    kept = {_split(name)[1] for name in stored if name.startswith(OPTIMIZER_PREFIX)}
+def _missing(
+    folder: Path, stored: Stored, parameters: Mapping[str, tuple[int, ...]], optimizer: OptimizerConfig | None
+) -> Iterator[str]:
     for name in parameters:
         if name not in stored:
             yield f"{folder} lacks {name}"
-    for name in parameters if has_state else ():
-        if name not in kept:
+    if optimizer is None:
+        return
+    for name, shape in parameters.items():
+        moments = optimizer.moments(in_matrix=is_hidden_matrix(name, len(shape)))
+        if any(f"{OPTIMIZER_PREFIX}{moment}.{name}" not in stored for moment in moments):
             yield f"{folder} lacks the optimizer's state of {name}"
 
 
@@ -86,13 +94,13 @@ def _fault_of(name: str, chunks: Sequence[StoredChunk], parameters: Mapping[str,
     (dtype,) = dtypes
     if key is None and not (dtype == torch.float32 or (is_full and dtype.is_floating_point)):
         return f"{name} is of type {dtype}, not torch.float32"
-    if key in (*_MOMENTS, _COUNT) and not dtype.is_floating_point:
+    if key in (*_MOMENTS, *_NUMBERS) and not dtype.is_floating_point:
         return f"{name} is of type {dtype}, not of floating-point numbers"
     shape = parameters[owner]
-    if key == _COUNT:
+    if key in _NUMBERS:
         shape = ()
     dims = {len(chunk.chunk.sizes) for chunk in chunks}
-    if key not in (None, *_MOMENTS, _COUNT) and len(dims) == 1:
+    if key not in (None, *_MOMENTS, *_NUMBERS) and len(dims) == 1:
         shape = extent(chunk.chunk for chunk in chunks)  # of a user's own optimizer
     if dims != {len(shape)}:
         held = extent(chunk.chunk for chunk in chunks if len(chunk.chunk.sizes) != len(shape))

@@ -1,7 +1,8 @@
 """The unsharded form of a checkpoint: four files of torch.save, tensors and plain values only.
 
     model_state_dict.pt    name -> weight, names as in Hugging Face; `load_state_dict` of a Llama takes it
-    optim_state_dict.pt    "state": name -> {step, exp_avg, exp_avg_sq}, "param_groups": names and settings
+    optim_state_dict.pt    "state": name -> {step, exp_avg, exp_avg_sq}, or what another optimizer keeps;
+                           "param_groups": names and settings
     lr_state_dict.pt       settings of the learning rate and the step; it is a function of these
     iter_state_dict.pt     epoch, segment, its start and end, best loss; step, tokens, losses, position in the data
 
@@ -48,8 +49,8 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.errors import CheckpointError
-from pretraining.model.llama import Llama
-from pretraining.optim.optimizer import parameter_groups
+from pretraining.model.hf import parameter_shapes
+from pretraining.optim.registry import settings_of_groups
 
 # Writing
 
@@ -190,24 +191,14 @@ def _optimizer_state(tensors: Mapping[str, torch.Tensor], shape: LlamaShape, con
     for full_name, tensor in tensors.items():
         key, _, name = full_name.removeprefix(OPTIMIZER_PREFIX).partition(".")
         state.setdefault(name, {})[key] = tensor
-    with torch.device("meta"):
-        model = Llama(shape)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    settings = config.optimizer
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    common = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
-    groups = [
-        {**group, **common, "params": [names[parameter] for parameter in group["params"]]}
-        for group in parameter_groups(dict(model.named_parameters()), settings.weight_decay)
-    ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": settings_of_groups(parameter_shapes(shape), config.optimizer)}
 
 
 def _schedule_state(manifest: Manifest, config: TrainConfig) -> dict[str, Any]:
     warmup = config.schedule.warmup_steps
     return {
         "step": manifest.step,
-        "learning_rate": config.optimizer.learning_rate,
+        "learning_rate": config.optimizer.peak_learning_rate,
         "min_lr_ratio": config.schedule.min_lr_ratio,
         "warmup_steps": None if warmup is None else str(warmup),
         "num_steps": str(config.run.num_steps),

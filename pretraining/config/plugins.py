@@ -29,12 +29,16 @@ class OptimizerEntry:
     Attributes:
         path: of the function that makes it, as `package.module:name`.
         options: the settings of the section `optimizer` that it reads besides learning_rate and weight_decay.
-        state_bytes: what it keeps for each parameter.
+        defaults: what these settings stand for where they are none.
+        moments: what it keeps of a parameter's shape for each parameter; "momentum_buffer" with momentum only.
+        matrix_moments: the same for the matrices of blocks, where that is something else.
     """
 
     path: str
     options: tuple[str, ...]
-    state_bytes: int
+    defaults: Mapping[str, Any]
+    moments: tuple[str, ...]
+    matrix_moments: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,45 @@ class ScheduleEntry:
     options: tuple[str, ...]
 
 
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTUM = ("momentum_buffer",)
 OPTIMIZERS = {
-    "adamw": OptimizerEntry("pretraining.optim.optimizer:adamw", ("adam_beta1", "adam_beta2", "adam_epsilon"), 8)
+    "adamw": OptimizerEntry(
+        "pretraining.optim.adaptive:adamw", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
+    ),
+    "adam": OptimizerEntry(
+        "pretraining.optim.adaptive:adam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.0}, _ADAM_MOMENTS
+    ),
+    "sgd": OptimizerEntry("pretraining.optim.momentum:sgd", (), {"learning_rate": 0.1, "weight_decay": 0.0}, ()),
+    "sgdm": OptimizerEntry(
+        "pretraining.optim.momentum:sgdm",
+        ("momentum", "nesterov"),
+        {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False},
+        _MOMENTUM,
+    ),
+    "normalized_sgdm": OptimizerEntry(
+        "pretraining.optim.momentum:normalized_sgdm",
+        ("momentum",),
+        {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9},
+        _MOMENTUM,
+    ),
+    "nadam": OptimizerEntry(
+        "pretraining.optim.adaptive:nadam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
+    ),
+    "rmsprop": OptimizerEntry(
+        "pretraining.optim.adaptive:rmsprop",
+        ("rms_alpha", "momentum", "adam_epsilon"),
+        {"learning_rate": 3e-4, "weight_decay": 0.0, "rms_alpha": 0.99, "momentum": 0.0},
+        ("square_avg", *_MOMENTUM),
+    ),
+    "muon": OptimizerEntry(
+        "pretraining.optim.muon:muon",
+        ("momentum", "nesterov", "muon_ns_steps", "muon_adam_learning_rate", "muon_adam_weight_decay", *_OF_ADAM),
+        {"learning_rate": 3e-4, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
+        _ADAM_MOMENTS,
+        matrix_moments=_MOMENTUM,
+    ),
 }
 _OF_STABLE_PHASE = ("warmup_steps", "min_lr_ratio", "stable_steps", "decay_steps")
 SCHEDULES = {

@@ -23,6 +23,7 @@ from pretraining.config.training import (
     ALL_BLOCKS,
     PER_OPERATION,
     ModelConfig,
+    OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
     checkpointed_blocks,
@@ -306,12 +307,34 @@ def _points_can_be_read(schedule_points: tuple[str, ...]) -> Problems:
 # Optimizer
 
 
+_OPTIMIZER_OPTIONS = sorted({option for entry in OPTIMIZERS.values() for option in entry.options})
+
+
+@_rule(*_OPTIMIZER_OPTIONS)
+def _the_optimizer_reads_what_is_given(optimizer: str, **options: Any) -> Problems:
+    if optimizer not in OPTIMIZERS:  # what the user's own is told stands in optimizer_options
+        return
+    unchanged = OptimizerConfig()
+    for name, value in options.items():
+        if name not in OPTIMIZERS[optimizer].options and value != getattr(unchanged, name):
+            readers = [other for other, entry in OPTIMIZERS.items() if name in entry.options]
+            yield f"--{name} is for --optimizer={' or '.join(readers)}, and {optimizer} does not read it: leave one out"
+
+
+@_rule()
+def _nesterov_needs_momentum(optimizer: str, momentum: float | None, nesterov: bool | None) -> Problems:
+    chosen = OptimizerConfig(optimizer=optimizer, momentum=momentum, nesterov=nesterov).resolved()
+    if chosen.nesterov and not chosen.momentum:
+        yield f"--nesterov=true looks ahead along the momentum, and --momentum={momentum} has none: change one"
+
+
 @_rule()
 def _options_belong_to_an_optimizer_of_the_users_own(optimizer: str, optimizer_options: tuple[str, ...]) -> Problems:
     if optimizer_options and optimizer in OPTIMIZERS:
+        names = ("learning_rate", "weight_decay", *OPTIMIZERS[optimizer].options)
         yield (
             f"--optimizer_options are for an optimizer of your own, and {optimizer} reads the settings "
-            f"{', '.join(OPTIMIZERS[optimizer].options)}: leave them out"
+            f"{', '.join(names)}: leave them out"
         )
     parse_options("optimizer_options", optimizer_options)
 

@@ -8,7 +8,7 @@ is decided. Rules that look at several settings are in `rules.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from typing import Annotated, Literal
@@ -33,6 +33,7 @@ from pretraining.progress import Duration, parse_number
 Packing = Literal["stream", "greedy", "first_fit", "best_fit"]
 ShardingStrategy = Literal["ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"]
 Float8Scaling = Literal["tensorwise", "rowwise"]
+DecayFactor = Annotated[float, Ge(0), Lt(1)]
 
 # Of `selective_checkpointing`: the forms that are no number of blocks, or all of them.
 ALL_BLOCKS = "1"
@@ -277,17 +278,72 @@ class OptimizerConfig:
     """How gradients become updates."""
 
     optimizer: Annotated[str, OneOfOr(tuple(OPTIMIZERS))] = setting(
-        "adamw", "adamw; or a torch.optim.Optimizer of your own as package.module:Class (docs/extending.md)"
+        "adamw",
+        "adamw, adam, nadam, rmsprop, sgd, sgdm (with momentum), normalized_sgdm (whose updates are all equally long), "
+        "muon (hidden matrices; AdamW for the rest); or a torch.optim.Optimizer of your own as package.module:Class "
+        "(docs/extending.md)",
     )
     optimizer_options: tuple[str, ...] = setting((), "arguments of an optimizer of your own: key=value, comma list")
-    learning_rate: NonNegativeFloat = setting(3e-4, "the peak, reached after warm-up")
-    weight_decay: NonNegativeFloat = setting(0.1, "decoupled; not applied to norms and embeddings")
-    adam_beta1: Annotated[float, Ge(0), Lt(1)] = setting(0.9, "decay of the first moment")
-    adam_beta2: Annotated[float, Ge(0), Lt(1)] = setting(0.95, "decay of the second moment")
-    adam_epsilon: NonNegativeFloat = setting(1e-8, "added to the root of the second moment")
+    learning_rate: NonNegativeFloat | None = setting(
+        None,
+        "the peak, reached after warm-up; none = the optimizer's own: 3e-4, and 0.1 for sgd, sgdm and normalized_sgdm",
+    )
+    weight_decay: NonNegativeFloat | None = setting(
+        None,
+        "not applied to norms and embeddings. Decoupled in adamw, nadam, muon and normalized_sgdm, added to the "
+        "gradient in adam, sgd, sgdm and rmsprop; none = 0.1 for adamw, nadam and muon, 0 for the others",
+    )
+    adam_beta1: DecayFactor = setting(0.9, "of adamw, adam, nadam, muon: decay of the first moment")
+    adam_beta2: DecayFactor = setting(0.95, "of adamw, adam, nadam, muon: decay of the second moment")
+    adam_epsilon: NonNegativeFloat = setting(
+        1e-8, "of adamw, adam, nadam, rmsprop, muon: added to the root of the second moment"
+    )
+    momentum: DecayFactor | None = setting(
+        None, "of sgdm, normalized_sgdm (none = 0.9), rmsprop (none = 0) and muon (none = 0.95): decay of the momentum"
+    )
+    nesterov: bool | None = setting(
+        None, "of sgdm (none = false) and muon (none = true): look one gradient ahead (Nesterov momentum)"
+    )
+    rms_alpha: DecayFactor | None = setting(None, "of rmsprop: decay of the mean of squares; none = 0.99")
+    muon_adam_learning_rate: NonNegativeFloat | None = setting(
+        None, "of muon: the peak for embedding, head and norms, which AdamW updates; none = learning_rate"
+    )
+    muon_adam_weight_decay: NonNegativeFloat | None = setting(
+        None, "of muon: of the head, which AdamW updates; none = weight_decay"
+    )
+    muon_ns_steps: PositiveInt | None = setting(None, "of muon: iterations that make an update orthogonal; none = 5")
     grad_clip_thresh: NonNegativeFloat = setting(
         1.0, "largest norm of the gradient; 0 = no clipping (the norm is reported all the same)"
     )
+
+    def resolved(self) -> OptimizerConfig:
+        """Returns the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
+        own = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
+        return replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """What `learning_rate` stands for."""
+        rate = self.resolved().learning_rate
+        assert rate is not None
+        return rate
+
+    @property
+    def decay(self) -> float:
+        """What `weight_decay` stands for."""
+        decay = self.resolved().weight_decay
+        assert decay is not None
+        return decay
+
+    def moments(self, *, in_matrix: bool) -> tuple[str, ...]:
+        """Returns the names of what an optimizer that ships keeps of a parameter's shape.
+
+        Args:
+            in_matrix: for the matrices of blocks; else for all other parameters.
+        """
+        entry = OPTIMIZERS[self.optimizer]
+        names = entry.moments if entry.matrix_moments is None or not in_matrix else entry.matrix_moments
+        return tuple(name for name in names if name != "momentum_buffer" or self.resolved().momentum)
 
 
 @dataclass(frozen=True)

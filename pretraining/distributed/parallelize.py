@@ -66,11 +66,12 @@ def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype
     dtype = _DTYPES[parallel.mp_dtype]
     wanted = parallel.mixed_precision
     if wanted is None:
-        wanted = _has_units(device, dtype)
+        wanted = has_units(device, dtype)
     return dtype if wanted else torch.float32
 
 
-def _has_units(device: torch.device, dtype: torch.dtype) -> bool:
+def has_units(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device multiplies matrices of this dtype in hardware."""
     if dtype == torch.float16:
         return device.type == "cuda"
     if device.type == "cuda":

@@ -21,7 +21,7 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
 from pretraining.errors import ConfigError, OutOfMemoryError
-from pretraining.estimate import LOGITS_AT_ONCE
+from pretraining.estimate import LOGITS_AT_ONCE, MASTER_BYTES, optimizer_state_bytes
 from pretraining.launch.machine import machine_memory, resident_bytes
 from pretraining.observability.profiler import TRACES
 from pretraining.progress import TrainState
@@ -141,10 +141,11 @@ def _explain(error: Exception, config: TrainConfig, processes: Processes, watch:
         *memory_table(use),
     ]
     if watch.state is None:
-        needed = 4 * 4 * parameter_count(resolve_shape(config.model))
+        shape = resolve_shape(config.model)
+        needed = 2 * MASTER_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
         lines.append(
-            f"Parameters, gradients and AdamW's moments of this model take {format_bytes(needed)} over all ranks that "
-            "share them."
+            f"Parameters, gradients and the optimizer's state of this model take {format_bytes(needed)} over all ranks "
+            "that share them."
         )
     advice = advise(config, use, processes.world_size, watch.shard_size, processes.device)
     lines += ["What would help, by what it saves (estimates):", *(f"  {line}" for line in advice)]

@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW, and how an update is made or skipped.
+"""Parameter groups, and how an update is made or skipped.
 
 A step whose gradient is not finite, or whose loss is a spike, must leave parameters, moments and counters as they are,
 to the bit. An optimizer with `skips_on_device = True` does so itself: it reads `found_inf`, a scalar on the device, and
@@ -37,13 +37,9 @@ def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float
     return [group for group in groups if group["params"]]
 
 
-def adamw(
-    groups: Groups, lr: float, *, adam_beta1: float, adam_beta2: float, adam_epsilon: float
-) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019) with PyTorch's fused kernel, which skips on the device."""
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(adam_beta1, adam_beta2), eps=adam_epsilon, fused=True)
-    optimizer.skips_on_device = True  # type: ignore[attr-defined]
-    return optimizer
+def is_hidden_matrix(name: str, dims: int) -> bool:
+    """Whether a parameter of so many dims is a matrix of a block."""
+    return dims == 2 and ".layers." in name
 
 
 def update(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:

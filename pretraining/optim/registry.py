@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,30 +24,48 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
         ConfigError: a user's own optimizer cannot be made, keeps what no checkpoint can hold, or does not skip updates
             although it says so.
     """
-    groups = parameter_groups(parameters, config.weight_decay)
     if config.optimizer in OPTIMIZERS:
-        optimizer = _make_shipped(groups, config)
+        optimizer = _make_shipped(parameters, config)
     else:
-        optimizer = _make_own(groups, config)
+        optimizer = _make_own(parameters, config)
     for group in optimizer.param_groups:
         group[PEAK] = group["lr"]
     return optimizer
 
 
-def _make_shipped(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+def _make_shipped(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     entry = OPTIMIZERS[config.optimizer]
-    options = {name: getattr(config, name) for name in entry.options}
-    optimizer: torch.optim.Optimizer = load_plugin("optimizer", entry.path)(groups, config.learning_rate, **options)
+    chosen = config.resolved()
+    options = {name: getattr(chosen, name) for name in ("learning_rate", "weight_decay", *entry.options)}
+    optimizer: torch.optim.Optimizer = load_plugin("optimizer", entry.path)(parameters, **options)
     return optimizer
 
 
-def _make_own(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+def settings_of_groups(shapes: Mapping[str, Sequence[int]], config: OptimizerConfig) -> Groups:
+    """Returns the settings of each parameter group, with the names of its parameters, without making any of them.
+
+    Args:
+        shapes: of the parameters, by name.
+        config: of an optimizer that ships; of one of the user's own, what it is called with.
+    """
+    nothing = torch.zeros(())
+    parameters = {name: nn.Parameter(nothing.expand(*shape)) for name, shape in shapes.items()}
+    names = {parameter: name for name, parameter in parameters.items()}
+    if config.optimizer in OPTIMIZERS:
+        groups = _make_shipped(parameters, config).param_groups
+    else:
+        groups = [{**group, "lr": config.peak_learning_rate} for group in parameter_groups(parameters, config.decay)]
+    return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups]
+
+
+def _make_own(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    groups = parameter_groups(parameters, config.decay)
     make = load_plugin("optimizer", config.optimizer)
     options = parse_options("optimizer_options", config.optimizer_options)
 
     def make_over(groups: Groups) -> torch.optim.Optimizer:
         try:
-            made = make(groups, lr=config.learning_rate, **options)
+            made = make(groups, lr=config.peak_learning_rate, **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"--optimizer={config.optimizer} cannot be made: {error}") from error
         if not isinstance(made, torch.optim.Optimizer):
@@ -58,7 +76,7 @@ def _make_own(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 
     optimizer = make_over(groups)
     _check_contract(config.optimizer, make_over)
-    if config.weight_decay and "weight_decay" not in optimizer.defaults:
+    if config.decay and "weight_decay" not in optimizer.defaults:
         log.info("optimizer   %s has no weight_decay: --weight_decay is not used", config.optimizer)
     if not skips_on_device(optimizer):
         log.info(

@@ -12,9 +12,16 @@ import torch
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.start_point import CONFIG_FILE
 from pretraining.config.fields import settings_of
+from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import dump_config, parse_recipe, settings_in
-from pretraining.config.training import PER_OPERATION, ParallelConfig, TrainConfig, checkpointed_blocks
-from pretraining.config.values import Raw
+from pretraining.config.training import (
+    PER_OPERATION,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    checkpointed_blocks,
+)
+from pretraining.config.values import Raw, format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.errors import ConfigError, Preempted
@@ -47,6 +54,7 @@ def announce(plan: RunPlan) -> None:
         _describe_data(plan),
         f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
         f"length      {total_steps} steps, {plan.token_schedule.tokens_at(total_steps):,} tokens",
+        f"optimizer   {_describe_optimizer(config.optimizer)}",
         f"schedule    {describe_schedule(config.schedule, plan.learning_rate.horizon)}",
         *_describe_flops(plan),
         *_describe_start(plan),
@@ -66,6 +74,14 @@ def _describe_data(plan: RunPlan) -> str:
         f"data        {len(data.datasets)} datasets, {data.training_tokens:,} tokens to train on, "
         f"{data.held_out_tokens:,} held out{padded}"
     )
+
+
+def _describe_optimizer(optimizer: OptimizerConfig) -> str:
+    chosen = optimizer.resolved()
+    options = OPTIMIZERS[chosen.optimizer].options if chosen.optimizer in OPTIMIZERS else ()
+    given = {name: getattr(chosen, name) for name in ("learning_rate", "weight_decay", *options)}
+    text = ", ".join(f"{name} {format_value(value)}" for name, value in given.items() if value is not None)
+    return f"{chosen.optimizer}: {text}"
 
 
 def _describe_start(plan: RunPlan) -> Iterator[str]:
@@ -94,9 +110,9 @@ def _describe_new_schedule(plan: RunPlan, manifest: Manifest) -> Iterator[str]:
         old = build_learning_rate(before.schedule, before.run.num_steps, plan.token_schedule, plan.training_tokens)
     except ConfigError:  # a schedule of the user's own that is gone; the lines above name what was given then
         return
-    step, peak, new = plan.state.step, plan.config.optimizer.learning_rate, plan.learning_rate
+    step, peak, new = plan.state.step, plan.config.optimizer.peak_learning_rate, plan.learning_rate
     if (before.schedule, old.horizon) != (plan.config.schedule, new.horizon) and step < plan.state.total_steps:
-        was, now = old.at(step, before.optimizer.learning_rate), new.at(step, peak)
+        was, now = old.at(step, before.optimizer.peak_learning_rate), new.at(step, peak)
         yield (
             f"            learning rate here {now:.3g}, and {was:.3g} before: the rest is that of a run which had the "
             "new schedule all along"
@@ -174,13 +190,19 @@ def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:
     What must not change was refused before. Settings that declare `silent_change` are left out.
     """
     settings = settings_of(TrainConfig)
-    before = {given.section_and_name[1]: given.raw for given in parse_recipe(manifest.config, "before")}
-    lines = []
-    for given in parse_recipe(dump_config(config), "now"):
-        name = given.section_and_name[1]
-        if name in before and before[name] != given.raw and name in settings and not settings[name].silent_change:
-            lines.append(f"{name} was {_shown(before[name])} and is {_shown(given.raw)} from here on")
-    return lines
+    before, now = _texts_of(manifest.config), _texts_of(dump_config(config))
+    return [
+        f"{name} was {_shown(before[name])} and is {_shown(text)} from here on"
+        for name, text in now.items()
+        if name in before and before[name] != text and name in settings and not settings[name].silent_change
+    ]
+
+
+def _texts_of(document: str) -> dict[str, Raw]:
+    """The settings in a configuration, with the optimizer's own in place of none."""
+    texts = {given.section_and_name[1]: given.raw for given in parse_recipe(document, "settings")}
+    chosen = vars(settings_in(document, "settings").optimizer.resolved())
+    return texts | {name: format_value(value) for name, value in chosen.items() if name in texts}
 
 
 def _shown(raw: Raw) -> str:

@@ -19,10 +19,12 @@ from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, make_run_folder
+from pretraining.config.plugins import OPTIMIZERS
+from pretraining.config.recipes import settings_in
 from pretraining.config.training import ParallelConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
-from pretraining.errors import DamagedError
+from pretraining.errors import ConfigError, DamagedError
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
@@ -64,6 +66,7 @@ def restore(
 
     Raises:
         CheckpointError: as `choose_start_point`, or it does not fit.
+        ConfigError: it has the state of another optimizer.
     """
     damaged: dict[Path, str] = {}
     while True:
@@ -108,5 +111,30 @@ def _load(
     wanted = None
     if not start.weights_only:
         materialise_state(optimizer)
-        wanted = optimizer if config.checkpoint.load_optimizer or start.is_own else None
+        wanted = optimizer if _takes_optimizer(start, config) else None
     load(start, tensor_state(parameters, wanted))
+
+
+def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
+    """Whether a run goes on with the state of the optimizer that a checkpoint holds.
+
+    Raises:
+        ConfigError: it is that of another optimizer.
+    """
+    now = config.optimizer
+    try:
+        before = settings_in(start.manifest.config, "config of the checkpoint").optimizer
+    except ConfigError:  # of a version with other settings
+        before = now
+    changes = before.optimizer != now.optimizer or (
+        now.optimizer in OPTIMIZERS and before.moments(in_matrix=True) != now.moments(in_matrix=True)
+    )
+    if changes and config.checkpoint.load_optimizer:
+        was, is_now = before.optimizer, now.optimizer
+        if was == is_now:  # with momentum, or without
+            was, is_now = f"{was} with momentum={before.resolved().momentum:g}", f"momentum={now.resolved().momentum:g}"
+        raise ConfigError(
+            f"{start.path} has the state of --optimizer={was}, which {is_now} cannot go on from. Give the optimizer of "
+            "before, or --load_optimizer=false: parameters and position in the data stay, the optimizer begins anew"
+        )
+    return config.checkpoint.load_optimizer or (start.is_own and not changes)

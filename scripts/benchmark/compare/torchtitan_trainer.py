@@ -126,8 +126,8 @@ def _job(config: TrainConfig) -> JobConfig:
     job.training.steps = int(config.run.num_steps.amount)
     job.training.max_norm = config.optimizer.grad_clip_thresh
     job.training.mixed_precision_param = str(compute_dtype(config.parallel, device())).removeprefix("torch.")
-    job.optimizer.lr = config.optimizer.learning_rate
-    job.optimizer.weight_decay = config.optimizer.weight_decay
+    job.optimizer.lr = config.optimizer.peak_learning_rate
+    job.optimizer.weight_decay = config.optimizer.decay
     job.optimizer.beta1, job.optimizer.beta2 = config.optimizer.adam_beta1, config.optimizer.adam_beta2
     job.optimizer.eps = config.optimizer.adam_epsilon
     job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0

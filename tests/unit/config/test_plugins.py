@@ -59,5 +59,5 @@ def test_options_that_are_none_are_refused(text: str, said: str) -> None:
 
 
 def test_options_of_a_shipped_optimizer_are_settings() -> None:
-    with pytest.raises(ConfigError, match="adamw reads the settings adam_beta1, adam_beta2, adam_epsilon"):
+    with pytest.raises(ConfigError, match="adamw reads the settings learning_rate, weight_decay, adam_beta1, adam_b"):
         load_train_config([*COMMON, "optimizer_options=momentum=0.9"], {})

@@ -82,7 +82,7 @@ def test_while_the_run_is_put_together_it_says_what_the_model_takes(
     dist.destroy_process_group()
     said = capsys.readouterr().err
     assert "out of memory while the run was put together, at pretraining/train/restore.py:" in said
-    assert "Parameters, gradients and AdamW's moments of this model take" in said
+    assert "Parameters, gradients and the optimizer's state of this model take" in said
 
 
 def test_other_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

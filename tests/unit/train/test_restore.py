@@ -169,3 +169,49 @@ def test_a_run_goes_on_with_its_number_of_threads_where_they_fit_and_says_where_
     said = take_threads({"processes": 1, "sharding_strategy": "fsdp", **world}, ParallelConfig(), 1, threads)
     assert torch.get_num_threads() == kept
     assert said == line or (line is not None and said is not None and line in said)
+
+
+def test_another_optimizer_is_refused_unless_its_state_is_left_behind(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(begun, run)
+    with pytest.raises(SystemExit):
+        start(run, "optimizer=sgdm")
+    error = capsys.readouterr().err
+    assert "has the state of --optimizer=adamw, which sgdm cannot go on from" in error
+    assert "--load_optimizer=false" in error
+    changed = ["optimizer=sgdm", "load_optimizer=false", "checkpoint_interval=1"]
+    start(run, *changed, "run_steps=1")
+    said = capsys.readouterr().out
+    assert "optimizer was adamw and is sgdm from here on" in said
+    assert "learning_rate was" not in said  # given, and the same
+    assert "optimizer   sgdm: learning_rate 0.001, weight_decay 0.0, momentum 0.9, nesterov false" in said
+    # The same command again, as a restarted job has it: momentum goes on.
+    start(run, *changed)
+    assert "optimizer was" not in capsys.readouterr().out
+    whole = tmp_path / "whole"
+    shutil.copytree(begun, whole)
+    start(whole, *changed)
+    assert equal(checkpoint(run, 6), checkpoint(whole, 6))
+
+
+def test_state_without_momentum_is_no_start_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    start(run, "optimizer=rmsprop", "run_steps=2")
+    with pytest.raises(SystemExit):
+        start(run, "optimizer=rmsprop", "momentum=0.9")
+    error = capsys.readouterr().err
+    assert "--optimizer=rmsprop with momentum=0, which momentum=0.9 cannot go on from" in error
+    start(run, "optimizer=rmsprop", "momentum=0.9", "load_optimizer=false")
+
+
+def test_what_was_left_to_the_optimizer_and_is_given_now_is_no_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    start(run, "run_steps=1")
+    start(run, "run_steps=1", "weight_decay=0.1")
+    assert "weight_decay was" not in capsys.readouterr().out
+    start(run, "weight_decay=0.2")
+    assert "weight_decay was 0.1 and is 0.2 from here on" in capsys.readouterr().out

@@ -1,0 +1,140 @@
+"""Optimizers that divide by a running mean of squared gradients: AdamW, Adam, NAdam, RMSprop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pretraining.optim.optimizer import parameter_groups
+from pretraining.optim.selecting import SelectingOptimizer
+
+MOMENTUM_DECAY = 4e-3
+"""By how much NAdam's momentum factor grows towards its limit (Dozat, 2016)."""
+
+
+def adamw(
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    adam_beta1: float,
+    adam_beta2: float,
+    adam_epsilon: float,
+) -> torch.optim.Optimizer:
+    """Makes AdamW (Loshchilov and Hutter, 2019) with PyTorch's fused kernel, which skips on the device."""
+    groups = parameter_groups(parameters, weight_decay)
+    return fused_adamw(groups, learning_rate, (adam_beta1, adam_beta2), adam_epsilon)
+
+
+def fused_adamw(
+    groups: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float], epsilon: float
+) -> torch.optim.Optimizer:
+    """Makes AdamW over groups that know their weight decay."""
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+    optimizer.skips_on_device = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+def adam(
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    adam_beta1: float,
+    adam_beta2: float,
+    adam_epsilon: float,
+) -> torch.optim.Optimizer:
+    """Makes Adam (Kingma and Ba, 2015) with PyTorch's fused kernel; weight decay is added to the gradient."""
+    groups, betas = parameter_groups(parameters, weight_decay), (adam_beta1, adam_beta2)
+    optimizer = torch.optim.Adam(groups, lr=learning_rate, betas=betas, eps=adam_epsilon, fused=True)
+    optimizer.skips_on_device = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+class NAdamW(SelectingOptimizer):
+    """Adam with Nesterov momentum by the rule of `torch.optim.NAdam` (Dozat, 2016), with decoupled weight decay.
+
+    All parameters have had the same number of updates: numbers that follow from it are worked out once a group.
+    """
+
+    def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
+        """Updates the parameters of a group that have gradients."""
+        gradients = self.gradients(members)
+        (beta1, beta2), first = group["betas"], gradients[0]
+        means, squares = self.state_of(members, "exp_avg"), self.state_of(members, "exp_avg_sq")
+        steps, products = self.scalars_of(members, "step", 0.0), self.scalars_of(members, "mu_product", 1.0)
+        # A skipped update is worked out for the count that it would have had; nothing of it is kept.
+        step = steps[0] + 1.0
+        torch._foreach_add_(steps, self.factor(2.0, first) - 1.0)
+        now = beta1 * (1.0 - 0.5 * 0.96 ** (step * MOMENTUM_DECAY))
+        following = beta1 * (1.0 - 0.5 * 0.96 ** ((step + 1.0) * MOMENTUM_DECAY))
+        product = products[0] * now
+        torch._foreach_mul_(products, self.factor(now, first))
+
+        torch._foreach_mul_(means, self.factor(beta1, first))
+        torch._foreach_add_(means, gradients, alpha=1.0 - beta1)
+        torch._foreach_mul_(squares, self.factor(beta2, first))
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, (1.0 - beta2**step).sqrt())
+        torch._foreach_add_(roots, group["eps"])
+        updates = list(torch._foreach_mul(means, following / (1.0 - product * following)))
+        torch._foreach_mul_(gradients, (1.0 - now) / (1.0 - product))
+        torch._foreach_add_(updates, gradients)
+        torch._foreach_div_(updates, roots)
+        self.apply(group, members, updates, group["weight_decay"])
+
+
+def nadam(
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    adam_beta1: float,
+    adam_beta2: float,
+    adam_epsilon: float,
+) -> torch.optim.Optimizer:
+    """Makes NAdam with decoupled weight decay."""
+    defaults = {"lr": learning_rate, "betas": (adam_beta1, adam_beta2), "eps": adam_epsilon}
+    return NAdamW(parameter_groups(parameters, weight_decay), defaults)
+
+
+class RMSprop(SelectingOptimizer):
+    """RMSprop by the rule of `torch.optim.RMSprop` (Tieleman and Hinton, 2012); weight decay is added to the gradient.
+
+    With momentum, the gradients divided by their root mean square are added up.
+    """
+
+    def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
+        """Updates the parameters of a group that have gradients."""
+        gradients = self.gradients(members, group["weight_decay"])
+        alpha, momentum = group["alpha"], group["momentum"]
+        squares = self.state_of(members, "square_avg")
+        torch._foreach_mul_(squares, self.factor(alpha, squares[0]))
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - alpha)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_div_(gradients, roots)
+        if momentum:
+            moments = self.state_of(members, "momentum_buffer")
+            torch._foreach_mul_(moments, self.factor(momentum, moments[0]))
+            torch._foreach_add_(moments, self.select(gradients))
+            torch._foreach_copy_(gradients, moments)
+        self.apply(group, members, gradients)
+
+
+def rmsprop(
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    rms_alpha: float,
+    momentum: float,
+    adam_epsilon: float,
+) -> torch.optim.Optimizer:
+    """Makes RMSprop."""
+    defaults = {"lr": learning_rate, "alpha": rms_alpha, "momentum": momentum, "eps": adam_epsilon}
+    return RMSprop(parameter_groups(parameters, weight_decay), defaults)

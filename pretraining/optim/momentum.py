@@ -1,0 +1,87 @@
+"""Stochastic gradient descent: plain, with momentum, and with momentum whose length does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pretraining.distributed.grad_norm import is_sharded
+from pretraining.optim.optimizer import parameter_groups
+from pretraining.optim.selecting import SelectingOptimizer, members_of
+
+
+class SGD(SelectingOptimizer):
+    """Gradient descent by the rule of `torch.optim.SGD`; weight decay is added to the gradient.
+
+    momentum <- momentum factor * momentum + gradient; the update is the momentum, or with `nesterov` what it would be
+    one gradient later.
+    """
+
+    def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
+        """Updates the parameters of a group that have gradients."""
+        gradients = self.gradients(members, group["weight_decay"])
+        momentum = group["momentum"]
+        if momentum:
+            moments = self.state_of(members, "momentum_buffer")
+            torch._foreach_mul_(moments, self.factor(momentum, moments[0]))
+            torch._foreach_add_(moments, gradients)
+            if group["nesterov"]:
+                torch._foreach_add_(gradients, moments, alpha=momentum)
+            else:
+                torch._foreach_copy_(gradients, moments)
+        self.apply(group, members, gradients)
+
+
+class NormalizedSGDM(SelectingOptimizer):
+    """Momentum that is divided by its norm over the whole model (Cutkosky and Mehta, 2020, arXiv:2002.03305).
+
+    Each update has the length `lr`, whatever the gradient's is; weight decay is decoupled.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters, unless the update is to be skipped; a collective call where they are sharded."""
+        groups = [(group, members) for group in self.param_groups if (members := members_of(group))]
+        moments = []
+        for group, members in groups:
+            moments.append(self.state_of(members, "momentum_buffer"))
+            torch._foreach_mul_(moments[-1], self.factor(group["momentum"], moments[-1][0]))
+            torch._foreach_add_(moments[-1], self.gradients(members), alpha=1.0 - group["momentum"])
+        if not groups:
+            return
+        squared = torch.nn.utils.get_total_norm([moment for each in moments for moment in each]).square()
+        parameter = groups[0][1][0]
+        if is_sharded(parameter):
+            dist.all_reduce(squared, group=parameter.device_mesh["shard"].get_group())
+        inverse = squared.sqrt().clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
+        for (group, members), each in zip(groups, moments, strict=True):
+            self.apply(group, members, list(torch._foreach_mul(each, inverse)), group["weight_decay"])
+
+
+def sgd(parameters: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Makes plain gradient descent, which keeps nothing."""
+    return sgdm(parameters, learning_rate, weight_decay, momentum=0.0, nesterov=False)
+
+
+def sgdm(
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> torch.optim.Optimizer:
+    """Makes gradient descent with momentum."""
+    groups = parameter_groups(parameters, weight_decay)
+    return SGD(groups, {"lr": learning_rate, "momentum": momentum, "nesterov": nesterov})
+
+
+def normalized_sgdm(
+    parameters: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float, *, momentum: float
+) -> torch.optim.Optimizer:
+    """Makes gradient descent whose updates are all equally long."""
+    return NormalizedSGDM(parameter_groups(parameters, weight_decay), {"lr": learning_rate, "momentum": momentum})

@@ -1,0 +1,281 @@
+"""Muon: updates of hidden matrices are made orthogonal (Jordan et al., 2024); AdamW updates the rest.
+
+    gradients -> momentum -> rows of each matrix to its owner -> Newton-Schulz -> rows back -> update
+
+Momentum is kept as parameters are, sharded or not. The orthogonal matrix needs all rows, so each matrix has an owner
+among the processes, chosen by the work; with 1/W of the matrices each, W processes do what one would do alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pretraining.distributed.grad_norm import is_sharded
+from pretraining.distributed.host_sync import wait_for
+from pretraining.distributed.mesh import AXES
+from pretraining.distributed.parallelize import has_units
+from pretraining.optim.adaptive import fused_adamw
+from pretraining.optim.optimizer import is_hidden_matrix, parameter_groups
+from pretraining.optim.selecting import SelectingOptimizer
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the iteration x <- a x + b (x xT) x + c (x xT)² x, as of `torch.optim.Muon`."""
+RMS_OF_ADAMW = 0.2
+"""Root mean square of AdamW's updates, to which Muon's are scaled, so that learning rates of AdamW fit (Liu et al.,
+2025, arXiv:2502.16982)."""
+EPSILON = 1e-7
+BATCH_ELEMENTS = 2**26
+"""Of the matrices of one shape that are worked on at once, at most."""
+
+Matrices = list[torch.Tensor]
+
+
+def orthogonalize(matrices: Sequence[torch.Tensor], steps: int) -> Matrices:
+    """Returns matrices with about the same singular vectors and singular values near 1, in the dtype of the given ones.
+
+    Newton-Schulz iterations on batches of equal shapes. After five steps singular values lie between 0.7 and 1.2.
+
+    Args:
+        matrices: of two dims each, of one dtype.
+        steps: iterations.
+    """
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for index, matrix in enumerate(matrices):
+        by_shape[matrix.shape].append(index)
+    found = list(matrices)
+    for shape, indices in by_shape.items():
+        at_once = max(1, BATCH_ELEMENTS // max(1, shape.numel()))
+        for begin in range(0, len(indices), at_once):
+            batch = indices[begin : begin + at_once]
+            for index, matrix in zip(batch, _orthogonalize_batch([found[i] for i in batch], steps), strict=True):
+                found[index] = matrix
+    return found
+
+
+def _orthogonalize_batch(matrices: Matrices, steps: int) -> torch.Tensor:
+    a, b, c = COEFFICIENTS
+    x = torch.stack(matrices)
+    is_tall = x.size(1) > x.size(2)
+    if is_tall:
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+class MatrixOwners:
+    """Which process works on which of some matrices, and the way of their rows there and back.
+
+    Processes form a grid, replicas by shards. A matrix's owner is one of a replica's processes; its replica gathers the
+    rows, and the other replicas are given the result.
+
+    Args:
+        parameters: the matrices, all sharded by rows over one mesh, or each whole in every process.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._shard_group, self._replica_group = _groups_of(parameters[0])
+        self._shards, self._shard = _size_and_rank(self._shard_group)
+        self._replicas, replica = _size_and_rank(self._replica_group)
+        self._sizes = [(int(parameter.size(0)), int(parameter.size(1))) for parameter in parameters]
+        work = [min(size) ** 2 * max(size) for size in self._sizes]
+        places = [divmod(place, self._shards) for place in spread(work, self._replicas * self._shards)]
+        self._of_replica: list[list[int]] = [[] for _ in range(self._replicas)]
+        self._of_shard: list[list[int]] = [[] for _ in range(self._shards)]  # of this process's replica
+        for index, (its_replica, shard) in enumerate(places):
+            self._of_replica[its_replica].append(index)
+            if its_replica == replica:
+                self._of_shard[shard].append(index)
+
+    def share(self, parts: Sequence[torch.Tensor], work_on: Callable[[Matrices], Matrices]) -> Matrices:
+        """Works on each matrix in one process; a collective call.
+
+        Args:
+            parts: this process's rows of each matrix, all of one dtype.
+            work_on: makes whole matrices of whole matrices, of the same sizes and dtype.
+
+        Returns:
+            This process's rows of each result.
+        """
+        owned = self._of_shard[self._shard]
+        results: dict[int, torch.Tensor] = {}
+        if self._shards == 1:
+            results.update(zip(owned, work_on([parts[index] for index in owned]), strict=True))
+        else:
+            send = [[parts[index] for index in indices] for indices in self._of_shard]
+            sizes = [[self._size_at(index, shard) for index in owned] for shard in range(self._shards)]
+            received = _exchange(send, sizes, parts[0], self._shard_group)
+            worked = work_on([torch.cat(pieces) for pieces in zip(*received, strict=True)])
+            rows = [
+                matrix.split([self._size_at(index, shard)[0] for shard in range(self._shards)])
+                for index, matrix in zip(owned, worked, strict=True)
+            ]
+            back = [[pieces[shard] for pieces in rows] for shard in range(self._shards)]
+            sizes = [[self._size_at(index, self._shard) for index in indices] for indices in self._of_shard]
+            received = _exchange(back, sizes, parts[0], self._shard_group)
+            for indices, pieces in zip(self._of_shard, received, strict=True):
+                results.update(zip(indices, pieces, strict=True))
+        if self._replicas > 1:
+            results = self._tell_replicas(results, parts)
+        return [results[index] for index in range(len(parts))]
+
+    def _size_at(self, index: int, shard: int) -> tuple[int, int]:
+        """The part of a matrix that a process of the shard axis holds: equal blocks of rows, the last ones shorter."""
+        rows, columns = self._sizes[index]
+        block = -(-rows // self._shards)
+        return min(block, max(0, rows - shard * block)), columns
+
+    def _tell_replicas(
+        self, results: dict[int, torch.Tensor], parts: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        numbers = [[parts[index].numel() for index in indices] for indices in self._of_replica]
+        longest = max(map(sum, numbers))
+        own = torch.cat([results[index].flatten() for index in sorted(results)] or [parts[0].new_empty(0)])
+        padded = torch.cat([own, own.new_zeros(longest - own.numel())])
+        told = padded.new_empty(self._replicas * longest)
+        wait_for(dist.all_gather_into_tensor(told, padded, group=self._replica_group, async_op=True))
+        found = {}
+        for each, indices, counts in zip(told.view(-1, longest), self._of_replica, numbers, strict=True):
+            pieces = each[: sum(counts)].split(counts)
+            found.update({index: piece.view_as(parts[index]) for index, piece in zip(indices, pieces, strict=True)})
+        return found
+
+
+def spread(work: Sequence[int], places: int) -> list[int]:
+    """Returns a place for each piece of work, so that places have about equally much: largest first, to the least."""
+    loads, found = [0] * places, [0] * len(work)
+    for index in sorted(range(len(work)), key=lambda index: (-work[index], index)):
+        place = loads.index(min(loads))
+        loads[place] += work[index]
+        found[index] = place
+    return found
+
+
+def _groups_of(parameter: nn.Parameter) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The groups over which a parameter's rows are sharded and replicated; None for one process."""
+    if is_sharded(parameter):
+        mesh = parameter.device_mesh
+        shard, replicate = (
+            mesh[axis].get_group() if axis in (mesh.mesh_dim_names or ()) else None for axis in AXES[::-1]
+        )
+        return shard, replicate
+    return None, dist.group.WORLD if dist.is_initialized() else None
+
+
+def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (1, 0) if group is None else (group.size(), group.rank())
+
+
+def _exchange(
+    send: Sequence[Sequence[torch.Tensor]],
+    sizes: Sequence[Sequence[tuple[int, ...]]],
+    like: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> list[Matrices]:
+    """Sends each process some matrices, and receives from each those of the sizes given, all of them `like` one."""
+    going = [sum(piece.numel() for piece in pieces) for pieces in send]
+    coming = [sum(map(math.prod, each)) for each in sizes]
+    outbox = torch.cat([like.new_empty(0), *(piece.flatten() for pieces in send for piece in pieces)])
+    inbox = like.new_empty(sum(coming))
+    wait_for(dist.all_to_all_single(inbox, outbox, coming, going, group=group, async_op=True))
+    received = []
+    for part, each in zip(inbox.split(coming), sizes, strict=True):
+        pieces = part.split(list(map(math.prod, each)))
+        received.append([piece.view(size) for piece, size in zip(pieces, each, strict=True)])
+    return received
+
+
+class Muon(SelectingOptimizer):
+    """The matrices' part: momentum made orthogonal, by the rule of `torch.optim.Muon` with `match_rms_adamw`.
+
+    Updates are scaled by 0.2 * sqrt(the longer side), weight decay is decoupled. Iterations run in bfloat16 where the
+    device has units for it, else in float32.
+    """
+
+    def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
+        """Updates the parameters of a group that have gradients; a collective call."""
+        gradients, momentum = self.gradients(members), group["momentum"]
+        moments = self.state_of(members, "momentum_buffer")
+        torch._foreach_mul_(moments, self.factor(momentum, moments[0]))
+        torch._foreach_add_(moments, gradients, alpha=1.0 - momentum)
+        if group["nesterov"]:
+            torch._foreach_mul_(gradients, 1.0 - momentum)
+            torch._foreach_add_(gradients, moments, alpha=momentum)
+        else:
+            torch._foreach_copy_(gradients, moments)
+        device = gradients[0].device
+        dtype = torch.bfloat16 if has_units(device, torch.bfloat16) else torch.float32
+        owners = self._owners_of(members)
+        directions = owners.share(
+            [gradient.to(dtype) for gradient in gradients], lambda whole: orthogonalize(whole, group["ns_steps"])
+        )
+        scales = [RMS_OF_ADAMW * math.sqrt(max(parameter.shape)) for parameter in members]
+        torch._foreach_copy_(gradients, directions)
+        torch._foreach_mul_(gradients, scales)
+        self.apply(group, members, gradients, group["weight_decay"])
+
+    def _owners_of(self, members: list[nn.Parameter]) -> MatrixOwners:
+        key = tuple(map(id, members))
+        if self._owners is None or self._owners[0] != key:
+            self._owners = key, MatrixOwners(members)
+        return self._owners[1]
+
+    _owners: tuple[tuple[int, ...], MatrixOwners] | None = None
+
+
+class OptimizerPair(torch.optim.Optimizer):
+    """Two optimizers over different parameters that look like one: one list of groups, one state, one update."""
+
+    skips_on_device = True
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        self._parts = first, second
+        for part in self._parts:
+            part.state = self.state
+        self.found_inf: torch.Tensor | None = None
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure here
+        """Makes both updates."""
+        for part in self._parts:
+            part.found_inf = self.found_inf  # type: ignore[attr-defined]
+            part.step()
+
+
+def muon(
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    momentum: float,
+    nesterov: bool,
+    muon_ns_steps: int,
+    muon_adam_learning_rate: float | None,
+    muon_adam_weight_decay: float | None,
+    adam_beta1: float,
+    adam_beta2: float,
+    adam_epsilon: float,
+) -> torch.optim.Optimizer:
+    """Makes Muon for the matrices of blocks, and AdamW for embedding, head and norms, with settings of its own.
+
+    The settings of AdamW's part are Muon's where they are None.
+    """
+    hidden = {name: each for name, each in parameters.items() if is_hidden_matrix(name, each.dim())}
+    rest = {name: each for name, each in parameters.items() if name not in hidden}
+    adam_rate = learning_rate if muon_adam_learning_rate is None else muon_adam_learning_rate
+    adam_decay = weight_decay if muon_adam_weight_decay is None else muon_adam_weight_decay
+    groups = [{"params": list(hidden.values()), "weight_decay": weight_decay}]
+    defaults = {"lr": learning_rate, "momentum": momentum, "nesterov": nesterov, "ns_steps": muon_ns_steps}
+    return OptimizerPair(
+        Muon(groups, defaults),
+        fused_adamw(parameter_groups(rest, adam_decay), adam_rate, (adam_beta1, adam_beta2), adam_epsilon),
+    )

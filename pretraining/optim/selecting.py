@@ -1,0 +1,94 @@
+"""The base of optimizers that ship: foreach operations on this rank's parts, which skip an update on the device.
+
+A skipped update runs as any other, on gradients and updates of -0.0 and with factors of 1: x * 1 and x + -0.0 are x to
+the bit, whatever x is. A product with zero would keep a NaN, and + 0.0 the sign of no zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pretraining.distributed.grad_norm import local_part
+
+
+class SelectingOptimizer(torch.optim.Optimizer):
+    """An optimizer whose update is made, or left out, as `found_inf` says, a float scalar on the device (None: made).
+
+    Parameters may be sharded; a subclass has `update_group`. An update uses up the gradients: what they hold after
+    it is not defined.
+    """
+
+    skips_on_device = True
+
+    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        super().__init__(groups, defaults)
+        self.found_inf: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure here
+        """Updates all parameters, unless the update is to be skipped."""
+        for group in self.param_groups:
+            if members := members_of(group):
+                self.update_group(group, members)
+
+    def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
+        """Updates the parameters of a group that have gradients."""
+        raise NotImplementedError
+
+    def gradients(self, members: list[nn.Parameter], decay: float = 0.0) -> list[torch.Tensor]:
+        """Returns this rank's parts of the gradients, plus `decay` times the parameters; -0.0 in a skipped update."""
+        gradients = [local_part(parameter.grad) for parameter in members if parameter.grad is not None]
+        if decay:
+            torch._foreach_add_(gradients, local_parts(members), alpha=decay)
+        return self.select(gradients)
+
+    def factor(self, value: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Returns a scalar on the device of `like`: the value, or 1 in a skipped update."""
+        given = value if isinstance(value, torch.Tensor) else torch.full((), value, device=like.device)
+        return given if self.found_inf is None else torch.where(self.found_inf != 0, torch.ones_like(given), given)
+
+    def apply(
+        self, group: dict[str, Any], members: list[nn.Parameter], updates: list[torch.Tensor], decay: float = 0.0
+    ) -> None:
+        """Subtracts `lr` times the updates, which are used up, and shrinks parameters by `lr` times `decay` first."""
+        weights = local_parts(members)
+        if decay:
+            torch._foreach_mul_(weights, self.factor(1.0 - group["lr"] * decay, weights[0]))
+        torch._foreach_mul_(updates, -group["lr"])
+        torch._foreach_add_(weights, self.select(updates))
+
+    def state_of(self, members: list[nn.Parameter], name: str) -> list[torch.Tensor]:
+        """Returns this rank's parts of a state that is like the parameters, and zero at first."""
+        for parameter in members:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [local_part(self.state[parameter][name]) for parameter in members]
+
+    def scalars_of(self, members: list[nn.Parameter], name: str, first: float) -> list[torch.Tensor]:
+        """Returns a state that is one number for each parameter."""
+        for parameter in members:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.full((), first, device=parameter.device)
+        return [self.state[parameter][name] for parameter in members]
+
+    def select(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the tensors, filled with -0.0 in a skipped update."""
+        if self.found_inf is not None:
+            skipped = self.found_inf != 0
+            for tensor in tensors:
+                tensor.masked_fill_(skipped, -0.0)
+        return tensors
+
+
+def members_of(group: dict[str, Any]) -> list[nn.Parameter]:
+    """Returns the parameters of a group that have gradients."""
+    return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
+def local_parts(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Returns what this rank holds of parameters; writing there changes them."""
+    return [local_part(parameter.detach()) for parameter in parameters]

@@ -1,0 +1,266 @@
+"""The optimizers that ship: by the rules of those they are named after, and untouched by a skipped update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_shape import TINY_SHAPE
+from torch import nn
+
+from pretraining.config.command_line import load_train_config
+from pretraining.config.plugins import OPTIMIZERS
+from pretraining.config.training import OptimizerConfig
+from pretraining.errors import ConfigError
+from pretraining.estimate import STATE_BYTES, optimizer_state_bytes
+from pretraining.model.llama import Llama
+from pretraining.optim import muon
+from pretraining.optim.optimizer import is_hidden_matrix, materialise_state, skips_on_device, update
+from pretraining.optim.registry import build_optimizer, settings_of_groups
+
+SIZES = {
+    "model.embed_tokens.weight": (12, 8),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.mlp.up_proj.weight": (20, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 20),
+    "model.layers.0.input_layernorm.weight": (8,),
+    "model.layers.1.self_attn.q_proj.weight": (8, 8),
+    "lm_head.weight": (12, 8),
+}
+WITH_MOMENTUM = OptimizerConfig(optimizer="rmsprop", momentum=0.9)
+EACH = [*(OptimizerConfig(optimizer=name) for name in OPTIMIZERS), WITH_MOMENTUM]
+
+
+def name_of(config: OptimizerConfig) -> str:
+    return f"{config.optimizer}-{config.momentum}"
+
+
+def make_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(size, generator=generator)) for name, size in SIZES.items()}
+
+
+def set_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def train(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: int = 6) -> None:
+    for step in range(steps):
+        set_gradients(parameters, step)
+        update(optimizer, torch.tensor(False))
+
+
+def bits_of(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor.detach().contiguous().view(torch.int32).clone() for tensor in (*parameters.values(), *kept)]
+
+
+def of_torch(make: Any, decoupled: bool = False, **options: Any) -> Any:
+    """The same of PyTorch, over the same two groups."""
+
+    def build(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        decaying = [each for name, each in parameters.items() if each.dim() == 2 and "embed" not in name]
+        fixed = [each for name, each in parameters.items() if each.dim() < 2 or "embed" in name]
+        groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": fixed, "weight_decay": 0.0}]
+        made: torch.optim.Optimizer = make(groups, lr=lr, **options)
+        return made
+
+    return build
+
+
+BETAS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
+
+
+@pytest.mark.parametrize(
+    ("config", "reference"),
+    [
+        (OptimizerConfig("adamw"), of_torch(torch.optim.AdamW, **BETAS)),
+        (OptimizerConfig("adam"), of_torch(torch.optim.Adam, **BETAS)),
+        (OptimizerConfig("nadam"), of_torch(torch.optim.NAdam, decoupled_weight_decay=True, **BETAS)),
+        (OptimizerConfig("sgd"), of_torch(torch.optim.SGD)),
+        (OptimizerConfig("sgdm", momentum=0.8), of_torch(torch.optim.SGD, momentum=0.8)),
+        (OptimizerConfig("sgdm", nesterov=True), of_torch(torch.optim.SGD, momentum=0.9, nesterov=True)),
+        (OptimizerConfig("rmsprop"), of_torch(torch.optim.RMSprop, alpha=0.99)),
+        (OptimizerConfig("rmsprop", rms_alpha=0.9), of_torch(torch.optim.RMSprop, alpha=0.9)),
+        (OptimizerConfig("rmsprop", momentum=0.9), of_torch(torch.optim.RMSprop, alpha=0.99, momentum=0.9)),
+    ],
+    ids=lambda value: str(value.optimizer) if isinstance(value, OptimizerConfig) else "",
+)
+def test_it_follows_the_rule_of_pytorchs(config: OptimizerConfig, reference: Any) -> None:
+    ours, theirs = make_parameters(), make_parameters()
+    train(ours, build_optimizer(ours, replace(config, learning_rate=0.01, weight_decay=0.2)))
+    their_optimizer = reference(theirs, 0.01, 0.2)
+    for step in range(6):
+        set_gradients(theirs, step)
+        their_optimizer.step()
+    for name in SIZES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_muon_follows_the_rule_of_pytorchs_on_hidden_matrices_and_adamw_on_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(muon, "has_units", lambda device, dtype: True)  # PyTorch's is always in bfloat16
+    ours, theirs = make_parameters(), make_parameters()
+    config = OptimizerConfig("muon", learning_rate=0.01, weight_decay=0.2, muon_adam_learning_rate=0.003)
+    train(ours, build_optimizer(ours, config))
+    hidden = [each for name, each in theirs.items() if is_hidden_matrix(name, each.dim())]
+    assert len(hidden) == 4
+    fixed = [theirs["model.embed_tokens.weight"], theirs["model.layers.0.input_layernorm.weight"]]
+    groups = [{"params": [theirs["lm_head.weight"]], "weight_decay": 0.2}, {"params": fixed, "weight_decay": 0.0}]
+    references = [
+        torch.optim.Muon(hidden, lr=0.01, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=0.003, **BETAS),
+    ]
+    for step in range(6):
+        set_gradients(theirs, step)
+        for reference in references:
+            reference.step()
+    for name in SIZES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0.0, atol=2e-3 if "layers" in name else 1e-6)
+
+
+def test_an_orthogonal_update_has_singular_values_near_one_whatever_those_of_the_matrix() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tall, wide = torch.randn(32, 12, generator=generator), torch.randn(12, 32, generator=generator)
+    matrices = [tall, wide, tall * 1e4, torch.zeros(12, 32), wide.clone()]
+    found = muon.orthogonalize(matrices, steps=5)
+    for matrix, result in zip(matrices, found, strict=True):
+        assert result.shape == matrix.shape
+    for result in (*found[:3], found[4]):
+        values = torch.linalg.svdvals(result)
+        assert float(values.min()) > 0.6 and float(values.max()) < 1.3
+    assert torch.equal(found[3], torch.zeros(12, 32))
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[4])
+
+
+def test_batches_have_an_end_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = [torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    at_once = muon.orthogonalize(matrices, 5)
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 61)
+    for one, other in zip(at_once, muon.orthogonalize(matrices, 5), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_work_is_spread_by_its_amount() -> None:
+    assert muon.spread([1, 1, 1, 1], 2) == [0, 1, 0, 1]
+    assert muon.spread([1, 2, 3, 6], 2) == [1, 1, 1, 0]
+    assert muon.spread([5], 3) == [0]
+
+
+def test_all_updates_of_normalized_sgdm_are_equally_long() -> None:
+    parameters = make_parameters()
+    optimizer = build_optimizer(parameters, OptimizerConfig("normalized_sgdm", learning_rate=0.5))
+    for step in range(3):
+        before = [parameter.detach().clone() for parameter in parameters.values()]
+        set_gradients(parameters, step)
+        for parameter in parameters.values():
+            assert parameter.grad is not None
+            parameter.grad *= 10.0**step
+        update(optimizer, torch.tensor(False))
+        moved = [now - was for now, was in zip(parameters.values(), before, strict=True)]
+        assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("config", EACH, ids=name_of)
+@pytest.mark.parametrize("updates_before", [0, 3])
+def test_a_skipped_update_changes_no_bit(config: OptimizerConfig, updates_before: int) -> None:
+    parameters = make_parameters()
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.view(-1)[:2] = torch.tensor([-0.0, 0.0])
+    optimizer = build_optimizer(parameters, config)
+    assert skips_on_device(optimizer)
+    materialise_state(optimizer)
+    train(parameters, optimizer, updates_before)
+    before = bits_of(parameters, optimizer)
+    set_gradients(parameters, 50)
+    for parameter, wrong in zip(parameters.values(), [torch.nan, torch.inf, -torch.inf] * 3, strict=False):
+        assert parameter.grad is not None
+        parameter.grad.view(-1)[3] = wrong
+    update(optimizer, torch.tensor(True))
+    for was, now in zip(before, bits_of(parameters, optimizer), strict=True):
+        assert torch.equal(was, now)
+    whole = make_parameters()
+    with torch.no_grad():
+        for parameter in whole.values():
+            parameter.view(-1)[:2] = torch.tensor([-0.0, 0.0])
+    uninterrupted = build_optimizer(whole, config)
+    train(whole, uninterrupted, updates_before)
+    for each, its_optimizer in ((parameters, optimizer), (whole, uninterrupted)):
+        set_gradients(each, 60)
+        update(its_optimizer, torch.tensor(False))
+    for name in SIZES:
+        assert torch.equal(parameters[name], whole[name])
+
+
+@pytest.mark.parametrize("config", EACH, ids=name_of)
+def test_it_keeps_what_the_table_says(config: OptimizerConfig) -> None:
+    parameters = make_parameters()
+    optimizer = build_optimizer(parameters, config)
+    train(parameters, optimizer, 1)
+    for name, parameter in parameters.items():
+        kept = optimizer.state[parameter]
+        moments = config.moments(in_matrix=is_hidden_matrix(name, parameter.dim()))
+        assert {key for key, value in kept.items() if value.shape == parameter.shape} == set(moments)
+        assert all(value.shape == () for key, value in kept.items() if key not in moments)
+        assert all(value.element_size() == STATE_BYTES for value in kept.values())
+
+
+@pytest.mark.parametrize("config", EACH, ids=name_of)
+def test_groups_are_described_without_making_a_parameter(config: OptimizerConfig) -> None:
+    groups = settings_of_groups(SIZES, config)
+    assert sorted(name for group in groups for name in group["params"]) == sorted(SIZES)
+    made = build_optimizer(make_parameters(), config).param_groups
+    for group, other in zip(groups, made, strict=True):
+        assert {key: value for key, value in other.items() if key not in ("params", "initial_lr")} == {
+            key: value for key, value in group.items() if key != "params"
+        }
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["optimizer=sgd", "adam_beta1=0.8"],
+            "--adam_beta1 is for --optimizer=adamw or adam or nadam or muon, and sgd",
+        ),
+        (
+            ["optimizer=adamw", "momentum=0.9"],
+            "--momentum is for --optimizer=sgdm or normalized_sgdm or rmsprop or muon",
+        ),
+        (["muon_ns_steps=3"], "--muon_ns_steps is for --optimizer=muon, and adamw does not read it"),
+        (["optimizer=sgdm", "momentum=0", "nesterov=true"], "--nesterov=true looks ahead along the momentum"),
+        (["optimizer=sgdm", "momentum=1"], "it must be below 1"),
+        (["optimizer=moun"], "muon"),
+        (["optimizer=muon", "optimizer_options=a=1"], "muon reads the settings learning_rate, weight_decay, momentum"),
+    ],
+)
+def test_what_an_optimizer_does_not_read_is_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_train_config(["use_dummy_dataset=true", *flags], {})
+
+
+def test_none_stands_for_the_optimizers_own() -> None:
+    config = load_train_config(["use_dummy_dataset=true", "optimizer=sgdm", "weight_decay=0.01"], {}).optimizer
+    assert config.learning_rate is None
+    chosen = config.resolved()
+    assert (chosen.learning_rate, chosen.weight_decay, chosen.momentum, chosen.nesterov) == (0.1, 0.01, 0.9, False)
+    assert OptimizerConfig(optimizer="my.module:Own").peak_learning_rate == 3e-4
+
+
+@pytest.mark.parametrize("config", EACH, ids=name_of)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_estimate_of_its_state_is_exact_but_for_the_counters(config: OptimizerConfig, tied: bool) -> None:
+    shape = replace(TINY_SHAPE, tie_word_embeddings=tied)
+    parameters = dict(Llama(shape).named_parameters())
+    optimizer = build_optimizer(parameters, config)
+    materialise_state(optimizer)
+    kept = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
+    assert sum(value.nbytes for value in kept) == optimizer_state_bytes(config, shape)
