@@ -195,7 +195,7 @@ class CheckpointManager:
     def _kind_due(self, state: TrainState, is_best: bool) -> str | None:
         if state.finished or (state.stopping and not self._interval.is_due(state)):
             return _kind_at_end(state)
-        if self._interval.is_due(state):
+        if self._interval.is_due(state) or state.step in self._config.checkpoint_steps:
             return "interval"
         if is_best and self._config.save_best:
             return "best"

@@ -127,7 +127,12 @@ def _comparable(config: TrainConfig) -> TrainConfig:
     return replace(
         config,
         run=replace(config.run, run_steps=None),
-        checkpoint=replace(config.checkpoint, ckpt_save_path=CheckpointConfig.ckpt_save_path),
+        checkpoint=replace(
+            config.checkpoint,
+            ckpt_save_path=CheckpointConfig.ckpt_save_path,
+            init_from=CheckpointConfig.init_from,
+            resume_from_checkpoint=CheckpointConfig.resume_from_checkpoint,
+        ),
     )
 
 

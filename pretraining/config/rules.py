@@ -444,6 +444,16 @@ def _weights_alone_come_from_somewhere(weights_only: bool, ckpt_load_path: str |
 
 
 @_rule()
+def _what_begins_from_scratch_comes_from_nowhere(
+    init_from: str, ckpt_load_path: str | None, resume_from_checkpoint: str | None
+) -> Problems:
+    given = {"ckpt_load_path": ckpt_load_path, "resume_from_checkpoint": resume_from_checkpoint}
+    for name, value in given.items():
+        if init_from == "scratch" and value is not None:
+            yield f"--init_from=scratch begins from initial weights, and --{name}={value} does not: leave one out"
+
+
+@_rule()
 def _unsharded_checkpoints_are_waited_for(ckpt_format: str, async_save: bool | None) -> Problems:
     if ckpt_format == "full" and async_save:
         yield (

@@ -409,6 +409,19 @@ class CheckpointConfig:
         "run folder, checkpoint, or folder of a Hugging Face Llama to start from when ckpt_save_path holds no "
         "checkpoint yet",
     )
+    init_from: Literal["auto", "resume", "scratch"] = setting(
+        "auto",
+        "auto: from the newest checkpoint in ckpt_save_path, else from ckpt_load_path, else from initial weights; "
+        "resume: the same, refused where there is no checkpoint; scratch: from initial weights, refused where "
+        "ckpt_save_path holds a run that was begun otherwise (a restarted job goes on with its own)",
+        silent_change=True,
+    )
+    resume_from_checkpoint: str | None = setting(
+        None,
+        "go back to this checkpoint of the run in ckpt_save_path, by its path, its name or its step; newer ones move to "
+        "checkpoints/set_aside_<time>/. Done once: the same command, restarted, goes on from what came after it",
+        silent_change=True,
+    )
     weights_only: bool = setting(
         False,
         "take only the weights from ckpt_load_path and begin a new run with them: step 0, and optimizer, learning rate "
@@ -424,6 +437,7 @@ class CheckpointConfig:
     checkpoint_interval: Duration = setting(
         Duration(1000, "steps"), "how often to save, 0 = only at the end; where an invocation ends is always saved"
     )
+    checkpoint_steps: tuple[PositiveInt, ...] = setting((), "steps to save after, besides: comma list")
     preempt_interval: Duration = setting(
         Duration(0, "steps"),
         "how often to save besides, in case the run is killed: the next checkpoint of any kind takes its place; 0 = "

@@ -38,6 +38,8 @@ class RunStatus:
             ran out of their time before their first step.
         started_at_step: of the checkpoint that this start began with.
         updated: when this was written (ISO 8601, UTC).
+        went_back_to: what `--resume_from_checkpoint` asked for when a start last did so.
+        went_back_checksum: of the manifest of that checkpoint, CRC-32.
     """
 
     status: str = ""
@@ -47,6 +49,11 @@ class RunStatus:
     starts_without_progress: int = 0
     started_at_step: int = 0
     updated: str = ""
+    went_back_to: str = ""
+    went_back_checksum: int = 0
+
+
+_OF_NEWER_VERSIONS = ("went_back_to", "went_back_checksum")
 
 
 class StatusKeeper:
@@ -68,6 +75,25 @@ class StatusKeeper:
     def __enter__(self) -> StatusKeeper:
         return self
 
+    def before(self, run: Path) -> RunStatus:
+        """Returns what the start before this one has left in a run's folder."""
+        self._path = run / STATUS_FILE
+        if self._begun is None:
+            self._previous = read_status(self._path) or RunStatus()
+        return self._previous
+
+    def went_back(self, run: Path, request: str, checksum: int) -> None:
+        """Notes that the run has gone back to a checkpoint; what it crashed on before counts no more.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        if not self._is_writer:
+            return
+        noted = replace(self.before(run), went_back_to=request, went_back_checksum=checksum, starts_without_progress=0)
+        self._write_or_raise(noted)
+        self._previous = noted
+
     def begin(self, run: Path, restored_step: int) -> None:
         """Counts a start; call it again if the checkpoint is damaged and the start goes on from an older one.
 
@@ -80,24 +106,23 @@ class StatusKeeper:
         """
         if not self._is_writer or self._state is not None:  # a run that goes back begins no new start
             return
-        self._path = run / STATUS_FILE
-        if self._begun is None:
-            self._previous = read_status(self._path) or RunStatus()
-        previous = self._previous
+        previous = self.before(run)
         crashes = previous.starts_without_progress if restored_step <= previous.started_at_step else 0
         if 0 < self._limit <= crashes:
             if self._begun is not None:  # from a checkpoint that is damaged: this start was none
                 self._begun = None
                 self._write(previous)
             raise _crash_loop(self._path, previous, crashes)
-        self._begun = RunStatus("running", restored_step, "", previous.starts + 1, crashes + 1, restored_step)
-        try:
-            self._write(self._begun)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path} cannot be written: {error}. Check space and permissions there, or give another "
-                "--ckpt_save_path."
-            ) from None
+        self._begun = replace(
+            previous,
+            status="running",
+            step=restored_step,
+            reason="",
+            starts=previous.starts + 1,
+            starts_without_progress=crashes + 1,
+            started_at_step=restored_step,
+        )
+        self._write_or_raise(self._begun)
 
     def training(self, state: TrainState) -> None:
         """Counts any error from now on as a crash; `state` tells how far the run is."""
@@ -148,6 +173,15 @@ class StatusKeeper:
             return str(error)
         return ": ".join(filter(None, (type(error).__name__, str(error))))
 
+    def _write_or_raise(self, status: RunStatus) -> None:
+        try:
+            self._write(status)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path} cannot be written: {error}. Check space and permissions there, or give another "
+                "--ckpt_save_path."
+            ) from None
+
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         document = with_checksum(asdict(replace(status, updated=now)))
@@ -161,7 +195,9 @@ def read_status(path: Path) -> RunStatus | None:
     """
     try:
         values = checked_values(read_json(path))
-        status = RunStatus(**{field.name: values[field.name] for field in fields(RunStatus)})
+        known = asdict(RunStatus())
+        newer = {name: values.get(name, known[name]) for name in _OF_NEWER_VERSIONS}
+        status = RunStatus(**{name: values[name] for name in known if name not in newer}, **newer)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
