@@ -14,6 +14,7 @@ import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,9 +28,12 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, link_atomic
+from pretraining.files import exists, flush_folder, link_atomic
 
 log = logging.getLogger(__name__)
+
+SET_ASIDE = "set_aside_"
+"""How folders begin that hold checkpoints which a run has gone back from."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,27 @@ def list_records(run: Path) -> list[Record]:
         if record.as_saved:
             records.append(record)
     return sorted(records, key=lambda record: record.step)
+
+
+def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
+    """Moves checkpoints of a run to where no start looks and nothing is removed, the newest first.
+
+    Returns:
+        The folder that they are in now: checkpoints/set_aside_<time>, in UTC.
+
+    Raises:
+        CheckpointError: one cannot be moved.
+    """
+    folder = run / CHECKPOINTS / f"{SET_ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    try:
+        for path in reversed(checkpoints):
+            folder.mkdir(exist_ok=True)
+            path.rename(folder / path.name)
+        flush_folder(run / CHECKPOINTS)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be moved to {folder}: {error.strerror}") from None
+    point_to_best(run, best_of(list_records(run)))
+    return folder
 
 
 def _record_at(path: Path) -> Record:

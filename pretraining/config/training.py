@@ -418,7 +418,7 @@ class CheckpointConfig:
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "go back to this checkpoint of the run in ckpt_save_path, by its path, its name or its step; newer ones move to "
+        "go back to this checkpoint of the run in ckpt_save_path, given by path, name or step; newer ones move to "
         "checkpoints/set_aside_<time>/. Done once: the same command, restarted, goes on from what came after it",
         silent_change=True,
     )

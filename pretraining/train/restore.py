@@ -9,6 +9,7 @@ What else the manifest says (the position in the data, …) is taken once the te
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,18 +18,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretraining.checkpoint.manifest import check_same_model, tensor_state
-from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, make_run_folder
+from pretraining.checkpoint.manifest import (
+    MANIFEST,
+    check_same_model,
+    committed_checkpoints,
+    read_manifest,
+    step_of,
+    tensor_state,
+)
+from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.start_point import CONFIG_FILE, CheckpointRef, find_checkpoint, load, make_run_folder
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.recipes import settings_in
-from pretraining.config.training import ParallelConfig, TrainConfig
+from pretraining.config.recipes import load_config, settings_in
+from pretraining.config.training import CheckpointConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
-from pretraining.errors import ConfigError, DamagedError
+from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.files import file_checksum
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
-from pretraining.train.run_status import StatusKeeper
+from pretraining.train.run_status import RunStatus, StatusKeeper
+
+log = logging.getLogger(__name__)
 
 
 def choose_start_point(
@@ -37,9 +49,12 @@ def choose_start_point(
     """Chooses what a run starts from (None: initial weights), makes its folder and counts the start; a collective call.
 
     Raises:
-        CheckpointError: as `find_checkpoint`; or it is of another model, or the run has crashed there too often.
+        CheckpointError: as `find_checkpoint`; or it is of another model, or the run has crashed there too often, or
+            `init_from` and `resume_from_checkpoint` ask for what is not there.
     """
+    on_rank_zero(lambda: _go_back(config.checkpoint, status))
     start = find_checkpoint(config.checkpoint, damaged)
+    on_rank_zero(lambda: _check_beginning(config.checkpoint, start))
     if start is not None:
         check_same_model(start.manifest, resolve_shape(config.model), start.path)
     run, step = Path(config.checkpoint.ckpt_save_path), start.step if start is not None else 0
@@ -51,6 +66,71 @@ def choose_start_point(
 
     on_rank_zero(begin)
     return start
+
+
+def _go_back(config: CheckpointConfig, status: StatusKeeper | None) -> None:
+    """Makes the checkpoint that `resume_from_checkpoint` names the newest of the run, unless a start has done so.
+
+    Newer ones are moved before that is noted: killed in between, the next start does the rest.
+
+    Raises:
+        CheckpointError: it is no checkpoint of this run, or damaged, or newer ones cannot be moved.
+    """
+    request, run = config.resume_from_checkpoint, Path(config.ckpt_save_path)
+    if request is None:
+        return
+    own = committed_checkpoints(run)
+    found = _named_in(run, own, request)
+    before = status.before(run) if status is not None else RunStatus()
+    checksum = "" if found is None else file_checksum(found / MANIFEST)[0]
+    if before.went_back_to == request and (found is None or before.went_back_checksum == checksum):
+        log.info(
+            "--resume_from_checkpoint=%s was done by an earlier start: this one goes on from what came after it",
+            request,
+        )
+        return
+    if found is None:
+        there = ", ".join(path.name for path in own) or "none"
+        raise CheckpointError(
+            f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds {there}. "
+            "--ckpt_load_path with another --ckpt_save_path begins a run from a checkpoint of elsewhere"
+        )
+    step = read_manifest(found).step
+    newer = [path for path in own if step_of(path) > step or (step_of(path) == step and path != found)]
+    aside = set_aside(run, newer)
+    for path in newer:
+        log.info("%s is newer than %s: moved to %s", path.name, found.name, aside)
+    if status is not None:
+        status.went_back(run, request, checksum)
+
+
+def _named_in(run: Path, own: list[Path], request: str) -> Path | None:
+    """The checkpoint of a run that was named by its path, its name or its step."""
+    named = {path.name: path for path in own}
+    by_step = {str(step_of(path)): path for path in own}
+    by_path = {path.resolve(): path for path in own}
+    return named.get(request) or by_step.get(request) or by_path.get(Path(request).resolve())
+
+
+def _check_beginning(config: CheckpointConfig, start: CheckpointRef | None) -> None:
+    """Raises a CheckpointError unless a run begins as `init_from` says."""
+    run = Path(config.ckpt_save_path)
+    if config.init_from == "resume" and start is None:
+        raise CheckpointError(
+            f"--init_from=resume goes on with a run, and {run} holds no checkpoint: --init_from=auto begins one, "
+            "--ckpt_load_path names one of elsewhere"
+        )
+    if config.init_from != "scratch" or start is None:
+        return
+    try:
+        begun = load_config(run / CONFIG_FILE).checkpoint.init_from
+    except ConfigError:  # none was written, or by a version with other settings
+        begun = "auto"
+    if begun != "scratch":
+        raise CheckpointError(
+            f"--init_from=scratch begins from initial weights, and {run} holds a run at step {start.step}: give "
+            "another --ckpt_save_path, or --init_from=auto to go on with it"
+        )
 
 
 def restore(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class RunStatus:
         started_at_step: of the checkpoint that this start began with.
         updated: when this was written (ISO 8601, UTC).
         went_back_to: what `--resume_from_checkpoint` asked for when a start last did so.
-        went_back_checksum: of the manifest of that checkpoint, CRC-32.
+        went_back_checksum: of the manifest of that checkpoint, as `file_checksum` writes it.
     """
 
     status: str = ""
@@ -50,10 +50,10 @@ class RunStatus:
     started_at_step: int = 0
     updated: str = ""
     went_back_to: str = ""
-    went_back_checksum: int = 0
+    went_back_checksum: str = ""
 
 
-_OF_NEWER_VERSIONS = ("went_back_to", "went_back_checksum")
+_OPTIONAL = ("went_back_to", "went_back_checksum")
 
 
 class StatusKeeper:
@@ -82,7 +82,7 @@ class StatusKeeper:
             self._previous = read_status(self._path) or RunStatus()
         return self._previous
 
-    def went_back(self, run: Path, request: str, checksum: int) -> None:
+    def went_back(self, run: Path, request: str, checksum: str) -> None:
         """Notes that the run has gone back to a checkpoint; what it crashed on before counts no more.
 
         Raises:
@@ -184,7 +184,8 @@ class StatusKeeper:
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        document = with_checksum(asdict(replace(status, updated=now)))
+        values = asdict(replace(status, updated=now))
+        document = with_checksum({name: value for name, value in values.items() if value or name not in _OPTIONAL})
         write_atomic(self._path, json.dumps(document, indent=1) + "\n")
 
 
@@ -196,8 +197,7 @@ def read_status(path: Path) -> RunStatus | None:
     try:
         values = checked_values(read_json(path))
         known = asdict(RunStatus())
-        newer = {name: values.get(name, known[name]) for name in _OF_NEWER_VERSIONS}
-        status = RunStatus(**{name: values[name] for name in known if name not in newer}, **newer)
+        status = RunStatus(**{name: values.get(name, "") if name in _OPTIONAL else values[name] for name in known})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:

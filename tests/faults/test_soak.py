@@ -21,6 +21,7 @@ def assert_ended_equal(said: str, folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice_ends_equal_and_leaves_nothing(tmp_path: Path) -> None:
     command: list[str | Path] = [
         sys.executable,
@@ -33,6 +34,7 @@ def test_a_run_that_is_killed_twice_ends_equal_and_leaves_nothing(tmp_path: Path
     assert_ended_equal(run_command(command, timeout=280).stdout, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_same_with_other_processes_at_each_start_ends_equal_to_rounding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,14 +28,12 @@ def race(benchmark: str, *flags: str) -> subprocess.CompletedProcess[str]:
     ("benchmark", "processes", "a_step"),
     [
         ("compare.against_ddp", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
-        pytest.param(
-            *("compare.against_trainer", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("compare.against_trainer", 1, "4 micro-batches of 2 x 32 tokens", marks=pytest.mark.slow),
+        ("compare.against_trainer", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
+        ("compare.against_trainer", 1, "4 micro-batches of 2 x 32 tokens"),
         ("measure.host_memory", 1, "4 micro-batches of 2 x 32 tokens"),
     ],
 )
+@pytest.mark.slow
 def test_both_contenders_end_at_the_same_loss(benchmark: str, processes: int, a_step: str) -> None:
     if benchmark == "compare.against_trainer":
         pytest.importorskip("accelerate")
@@ -91,6 +89,7 @@ def test_the_trainer_has_no_checkpointing_of_some_blocks() -> None:
     assert "error: the Trainer computes all blocks again or none" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_ends_the_race() -> None:
     done = race("measure.training_loop", "--processes=2", "--sharding_strategy=hsdp", "--hsdp_group_size=3")
     assert done.returncode == 1

@@ -25,6 +25,7 @@ def sweep(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_combination_has_a_row_and_a_bar_and_what_is_refused_its_reason(tmp_path: Path) -> None:
     done = sweep("--vary=batch_size:2,0", *SMALLER, f"--output={tmp_path / 'out'}")
     assert done.returncode == 0, done.stderr
@@ -38,6 +39,7 @@ def test_every_combination_has_a_row_and_a_bar_and_what_is_refused_its_reason(tm
     assert {"batch_size=2", "batch_size=0"} <= set(texts) and bad["failure"] in texts
 
 
+@pytest.mark.slow
 def test_what_is_no_sweep_is_refused() -> None:
     for flags, message in (
         (["--vary=batch_size"], "is not of the form"),

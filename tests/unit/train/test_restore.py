@@ -215,3 +215,126 @@ def test_what_was_left_to_the_optimizer_and_is_given_now_is_no_change(
     assert "weight_decay was" not in capsys.readouterr().out
     start(run, "weight_decay=0.2")
     assert "weight_decay was 0.1 and is 0.2 from here on" in capsys.readouterr().out
+
+
+def copy_of(begun: Path, tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    shutil.copytree(begun, run, symlinks=True)
+    return run
+
+
+@pytest.mark.parametrize("form", ["path", "name", "step"])
+def test_a_run_goes_back_to_an_older_checkpoint_of_its_own_once(
+    form: str, begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(begun, tmp_path)
+    kept = tensors_of(checkpoint(run, 4))
+    request = {"path": str(checkpoint(run, 2)), "name": "step_2_ckp", "step": "2"}[form]
+    back = [f"resume_from_checkpoint={request}", "checkpoint_interval=1", "learning_rate=2e-3"]
+    start(run, *back, "run_steps=1")
+    said = capsys.readouterr().out
+    (aside,) = (run / "checkpoints").glob("set_aside_*")
+    assert f"step_4_ckp is newer than step_2_ckp: moved to {aside}" in said
+    assert f"start       from {checkpoint(run, 2)}, step 2" in said
+    assert [path.name for path in aside.iterdir()] == ["step_4_ckp"]
+    moved = tensors_of(aside / "step_4_ckp")
+    assert all(torch.equal(moved[name], kept[name]) for name in kept)
+    assert len(losses_of(run)) == 3  # steps 1, 2, and 3 anew
+    # The same command, as a restarted job has it: once from what came after, at last from the end.
+    start(run, *back, "run_steps=2", "keep_last=1")
+    said = capsys.readouterr().out
+    assert f"--resume_from_checkpoint={request} was done by an earlier start" in said
+    assert f"start       from {checkpoint(run, 3)}, step 3" in said
+    assert not checkpoint(run, 2).exists() and (aside / "step_4_ckp").exists()
+    start(run, *back)
+    assert "was done by an earlier start" in capsys.readouterr().out
+    whole = tmp_path / "whole"
+    shutil.copytree(begun, whole)
+    shutil.rmtree(checkpoint(whole, 4))
+    start(whole, "learning_rate=2e-3")
+    assert equal(checkpoint(run, 6), checkpoint(whole, 6))
+    assert losses_of(run) == losses_of(whole)
+
+
+def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_rest(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy_of(begun, tmp_path)
+    start(run, "resume_from_checkpoint=4", "checkpoint_interval=1", "run_steps=1")
+    assert "is newer than" not in capsys.readouterr().out
+    rename, renamed = Path.rename, []
+
+    def failing_after_the_first(path: Path, target: Path) -> Path:
+        if renamed:
+            raise OSError(5, "Input/output error", str(path))
+        renamed.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing_after_the_first)
+        with pytest.raises(SystemExit):
+            start(run, "resume_from_checkpoint=2", "run_steps=1")
+    capsys.readouterr()
+    start(run, "resume_from_checkpoint=2", "run_steps=1", "checkpoint_interval=1")
+    assert f"start       from {checkpoint(run, 2)}, step 2" in capsys.readouterr().out
+    moved = sorted(path.name for path in (run / "checkpoints").glob("set_aside_*/*"))
+    assert moved == ["step_4_ckp", "step_5_ckp"]
+
+
+def test_going_back_to_what_is_not_there_names_what_is(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(begun, tmp_path)
+    for request in ("3", "step_3_ckp", str(checkpoint(begun, 2))):
+        with pytest.raises(SystemExit):
+            start(run, f"resume_from_checkpoint={request}")
+        error = capsys.readouterr().err
+        assert f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}" in error
+        assert "which holds step_2_ckp, step_4_ckp" in error
+    damage(checkpoint(run, 2))
+    (checkpoint(run, 2) / "manifest.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        start(run, "resume_from_checkpoint=step_2_ckp")
+    assert "manifest.json" in capsys.readouterr().err
+    assert checkpoint(run, 4).exists()
+
+
+def test_checkpoints_that_cannot_be_moved_are_named(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy_of(begun, tmp_path)
+
+    def refused(path: Path, target: Path) -> Path:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(SystemExit):
+        start(run, "resume_from_checkpoint=2")
+    error = capsys.readouterr().err
+    assert f"{checkpoint(run, 4)} cannot be moved to {run}/checkpoints/set_aside_" in error
+
+
+def test_what_a_run_begins_with_may_be_said(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copy_of(begun, tmp_path)
+    with pytest.raises(SystemExit):
+        start(run, "init_from=scratch")
+    assert f"begins from initial weights, and {run} holds a run at step 4" in capsys.readouterr().err
+    start(run, "init_from=resume", "run_steps=1")
+    assert f"start       from {checkpoint(run, 4)}" in capsys.readouterr().out
+    fresh = tmp_path / "fresh"
+    with pytest.raises(SystemExit):
+        start(fresh, "init_from=resume")
+    assert f"--init_from=resume goes on with a run, and {fresh} holds no checkpoint" in capsys.readouterr().err
+    start(fresh, "init_from=scratch", "run_steps=2")
+    start(fresh, "init_from=scratch", "run_steps=2")  # a restarted job
+    assert f"start       from {checkpoint(fresh, 2)}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        start(fresh, "init_from=scratch", f"ckpt_load_path={begun}", "resume_from_checkpoint=2")
+    error = capsys.readouterr().err
+    assert "--ckpt_load_path" in error and "--resume_from_checkpoint=2 does not: leave one out" in error
+
+
+def test_steps_that_are_listed_are_saved(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    start(run, "checkpoint_interval=0", "checkpoint_steps=1,3,100")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_1_ckp", "step_3_ckp", "step_6_ckp"]
