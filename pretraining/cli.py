@@ -72,6 +72,7 @@ def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Shows what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
     named = value_on_command_line("ckpt_load_path", overrides, flags)
+    named = named or value_on_command_line("resume_from_checkpoint", overrides, flags)
     if value_given("weights_only", overrides, flags):
         named = None  # a new run, with the settings and the data that `train` would begin it with
     if named is None:

@@ -12,6 +12,7 @@ Llama (`hf_import`). Of the last, and with weights_only, a run takes the weights
 from __future__ import annotations
 
 import glob
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -54,7 +55,10 @@ if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a secon
 T = TypeVar("T")
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
+log = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.yaml"
+VOCABULARY_MULTIPLE = 128
 SAVE_PATH, LOAD_PATH = "--ckpt_save_path", "--ckpt_load_path"
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
@@ -216,7 +220,7 @@ def find_checkpoint(
             return CheckpointRef(path, manifest, is_own, tuple(faults), weights_only)
     if not faults:
         return None
-    source = Path(config.ckpt_save_path if is_own else config.ckpt_load_path or "")
+    source = Path(config.ckpt_save_path if is_own else _load_path(config)[1] or "")
     if paths == [source]:  # the user named this one, so that no other will do
         raise CheckpointError(f"{faults[0]}. Name another checkpoint with {flag}.")
     lines = "\n".join(f"  {line}" for line in faults)
@@ -231,18 +235,26 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     own = committed_checkpoints(Path(config.ckpt_save_path))
     if own:
         return SAVE_PATH, own[::-1]
-    if config.ckpt_load_path is None:
-        return LOAD_PATH, []
-    source = Path(config.ckpt_load_path)
+    flag, path = _load_path(config)
+    if path is None:
+        return flag, []
+    source = Path(path)
     if is_checkpoint(source) or is_hugging_face_folder(source):
-        return LOAD_PATH, [source]
+        return flag, [source]
     found = committed_checkpoints(run_of(source))
     if not found:
         raise CheckpointError(
-            f"{LOAD_PATH}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "
+            f"{flag}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "
             f"run with some in {CHECKPOINTS}/."
         )
-    return LOAD_PATH, found[::-1]
+    return flag, found[::-1]
+
+
+def _load_path(config: CheckpointConfig) -> tuple[str, str | None]:
+    """What a run without checkpoints starts from, and the flag that says so."""
+    if config.ckpt_load_path is None and config.resume_from_checkpoint is not None:
+        return "--resume_from_checkpoint", config.resume_from_checkpoint
+    return LOAD_PATH, config.ckpt_load_path
 
 
 def manifest_at(path: Path) -> Manifest:
@@ -300,16 +312,24 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
     """Gives settings without a model_variant the dimensions of what the run starts from.
 
     A collective call, or one of a process alone. Dimensions that were given stay; the start refuses them if they
-    differ.
+    differ. A vocabulary that was not given is that of what the run starts from, or big enough for the tokenizer.
 
     Raises:
         CheckpointError: there is nothing to start from at a load path, or it does not say what it is.
         ConfigError: the settings do not fit the model.
+        DataError: the tokenizer cannot be read.
     """
-    if config.model.model_variant is not None:
+    needs_vocabulary = config.model.vocab_size is None and config.data.tokenizer_path is not None
+    if config.model.model_variant is not None and not needs_vocabulary:
         return config
     found = find_checkpoint(config.checkpoint)
-    model = ModelConfig(model_variant=DEFAULT_VARIANT) if found is None else model_settings(shape_of(found.manifest))
+    shape = None if found is None else shape_of(found.manifest)
+    model = config.model
+    if model.model_variant is None:
+        model = ModelConfig(model_variant=DEFAULT_VARIANT) if shape is None else model_settings(shape)
+    if needs_vocabulary:
+        rows = _vocabulary_for(config.data.tokenizer_path or "") if shape is None else shape.vocab_size
+        model = replace(model, vocab_size=rows)
     given = {
         field.name: getattr(config.model, field.name)
         for field in fields(model)
@@ -318,6 +338,16 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
     adopted = replace(config, model=replace(model, **given))
     check_config(adopted)
     return adopted
+
+
+def _vocabulary_for(tokenizer_path: str) -> int:
+    """The size of an embedding for a tokenizer: of a multiple of 128 rows, matrix products are faster."""
+    from pretraining.data.tokenizer import load_tokenizer
+
+    entries = _on_rank_zero(lambda: load_tokenizer(tokenizer_path).vocab_size)
+    rows = -(-entries // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    log.info("vocab_size  %s, for the %s entries of %s", f"{rows:,}", f"{entries:,}", tokenizer_path)
+    return rows
 
 
 def _on_rank_zero(function: Callable[[], T]) -> T:

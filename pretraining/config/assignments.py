@@ -152,18 +152,9 @@ def _tokens(text: str) -> str:
     return text + "tok"
 
 
-def _path(text: str) -> str:
-    """Passes a path on; yes and no mean nothing here, since a run found in its own folder is continued anyway."""
-    if text.strip().lower() in ("true", "false"):
-        raise ValueError(
-            "it takes the path of a run or checkpoint; a run found in --ckpt_save_path is continued without a flag"
-        )
-    return text
-
-
 ALIASES: dict[str, Alias] = {
     "max_tokens": Alias("num_steps", "num_steps in tokens: --max_tokens=5B is --num_steps=5Btok", _tokens),
     "report_to": Alias("tracker", "the same as tracker"),
     "save_total_limit": Alias("keep_last", "the same as keep_last"),
-    "resume_from_checkpoint": Alias("ckpt_load_path", "the same as ckpt_load_path", _path),
+    "resume_from_checkpoint": Alias("ckpt_load_path", "of other commands than train: the same as ckpt_load_path"),
 }

@@ -219,9 +219,14 @@ def _are_ranges(texts: Iterable[str], smallest: int) -> bool:
 
 @_rule()
 def _virtual_tokens_are_in_the_vocabulary(
-    bos_token: int | None, sep_token: int | None, vocab_size: int | None, model_variant: str | None
+    bos_token: int | None,
+    sep_token: int | None,
+    vocab_size: int | None,
+    model_variant: str | None,
+    tokenizer_path: str | None,
 ) -> Problems:
-    size = _known_dimension("vocab_size", vocab_size, model_variant)
+    # That of a tokenizer is known, and checked, once it is read.
+    size = vocab_size if tokenizer_path is not None else _known_dimension("vocab_size", vocab_size, model_variant)
     for name, token in (("bos_token", bos_token), ("sep_token", sep_token)):
         if size is not None and token is not None and token >= size:
             yield (
@@ -435,8 +440,10 @@ def _names_are_not_empty(ckpt_save_path: str, col_name: str) -> Problems:
 
 
 @_rule()
-def _weights_alone_come_from_somewhere(weights_only: bool, ckpt_load_path: str | None) -> Problems:
-    if weights_only and ckpt_load_path is None:
+def _weights_alone_come_from_somewhere(
+    weights_only: bool, ckpt_load_path: str | None, resume_from_checkpoint: str | None
+) -> Problems:
+    if weights_only and ckpt_load_path is None and resume_from_checkpoint is None:
         yield (
             "--weights_only=true begins with the weights of another run, and --ckpt_load_path names none: give it, or "
             "leave --weights_only out"
@@ -451,6 +458,20 @@ def _what_begins_from_scratch_comes_from_nowhere(
     for name, value in given.items():
         if init_from == "scratch" and value is not None:
             yield f"--init_from=scratch begins from initial weights, and --{name}={value} does not: leave one out"
+
+
+@_rule()
+def _a_checkpoint_is_named_once(ckpt_load_path: str | None, resume_from_checkpoint: str | None) -> Problems:
+    if resume_from_checkpoint is not None and resume_from_checkpoint.strip().lower() in ("true", "false"):
+        yield (
+            f"--resume_from_checkpoint={resume_from_checkpoint}: it takes the path of a run or checkpoint; a run found "
+            "in --ckpt_save_path is continued without a flag"
+        )
+    elif resume_from_checkpoint is not None and ckpt_load_path is not None:
+        yield (
+            f"--resume_from_checkpoint={resume_from_checkpoint} and --ckpt_load_path={ckpt_load_path} both say what to "
+            "start from: keep one"
+        )
 
 
 @_rule()

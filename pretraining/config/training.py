@@ -57,7 +57,11 @@ class ModelConfig:
         None,
         "key/value heads (grouped-query attention); none = the variant's, or num_attention_heads where it has as many",
     )
-    vocab_size: Annotated[int, Ge(2)] | None = setting(None, "rows of the embedding; none = the variant's")
+    vocab_size: Annotated[int, Ge(2)] | None = setting(
+        None,
+        "rows of the embedding; none = those of the checkpoint that the run starts from, or as many as tokenizer_path "
+        "has entries, rounded up to a multiple of 128; without either, the variant's",
+    )
     max_position_embeddings: PositiveInt | None = setting(
         None,
         "context that exports say the model was made for (at least seq_length); none = the variant's. Nothing that is "
@@ -418,8 +422,9 @@ class CheckpointConfig:
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "go back to this checkpoint of the run in ckpt_save_path, given by path, name or step; newer ones move to "
-        "checkpoints/set_aside_<time>/. Done once: the same command, restarted, goes on from what came after it",
+        "a checkpoint of the run in ckpt_save_path, by path, name or step: it goes back to it, and newer ones move to "
+        "checkpoints/set_aside_<time>/. Done once: the same command, restarted, goes on from what came after it. "
+        "One of elsewhere: the same as ckpt_load_path",
         silent_change=True,
     )
     weights_only: bool = setting(

@@ -34,7 +34,7 @@ from pretraining.config.training import CheckpointConfig, ParallelConfig, TrainC
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import file_checksum
+from pretraining.files import exists, file_checksum
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
@@ -74,13 +74,22 @@ def _go_back(config: CheckpointConfig, status: StatusKeeper | None) -> None:
     Newer ones are moved before that is noted: killed in between, the next start does the rest.
 
     Raises:
-        CheckpointError: it is no checkpoint of this run, or damaged, or newer ones cannot be moved.
+        CheckpointError: there is no such checkpoint, it is damaged, or newer ones cannot be moved.
     """
     request, run = config.resume_from_checkpoint, Path(config.ckpt_save_path)
+    named = request or config.ckpt_load_path
+    own = committed_checkpoints(run) if named is not None else []
+    if named is None or not own:
+        return  # a run without checkpoints starts from what was named
     if request is None:
+        if _named_in(own, named) not in (None, own[-1]):
+            log.info(
+                "--ckpt_load_path=%s is a checkpoint of this run, which goes on from its newest: "
+                "--resume_from_checkpoint would go back to it",
+                named,
+            )
         return
-    own = committed_checkpoints(run)
-    found = _named_in(run, own, request)
+    found = _named_in(own, request)
     before = status.before(run) if status is not None else RunStatus()
     checksum = "" if found is None else file_checksum(found / MANIFEST)[0]
     if before.went_back_to == request and (found is None or before.went_back_checksum == checksum):
@@ -90,11 +99,13 @@ def _go_back(config: CheckpointConfig, status: StatusKeeper | None) -> None:
         )
         return
     if found is None:
-        there = ", ".join(path.name for path in own) or "none"
-        raise CheckpointError(
-            f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds {there}. "
-            "--ckpt_load_path with another --ckpt_save_path begins a run from a checkpoint of elsewhere"
-        )
+        if not exists(Path(request)):
+            there = ", ".join(path.name for path in own)
+            raise CheckpointError(
+                f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds {there}"
+            )
+        log.info("--resume_from_checkpoint=%s is not of this run, which goes on from its own newest", request)
+        return
     step = read_manifest(found).step
     newer = [path for path in own if step_of(path) > step or (step_of(path) == step and path != found)]
     aside = set_aside(run, newer)
@@ -104,8 +115,8 @@ def _go_back(config: CheckpointConfig, status: StatusKeeper | None) -> None:
         status.went_back(run, request, checksum)
 
 
-def _named_in(run: Path, own: list[Path], request: str) -> Path | None:
-    """The checkpoint of a run that was named by its path, its name or its step."""
+def _named_in(own: list[Path], request: str) -> Path | None:
+    """The checkpoint among a run's own that was named by its path, its name or its step."""
     named = {path.name: path for path in own}
     by_step = {str(step_of(path)): path for path in own}
     by_path = {path.resolve(): path for path in own}

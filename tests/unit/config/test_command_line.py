@@ -93,7 +93,7 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["max_tokens=5k", "--num_steps=5ktok"], "num_steps", Duration(5000, "tokens")),
         (["--report_to=none"], "tracker", ()),
         (["--report_to=tensorboard"], "tracker", ("tensorboard",)),
-        (["--resume_from_checkpoint=runs/a"], "ckpt_load_path", "runs/a"),
+        (["--resume_from_checkpoint=runs/a"], "resume_from_checkpoint", "runs/a"),
         (["--local-rank=3", "--seed=4"], "seed", 4),
         (["--local_rank=3"], "seed", 2023),
         ([], "seed", 2023),

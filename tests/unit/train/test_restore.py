@@ -14,7 +14,9 @@ from training_runs import TINY, losses_of
 
 from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
 from pretraining.cli import main
+from pretraining.config.recipes import load_config
 from pretraining.config.training import ParallelConfig
+from pretraining.data.tokenizer import train_tokenizer
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.train.restore import take_threads
 
@@ -262,7 +264,8 @@ def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_res
     run = copy_of(begun, tmp_path)
     start(run, "resume_from_checkpoint=4", "checkpoint_interval=1", "run_steps=1")
     assert "is newer than" not in capsys.readouterr().out
-    rename, renamed = Path.rename, []
+    rename = Path.rename
+    renamed: list[Path] = []
 
     def failing_after_the_first(path: Path, target: Path) -> Path:
         if renamed:
@@ -285,7 +288,7 @@ def test_going_back_to_what_is_not_there_names_what_is(
     begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy_of(begun, tmp_path)
-    for request in ("3", "step_3_ckp", str(checkpoint(begun, 2))):
+    for request in ("3", "step_3_ckp", str(checkpoint(begun, 3))):
         with pytest.raises(SystemExit):
             start(run, f"resume_from_checkpoint={request}")
         error = capsys.readouterr().err
@@ -329,12 +332,60 @@ def test_what_a_run_begins_with_may_be_said(begun: Path, tmp_path: Path, capsys:
     start(fresh, "init_from=scratch", "run_steps=2")  # a restarted job
     assert f"start       from {checkpoint(fresh, 2)}" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        start(fresh, "init_from=scratch", f"ckpt_load_path={begun}", "resume_from_checkpoint=2")
-    error = capsys.readouterr().err
-    assert "--ckpt_load_path" in error and "--resume_from_checkpoint=2 does not: leave one out" in error
+        start(fresh, "init_from=scratch", "resume_from_checkpoint=2")
+    assert "--resume_from_checkpoint=2 does not: leave one out" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_elsewhere_begins_a_run_and_is_left_alone_where_there_is_one(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    elsewhere = f"resume_from_checkpoint={checkpoint(begun, 2)}"
+    start(run, elsewhere, "run_steps=1", "checkpoint_interval=1")
+    assert f"start       from {checkpoint(begun, 2)}, step 2" in capsys.readouterr().out
+    start(run, elsewhere, "run_steps=1", "checkpoint_interval=1")
+    said = capsys.readouterr().out
+    assert "is not of this run, which goes on from its own newest" in said
+    assert f"start       from {checkpoint(run, 3)}, step 3" in said
+    with pytest.raises(SystemExit):
+        start(tmp_path / "other", "resume_from_checkpoint=/nowhere")
+    assert "--resume_from_checkpoint=/nowhere holds no complete checkpoint" in capsys.readouterr().err
+    start(run, f"ckpt_load_path={checkpoint(run, 3)}")
+    said = capsys.readouterr().out
+    assert "is a checkpoint of this run, which goes on from its newest" in said
+    assert f"start       from {checkpoint(run, 4)}, step 4" in said
+    with pytest.raises(SystemExit):
+        start(run, "resume_from_checkpoint=2", f"ckpt_load_path={begun}")
+    assert "both say what to start from: keep one" in capsys.readouterr().err
 
 
 def test_steps_that_are_listed_are_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     start(run, "checkpoint_interval=0", "checkpoint_steps=1,3,100")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_1_ckp", "step_3_ckp", "step_6_ckp"]
+
+
+def test_a_vocabulary_that_is_not_given_is_big_enough_for_the_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = train_tokenizer(["some text, and more of it"] * 3, 300)
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(tmp_path / "tokenizer")
+    entries = tokenizer.vocab_size
+    assert 256 < entries < 384
+    run, flags = tmp_path / "run", [each for each in TINY if not each.startswith("vocab_size=")]
+    flags += ["num_steps=2", "batch_size=1", "use_dummy_dataset=true", f"tokenizer_path={tmp_path / 'tokenizer'}"]
+    main(["train", *flags, "run_steps=1", f"ckpt_save_path={run}"])
+    said = capsys.readouterr().out
+    assert f"vocab_size  384, for the {entries} entries of {tmp_path / 'tokenizer'}" in said
+    assert load_config(run / "config.yaml").model.vocab_size == 384
+    main(["train", *flags, f"ckpt_save_path={run}"])
+    assert "entries of" not in capsys.readouterr().out
+    # A run that was begun with another number goes on with it.
+    other = tmp_path / "other"
+    main(["train", *flags, "vocab_size=400", "run_steps=1", f"ckpt_save_path={other}"])
+    main(["train", *flags, f"ckpt_save_path={other}"])
+    assert load_config(other / "config.yaml").model.vocab_size == 400
+    with pytest.raises(SystemExit):
+        main(["train", *flags, "sep_token=384", f"ckpt_save_path={tmp_path / 'none'}"])
+    assert "--sep_token=384 is outside a vocabulary of 384" in capsys.readouterr().err
