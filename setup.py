@@ -38,6 +38,8 @@ setup(
     extras_require={
         # Reading Hugging Face datasets in `pretrain prepare`.
         "hf": ["datasets>=4.0"],
+        # Pictures of schedules and sweeps.
+        "report": ["matplotlib>=3.9"],
         # Float8 training. 0.18 is for all of these versions of torch, and avoids kernels that gave NaN once compiled.
         "float8": ["torchao>=0.18,<0.19"],
         # transformers and accelerate are what the model and the speed are compared with; training needs neither.
@@ -45,6 +47,7 @@ setup(
             "accelerate>=1.1",
             "datasets>=4.0",
             "hypothesis>=6.100",
+            "matplotlib>=3.9",
             "mypy>=1.15",
             "pytest>=8.2",
             "pytest-timeout>=2.3",

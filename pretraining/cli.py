@@ -27,6 +27,7 @@ from pretraining.config.commands import (
     ListConfig,
     PrepareConfig,
     SampleConfig,
+    SweepConfig,
     VerifyConfig,
 )
 from pretraining.config.help import help_text
@@ -129,6 +130,13 @@ def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     import_weights(config)
 
 
+def sweep_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Trains a grid of runs."""
+    from pretraining.tools.sweep import sweep
+
+    sweep(overrides, flags)
+
+
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Checks checkpoints or token files."""
     config = parse_config(VerifyConfig, overrides, flags)
@@ -160,6 +168,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "sample": (sample_command, SampleConfig, "continue a prompt with a trained model"),
     "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
     "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
+    "sweep": (sweep_command, SweepConfig, "train every combination of the values that settings are given"),
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
     "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
 }
@@ -170,6 +179,7 @@ LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample")
 # Of commands that change something.
 AFTER_INTERRUPTION = {
     "train": "the same command goes on from the newest checkpoint",
+    "sweep": "the same command goes on with the run that was under way",
     "prepare": "the same command goes on from the token files that are complete",
     "export": "nothing was written; the same command starts again",
     "import": "nothing was written; the same command starts again",

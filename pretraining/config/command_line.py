@@ -52,7 +52,7 @@ def parse_config(
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
     """
-    assignments, problems = _read_arguments(_name_first_word(root, overrides), flags or {})
+    assignments, problems = read_arguments(_name_first_word(root, overrides), flags or {})
     recipe_names = RECIPE_NAMES if issubclass(root, TrainConfig) else ()
     recipes, problems_of_recipes = _read_recipes([given for given in assignments if given.name in recipe_names])
     reader = Reader(root, also_known=recipe_names)
@@ -70,7 +70,7 @@ def parse_config(
 
 def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
     """Returns what the command line alone sets a setting of training to; None without a readable value."""
-    assignments, _ = _read_arguments(overrides, flags)
+    assignments, _ = read_arguments(overrides, flags)
     reader = Reader(TrainConfig)
     reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
     return reader.values.get(name)
@@ -78,7 +78,7 @@ def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[st
 
 def value_given(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
     """Returns what recipes and the command line set a setting of training to; None without a readable value."""
-    assignments, _ = _read_arguments(overrides, flags)
+    assignments, _ = read_arguments(overrides, flags)
     recipes, _ = _read_recipes([given for given in assignments if given.name in RECIPE_NAMES])
     reader = Reader(TrainConfig)
     for source in (*recipes, [given for given in assignments if given.name not in RECIPE_NAMES]):
@@ -94,7 +94,7 @@ def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
     return [f"{names[0]}={first}", *others] if is_path else list(overrides)
 
 
-def _read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[Assignment], list[str]]:
+def read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[Assignment], list[str]]:
     """Returns the assignments of a command line, and a problem for each argument that assigns nothing."""
     problems = []
     positional = {}

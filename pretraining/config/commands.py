@@ -217,6 +217,27 @@ class InspectConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
+class SweepSettings:
+    """Which runs, and where. All other settings are those of training, and each may be given several values."""
+
+    sweep_path: str = setting("runs/sweep", "folder of the sweep: a folder a run, sweep.csv and sweep.png")
+    processes: PositiveInt = setting(1, "processes of each run, one a GPU, on this machine (torchrun)")
+    only: NonNegativeInt | None = setting(None, "train this combination alone, counted from 0; none = all")
+    collect: bool = setting(False, "train nothing: write table and picture of what there is")
+    retry_failed: bool = setting(False, "start runs that ended with an error again")
+    print_slurm: bool = setting(
+        False, "train nothing: print a SLURM script that makes each combination a job of an array"
+    )
+
+
+@dataclass(frozen=True)
+class SweepConfig(TrainConfig):
+    """A grid of runs: settings with several values, a comma list (between semicolons, where a value is a list)."""
+
+    sweep: SweepSettings = SweepSettings()
+
+
+@dataclass(frozen=True)
 class VerifyConfig:
     """Read token files or checkpoints wholly and name every fault. The status is 0 only if there is none."""
 

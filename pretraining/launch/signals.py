@@ -98,5 +98,11 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
     torchrun's processes are in sessions of their own: without this they would train on, unseen.
     """
-    if "TORCHELASTIC_RUN_ID" in environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in environ:
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Asks Linux for a SIGTERM when the process that started this one dies, even by SIGKILL."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

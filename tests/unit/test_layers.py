@@ -25,6 +25,7 @@ ROWS = (
     ("api", "tools"),
     ("__init__",),
     ("cli", "main_training"),
+    ("__main__",),
 )
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
 TORCH_FREE = ("errors", "files", "progress", "config", "launch", "estimate")

@@ -1,0 +1,376 @@
+"""A grid of runs, one after the other, and a table and a picture of what came of them.
+
+    pretrain sweep --recipe=demo --learning_rate=1e-4,3e-4 --optimizer=adamw,muon --sweep_path=runs/lr
+        runs/lr/learning_rate=1e-4,optimizer=adamw/     a run as any other; output.log has what it printed
+        runs/lr/…/outcome.json                          how it ended: a combination that has one is not started again
+        runs/lr/sweep.csv, sweep.png                    a row and a curve a combination, made anew after each run
+
+Several values of a setting are a comma list; of a setting that is a list itself, they stand between semicolons. Runs
+are processes of their own: one that diverges or crashes is a row, and the next one begins. A sweep that is killed takes
+its run with it, and the same command goes on with that run.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import logging
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
+from pretraining.config.command_line import parse_config, read_arguments
+from pretraining.config.commands import SweepConfig, SweepSettings
+from pretraining.config.fields import settings_of
+from pretraining.errors import ConfigError, Interrupted, PathError, Preempted
+from pretraining.files import path_error, write_atomic
+from pretraining.launch.signals import PREEMPTION_SIGNALS, end_with_parent
+from pretraining.observability.display import format_seconds
+
+log = logging.getLogger(__name__)
+
+OUTCOME_FILE, OUTPUT_FILE = "outcome.json", "output.log"
+LONGEST_NAME = 120
+SEED = "seed"
+
+SLURM_SCRIPT = """\
+#!/usr/bin/env bash
+# A job a combination. Add what your cluster needs, then: sbatch sweep.slurm
+#SBATCH --job-name=sweep
+#SBATCH --array=0-{last}
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --output=sweep-%A-%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+
+{command} --only="$SLURM_ARRAY_TASK_ID" &
+child=$!
+trap 'kill -USR1 $child' USR1
+trap 'kill -TERM $child' TERM
+status=0
+wait $child || status=$?
+while kill -0 $child 2>/dev/null; do
+    status=0
+    wait $child || status=$?
+done
+# 75: saved ahead of the end of the job's time.
+[[ $status != 75 ]] || exec scontrol requeue "$SLURM_JOB_ID"
+exit "$status"
+"""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One run of a sweep.
+
+    Attributes:
+        number: from 0, the last setting that varies fastest.
+        values: of the settings that vary, as text.
+        arguments: of `pretrain train`, without the run's folder.
+    """
+
+    number: int
+    values: Mapping[str, str]
+    arguments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What the run's folder is called."""
+        told = ",".join(f"{name}={value}" for name, value in self.values.items())
+        safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in told)
+        if safe != told or len(safe) > LONGEST_NAME:
+            safe = f"{safe[:LONGEST_NAME]}-{sha256(told.encode()).hexdigest()[:8]}"
+        return safe
+
+
+def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
+    """Trains every combination that has not ended yet, and writes table and picture.
+
+    Raises:
+        ConfigError: the command line is no sweep; a combination's own mistakes name the combination.
+        Preempted: a signal came; the run under way is saved.
+        PathError: the sweep's folder cannot be written.
+    """
+    settings, combinations = read_sweep(overrides, flags)
+    if settings.print_slurm:
+        words = [*overrides, *(f"--{name}={value}" for name, value in flags.items())]
+        words = [word for word in words if "print_slurm" not in word.replace("-", "_")]
+        print(
+            SLURM_SCRIPT.format(last=len(combinations) - 1, command=shlex.join(["pretrain", "sweep", *words])), end=""
+        )
+        return
+    folder = Path(settings.sweep_path)
+    chosen = combinations if settings.only is None else [combinations[settings.only]]
+    for combination in [] if settings.collect else chosen:
+        run = folder / combination.name
+        if _outcome(run) is None or (settings.retry_failed and _outcome(run) != "finished"):
+            log.info("%d of %d  %s", combination.number + 1, len(combinations), combination.name)
+            _train(combination, run, settings.processes)
+            rows = [row_of(each, folder) for each in combinations]
+            row = rows[combination.number]
+            log.info("        %s, %s", row["status"], row["reason"] or _in_words(row))
+            if settings.only is None:
+                write_table(folder, rows)
+    rows = [row_of(each, folder) for each in combinations]
+    write_table(folder, rows)
+    for line in summary(rows):
+        log.info(line)
+    draw(rows, folder)
+
+
+def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[SweepSettings, list[Combination]]:
+    """Reads a command line into a grid, and checks the settings of each combination.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    assignments, problems = read_arguments(overrides, flags)
+    fixed, varied = [], dict[str, list[str]]()
+    for given in assignments:
+        name, values = _values_of(given)
+        if len(values) > 1:
+            varied[name] = values
+            if len(set(values)) < len(values):
+                problems.append(f"{given.where}: a value comes twice")
+        else:
+            fixed.append(given)
+    if any(given.section_and_name[1] == "ckpt_save_path" for given in fixed):
+        problems.append("--ckpt_save_path is set by the sweep, a folder a run under --sweep_path: leave it out")
+    if not varied and not problems:
+        problems.append("nothing varies: give one setting several values, as in --learning_rate=1e-4,3e-4")
+    if problems:
+        raise ConfigError(problems)
+    own = {setting.name for setting in settings_of(SweepConfig).values() if setting.section == "sweep"}
+    arguments = [f"{given.name}={given.raw}" for given in fixed]
+    trains = [text for text, given in zip(arguments, fixed, strict=True) if given.section_and_name[1] not in own]
+    combinations: list[Combination] = []
+    for number, each in enumerate(itertools.product(*varied.values())):
+        chosen = dict(zip(varied, each, strict=True))
+        told = [f"{name}={value}" for name, value in chosen.items()]
+        try:
+            settings = parse_config(SweepConfig, [*arguments, *told]).sweep
+        except ConfigError as error:
+            problems += [f"{','.join(told)}: {problem}" for problem in error.problems]
+        combinations.append(Combination(number, chosen, (*trains, *told)))
+    if problems:
+        raise ConfigError(problems)
+    if settings.only is not None and settings.only >= len(combinations):
+        raise ConfigError(f"--only={settings.only}: the combinations are numbered 0 to {len(combinations) - 1}")
+    return settings, combinations
+
+
+def _values_of(given: Assignment) -> tuple[str, list[str]]:
+    """The setting that an assignment is for, under its own name, and the values that it gives it."""
+    settings, name = settings_of(SweepConfig), given.section_and_name[1]
+    alias = Reader(SweepConfig).aliases.get(name)
+    setting = settings.get(alias.target if alias is not None else name)
+    raw = given.raw if isinstance(given.raw, str) else ",".join(given.raw or [])
+    if setting is None or setting.section == "sweep" or given.name in RECIPE_NAMES:
+        return name, [raw]
+    values = [value.strip() for value in raw.split(";" if setting.many else ",")]
+    return name, [value for value in values if value]
+
+
+# One run
+
+
+def _train(combination: Combination, run: Path, processes: int) -> None:
+    """Trains a combination in processes of its own, and notes how it ended unless it is to be started again.
+
+    Raises:
+        Preempted: a signal came, and was handed on.
+        PathError: the run's folder cannot be written.
+    """
+    program = ["-c", "from pretraining.cli import run_console_script as run; run()", "train"]
+    if processes > 1:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        program += ["--no-python", sys.executable, "-m", "pretraining", "train"]
+    command = [sys.executable, *program, *combination.arguments, f"ckpt_save_path={run}"]
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        output = (run / OUTPUT_FILE).open("ab")
+    except OSError as error:
+        raise path_error(error, run) from None
+    with output:
+        begun = time.monotonic()
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent
+        )
+        with _handing_signals_to(child) as received:
+            code = child.wait()
+    if received:
+        ending = Interrupted if received[0] == signal.SIGINT else Preempted
+        raise ending(
+            f"{combination.name} was told to end ({signal.Signals(received[0]).name}): the same command goes on with it"
+        )
+    if code in (0, 1):
+        outcome = {
+            "status": "failed" if code else "finished",
+            "reason": _last_error(run / OUTPUT_FILE) if code else "",
+            "seconds": round(time.monotonic() - begun, 1),
+        }
+        write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
+
+
+@contextmanager
+def _handing_signals_to(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """For the time of a `with` block, signals that ask for an early end go to a process; yields those that came."""
+    received: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (*PREEMPTION_SIGNALS, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _outcome(run: Path) -> str | None:
+    """How a run ended; None: it has not, or was stopped from outside, and is to go on."""
+    return _read_outcome(run).get("status")
+
+
+def _read_outcome(run: Path) -> dict[str, Any]:
+    try:
+        outcome = json.loads((run / OUTCOME_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return outcome if isinstance(outcome, dict) else {}
+
+
+def _last_error(output: Path) -> str:
+    """What a run said as it failed: its last error, or its last line."""
+    lines = output.read_text(errors="replace").splitlines() or ["it said nothing"]
+    errors = [line for line in lines if line.startswith("error:")]
+    return errors[-1].removeprefix("error:").strip() if errors else lines[-1].strip()
+
+
+# What came of them
+
+
+def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
+    """A combination's row of the table; None for what is not known of it."""
+    run = folder / combination.name
+    reports = _reports(run / "logs" / "metrics.jsonl")
+    outcome = _read_outcome(run)
+
+    def newest(name: str) -> Any:
+        return next((report[name] for report in reversed(reports) if report.get(name) is not None), None)
+
+    return {
+        "number": combination.number,
+        **combination.values,
+        "status": outcome.get("status", "under way" if reports else "not begun"),
+        "step": newest("step"),
+        "tokens_seen": newest("tokens_seen"),
+        "loss": newest("loss"),
+        "evaluation_loss": newest("evaluation_loss"),
+        "tokens_per_second_per_gpu": newest("tokens_per_second_per_gpu_overall"),
+        "seconds": outcome.get("seconds"),
+        "reason": outcome.get("reason", ""),
+        "run": str(run),
+    }
+
+
+def _reports(path: Path) -> list[dict[str, Any]]:
+    reports = []
+    try:
+        for line in path.read_text().splitlines():
+            reports.append(json.loads(line))
+    except (OSError, ValueError):
+        pass  # none yet, or a line that is being written
+    return [report for report in reports if isinstance(report, dict)]
+
+
+def write_table(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes sweep.csv; a PathError where that fails."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "sweep.csv", text.getvalue())
+    except OSError as error:
+        raise path_error(error, folder) from None
+
+
+def loss_of(row: Mapping[str, Any]) -> float | None:
+    """What a run is judged by: its newest held-out loss, or without one its newest training loss."""
+    loss: float | None = row["evaluation_loss"] if row["evaluation_loss"] is not None else row["loss"]
+    return loss
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The combinations by their loss, the lowest first, a line each; over several seeds mean and range."""
+    varied = varied_settings(rows)
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(f"{name}={row[name]}" for name in varied if name != SEED), []).append(row)
+    judged = []
+    for names, members in groups.items():
+        losses = [loss for row in members if row["status"] == "finished" and (loss := loss_of(row)) is not None]
+        text = "  ".join(names)
+        failed = [row for row in members if row["status"] != "finished"]
+        if losses:
+            spread = f" ({min(losses):.4f} to {max(losses):.4f}, {len(losses)} seeds)" if len(members) > 1 else ""
+            judged.append((statistics.fmean(losses), f"{statistics.fmean(losses):.4f}{spread}  {text}"))
+        for row in failed:
+            judged.append((float("inf"), f"{row['status']}  {text}  {row['reason']}"))
+    kind = "held-out loss" if any(row["evaluation_loss"] is not None for row in rows) else "training loss"
+    yield f"{kind} at the end:"
+    yield from (f"  {line}" for _, line in sorted(judged))
+
+
+def varied_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that vary, from the columns of the table."""
+    columns = list(rows[0])
+    return columns[1 : columns.index("status")]
+
+
+def _in_words(row: Mapping[str, Any]) -> str:
+    loss = loss_of(row)
+    took = "" if row["seconds"] is None else f" in {format_seconds(row['seconds'])}"
+    return "no report" if loss is None else f"loss {loss:.4f} after {row['tokens_seen']:,} tokens{took}"
+
+
+def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Draws sweep.png; a line says so where matplotlib is missing or nothing has been reported."""
+    curves = {}
+    for row in rows:
+        reports = _reports(Path(row["run"]) / "logs" / "metrics.jsonl")
+        name = "evaluation_loss" if row["evaluation_loss"] is not None else "loss"
+        points = [(each["tokens_seen"], each[name]) for each in reports if each.get(name) is not None]
+        if points:
+            curves[", ".join(f"{setting}={row[setting]}" for setting in varied_settings(rows))] = points
+    if not curves:
+        return
+    from pretraining.tools.pictures import draw_sweep
+
+    try:
+        draw_sweep(curves, rows, varied_settings(rows), folder / "sweep.png")
+        log.info("table and picture: %s, %s", folder / "sweep.csv", folder / "sweep.png")
+    except ImportError:
+        log.info("table: %s; for a picture pip install 'pretraining[report]'", folder / "sweep.csv")
+    except OSError as error:
+        raise PathError(f"{folder / 'sweep.png'} cannot be written: {os.strerror(error.errno or 0)}") from None

@@ -1,0 +1,193 @@
+"""pretrain sweep: the grid of a command line, runs that are rows, and a sweep that goes on after a kill."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT, plain_environment
+
+from pretraining.cli import main
+from pretraining.errors import ConfigError
+from pretraining.tools import pictures, sweep
+
+TINY = [
+    *("use_dummy_dataset=true", "model_variant=tiny", "hidden_size=16", "num_attention_heads=2", "num_hidden_layers=1"),
+    *("vocab_size=64", "seq_length=16", "batch_size=2", "num_steps=4", "report_interval=2", "tracker=none"),
+]
+
+
+def grid(*overrides: str, **flags: str) -> tuple[Any, list[sweep.Combination]]:
+    return sweep.read_sweep([*TINY, *overrides], flags)
+
+
+def test_every_combination_is_a_run_and_the_last_setting_varies_fastest() -> None:
+    settings, found = grid("learning_rate=1e-4, 3e-4", "optimizer=adamw,muon", processes="2")
+    assert settings.processes == 2
+    assert [dict(each.values) for each in found] == [
+        {"learning_rate": rate, "optimizer": name} for rate in ("1e-4", "3e-4") for name in ("adamw", "muon")
+    ]
+    assert [each.number for each in found] == [0, 1, 2, 3]
+    assert found[3].name == "learning_rate=3e-4,optimizer=muon"
+    assert found[3].arguments == (*TINY, "learning_rate=3e-4", "optimizer=muon")
+
+
+def test_settings_that_are_lists_vary_between_semicolons() -> None:
+    _, found = grid("optimizer=my.module:Own", "optimizer_options=a=1,b=2;a=2")
+    assert [each.values["optimizer_options"] for each in found] == ["a=1,b=2", "a=2"]
+    assert len({each.name for each in found}) == 2 and all("/" not in each.name for each in found)
+
+
+def test_names_are_those_of_folders_and_differ(tmp_path: Path) -> None:
+    paths = [f"data_path=/data/{'x' * 200}/a,/data/{'x' * 200}/b"]
+    _, found = sweep.read_sweep([*TINY[1:], *paths], {})
+    assert len({each.name for each in found}) == 2
+    assert all("/" not in each.name and len(each.name) < 200 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "nothing varies: give one setting several values"),
+        (["learning_rate=1e-3,1e-3"], "learning_rate=1e-3,1e-3: a value comes twice"),
+        (["learning_rate=1e-3,fast"], "learning_rate=fast"),
+        (["learning_rat=1e-3,1e-4"], "learning_rate"),
+        (["seed=1,2", "ckpt_save_path=runs/a"], "--ckpt_save_path is set by the sweep"),
+        (["seed=1,2", "only=2"], "--only=2: the combinations are numbered 0 to 1"),
+        (["seed=1,2", "alone"], "'alone' sets nothing"),
+        (["optimizer=adamw,muon", "muon_ns_steps=3"], "optimizer=adamw: --muon_ns_steps is for --optimizer=muon"),
+    ],
+)
+def test_what_is_no_sweep_is_refused_before_anything_runs(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        grid(*given)
+    assert said in str(error.value)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_that_fails_is_a_row_and_only_what_has_not_ended_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sweep"
+    command = ["sweep", *TINY, "max_skipped_steps=1", "learning_rate=1e-2,1e38", f"sweep_path={folder}"]
+    main(command)
+    said = capsys.readouterr().out
+    good, bad = rows_of(folder)
+    assert (good["status"], good["step"], good["reason"]) == ("finished", "4", "")
+    assert float(good["loss"]) > 0 and float(good["seconds"]) > 0
+    assert bad["status"] == "failed" and "finite" in bad["reason"]
+    assert "1 of 2  learning_rate=1e-2" in said and "training loss at the end:" in said
+    assert said.index(f"  {float(good['loss']):.4f}  learning_rate=1e-2") < said.index("failed  learning_rate=1e38")
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "step 4/4" in (folder / "learning_rate=1e-2" / "output.log").read_text()
+
+    trained: list[str] = []
+    monkeypatch.setattr(sweep, "_train", lambda combination, run, processes: trained.append(combination.name))
+    main(command)
+    main([*command, "collect=true", "retry_failed=true"])
+    assert trained == []
+    main([*command, "retry_failed=true"])
+    assert trained == ["learning_rate=1e38"]
+    main([*command, "retry_failed=true", "only=0"])
+    assert trained == ["learning_rate=1e38"]
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    capsys.readouterr()
+    main([*command, "collect=true"])
+    assert "for a picture pip install 'pretraining[report]'" in capsys.readouterr().out
+    (folder / "sweep.csv").unlink()
+    (folder / "sweep.csv").mkdir()
+    with pytest.raises(SystemExit):
+        main([*command, "collect=true"])
+    assert "sweep.csv" in capsys.readouterr().err
+
+
+def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    command = [sys.executable, "-m", "pretraining", "sweep", *TINY, "seed=1,2", "processes=2", f"sweep_path={folder}"]
+    long = [each.replace("num_steps=4", "num_steps=100000") for each in command]
+    options: dict[str, Any] = {"cwd": ROOT, "env": plain_environment(), "text": True}
+    first = folder / "seed=1"
+    for number, status in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
+        killed = subprocess.Popen([*long, "checkpoint_interval=2"], **options)
+        deadline = time.monotonic() + 120
+        while not (first / "logs" / "metrics.jsonl").exists() or not list(first.glob("checkpoints/*/manifest.json")):
+            assert time.monotonic() < deadline and killed.poll() is None
+            time.sleep(0.1)
+        killed.send_signal(number)
+        assert killed.wait(120) == status
+        assert not (first / "outcome.json").exists()
+        status_file = first / "run_status.json"
+        while json.loads(status_file.read_text())["status"] == "running":  # its processes end by themselves
+            assert time.monotonic() < deadline + 60
+            time.sleep(0.1)
+    done = subprocess.run(command, capture_output=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["status"] for row in rows_of(folder)] == ["finished", "finished"]
+    assert "2 seeds" in done.stdout
+
+
+def test_a_script_for_slurm_has_a_job_a_combination(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["sweep", *TINY, "seed=1,2,3", "--print_slurm=true", f"sweep_path={tmp_path}/a folder"])
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-2" in script and '--only="$SLURM_ARRAY_TASK_ID" &' in script
+    assert f"'sweep_path={tmp_path}/a folder'" in script and "print_slurm" not in script
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def row(number: int, seed: int, rate: str, loss: float | None, status: str = "finished") -> dict[str, Any]:
+    return {
+        **{"number": number, "learning_rate": rate, "seed": str(seed), "status": status, "step": 4, "tokens_seen": 64},
+        **{"loss": loss, "evaluation_loss": None, "tokens_per_second_per_gpu": 1.0, "seconds": 1.0, "reason": ""},
+        "run": "",
+    }
+
+
+def test_seeds_are_summed_up_by_mean_and_range() -> None:
+    rows = [row(0, 1, "1", 3.0), row(1, 2, "1", 4.0), row(2, 1, "2", 2.0), row(3, 2, "2", None, "failed")]
+    lines = list(sweep.summary(rows))
+    assert lines[1:] == [
+        "  2.0000 (2.0000 to 2.0000, 1 seeds)  learning_rate=2",
+        "  3.5000 (3.0000 to 4.0000, 2 seeds)  learning_rate=1",
+        "  failed  learning_rate=2  ",
+    ]
+
+
+def test_what_cannot_be_read_is_no_outcome(tmp_path: Path) -> None:
+    for text in ("[", "[]", "{}"):
+        (tmp_path / "outcome.json").write_text(text)
+        assert sweep._outcome(tmp_path) is None
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "sweep"
+    run = folder / "seed=1" / "logs"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "tokens_seen": 32, "loss": 3.0}) + "\n")
+    (folder / "sweep.png").mkdir()
+    with pytest.raises(SystemExit):
+        main(["sweep", *TINY, "seed=1,2", "collect=true", f"sweep_path={folder}"])
+    assert "sweep.png cannot be written" in capsys.readouterr().err
+    assert [each["status"] for each in rows_of(folder)] == ["under way", "not begun"]
+
+
+def test_curves_of_what_diverges_and_of_words_are_drawn(tmp_path: Path) -> None:
+    rows = [row(0, 1, "0", 3.0), row(1, 1, "2", 2.0)]
+    curves = {"a": [(1.0, 4.0), (2.0, float("inf"))], "b": [(1.0, 4.0), (2.0, 2.0)]}
+    pictures.draw_sweep(curves, rows, ["learning_rate"], tmp_path / "numbers.png")
+    worded = [{**each, "learning_rate": name} for each, name in zip(rows, ("cosine", "wsd"), strict=True)]
+    pictures.draw_sweep(curves, worded, ["learning_rate"], tmp_path / "words.svg")
+    assert (tmp_path / "numbers.png").stat().st_size > 5000 and "</svg>" in (tmp_path / "words.svg").read_text()
