@@ -13,6 +13,7 @@ from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Duration, TokenSchedule
 from pretraining.tools.pictures import draw_schedules
 
+PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "schedules.svg"
 STEPS = 1000
 WARM_UP = Duration(5, "percent")
 POINTS = ("0%:0", "10%:1", "40%:0.7", "60%:0.7", "100%:0")
