@@ -55,6 +55,9 @@ def test_a_flag_that_nobody_knows_is_refused_in_a_sentence(benchmark: str, capsy
     [
         ("measure.loader", ["--steps=5"], "argument --steps: must be 20 or more"),
         ("measure.loader", ["--tokens=1000"], "argument --tokens: must be 10,000,000 or more"),
+        ("measure.optimizers", ["--optimizers=adamw,moun"], "--optimizers=adamw,moun: give any of adamw, adam"),
+        ("measure.optimizers", ["--processes=1,none"], "--processes=1,none: write numbers of processes"),
+        ("measure.optimizers", ["--optimizer=sgd"], "--optimizer is the benchmark's own choice"),
         ("measure.throughput", ["--steps=9"], "argument --steps: must be 10 or more"),
         ("measure.throughput", ["--report_interval=100"], "--report_interval is the benchmark's own choice"),
         ("measure.prepare", ["--vocabulary=256"], "argument --vocabulary: must be 257 or more"),
