@@ -109,8 +109,9 @@ PARTS = {
         Task(90, f"{MEASURE}.operations {ONE_B} --batch_size=8 {COMPILED}"),
         Task(80, f"{MEASURE}.operations {SMALL} --batch_size=64 {COMPILED}"),
         Task(90, f"{MEASURE}.operations {EIGHT_B} --batch_size=2 {COMPILED} --float8=rowwise"),
-        Task(150, f"{MEASURE}.document_mask --heads=16 --rounds=20"),
-        Task(130, f"{MEASURE}.loss --rounds=10"),
+        Task(110, f"{MEASURE}.document_mask --heads=16 --rounds=14"),
+        Task(90, f"{MEASURE}.loss --rounds=7"),
+        Task(80, f"{MEASURE}.optimizers --model_variant=350m --processes=1 --rounds=5"),
     ),
 }
 

@@ -10,6 +10,7 @@ import torch
 from training_runs import TINY
 
 from pretraining.cli import main
+from pretraining.config.plugins import OPTIMIZERS
 from pretraining.data.batch import StepBatch
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.train import loop
@@ -45,6 +46,7 @@ def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ["batch_size=2", "grad_accum_steps=3"],
         ["fsdp_activation_checkpointing=true", "selective_checkpointing=op"],
         ["use_torch_compile=true"],
+        *(["optimizer=" + name] for name in OPTIMIZERS if name != "adamw"),
     ],
     ids=" ".join,
 )
