@@ -78,5 +78,10 @@ def train_runs(
 
 def losses_of(run: Path) -> list[float]:
     """The loss of each step, as the run reported it."""
+    return [report["loss"] for report in reports_of(run)]
+
+
+def reports_of(run: Path) -> list[dict[str, float]]:
+    """The reports of a run, without its evaluations."""
     lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line for line in lines if "loss" in line]

@@ -287,7 +287,11 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
     stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
     trackers = _open_trackers(plan)
-    observer = build_observer(config, plan.shape, processes, state, stopwatch, tokens, trackers)
+    observer = build_observer(
+        *(config, plan.shape, processes, state, stopwatch, tokens, trackers),
+        optimizer=plan.optimizer,
+        shard_group=plan.mesh["shard"].get_group(),
+    )
     if plan.restored is not None:
         observer.last_loss = plan.restored.manifest.loss
     context = _step_context(plan)
