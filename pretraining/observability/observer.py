@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from pretraining.distributed.grad_norm import gradient_norm, local_part
 from pretraining.distributed.processes import Processes
 from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.display import Display, Report, choose_display
+from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import peak_bytes
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
@@ -72,6 +73,7 @@ class Observer:
     display: Display
     trackers: Trackers
     stragglers: StragglerWatch
+    events: Events = field(default_factory=Events)
     last_loss: float | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ class Observer:
         perplexity = math.exp(min(loss, 100.0))
         log.info("step %d  evaluation_loss %.4f  perplexity %.2f", progress.steps, loss, perplexity)
         self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, "evaluation_loss": _finite(loss)})
+        self.events.add("evaluation", progress.steps, evaluation_loss=_finite(loss))
 
     def _clear_sums(self) -> None:
         self._steps = 0
@@ -225,6 +228,7 @@ def build_observer(
     *,
     optimizer: torch.optim.Optimizer,
     shard_group: dist.ProcessGroup,
+    events: Events,
 ) -> Observer:
     """Makes the observer of a run; `training_tokens` are those of one pass over the datasets."""
     peak = peak_tflops(device_name(processes.device))
@@ -247,6 +251,7 @@ def build_observer(
         display=display,
         trackers=trackers,
         stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
+        events=events,
     )
 
 

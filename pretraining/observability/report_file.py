@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 MOST_WAITING = 20_000
 """Reports that wait in memory while the disk of a file is full: about 10 MB."""
@@ -55,6 +59,26 @@ class ReportFile:
             with suppress(OSError):
                 self._file.truncate(end)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+
+class JsonLineFile:
+    """One JSON object a line, with the step and the time of day; a line is written whole, so nobody reads half of one.
+
+    Args:
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.file = ReportFile(path)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Appends a line; raises as `ReportFile.append`."""
+        self.file.append(json.dumps({"step": step, "time": written_time(self._clock()), **values}).encode() + b"\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.file.close()
 
 
 def written_time(seconds: float) -> str:

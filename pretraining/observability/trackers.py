@@ -10,7 +10,6 @@ line when it is over. Files then get what they have missed; trackers of the user
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import socket
@@ -25,7 +24,7 @@ from pretraining.config.plugins import TRACKERS, load_plugin
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import check_regular, exists, parse_json, write_atomic
-from pretraining.observability.report_file import ReportFile, written_time
+from pretraining.observability.report_file import JsonLineFile, ReportFile
 
 log = logging.getLogger(__name__)
 
@@ -61,24 +60,15 @@ class Tracker(Protocol):
         """Writes out what is buffered."""
 
 
-class JsonLines:
-    """One JSON object a report, with the time of day; a line is written whole, so a reader never sees half a report."""
+class JsonLines(JsonLineFile):
+    """metrics.jsonl: a line a report; those that will be made again after a resume are dropped when it is opened."""
 
     def __init__(self, folder: Path, restored_step: int, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
         if exists(path):
             _drop_lines_after(path, restored_step)
-        self.file = ReportFile(path)
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Appends a line."""
-        self.file.append(json.dumps({"step": step, "time": written_time(self._clock()), **values}).encode() + b"\n")
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.file.close()
+        super().__init__(path, clock)
 
 
 class TensorBoard:

@@ -60,6 +60,9 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
         folder = Path(config.checkpoint.ckpt_save_path)
         dropped = on_rank_zero(partial(_drop_checkpoints, folder, divergence.first_step))
         _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
+        begin, end = divergence.samples
+        away = {"samples": [begin, end - 1], "checkpoints_dropped": [str(path) for path in dropped]}
+        job.events.add("rollback", divergence.last_step, number=rollbacks, first_step=divergence.first_step, **away)
         run = build_run(config, job, mesh=mesh, stop_step=stop_step)
     return run, had_work
 
