@@ -77,6 +77,7 @@ class Job:
         memory: told whose memory to measure where it runs out.
         threads: that were chosen for this process; None = it keeps those that it has.
         events: what happens to the run.
+        launcher: what has started the processes.
     """
 
     processes: Processes
@@ -86,6 +87,7 @@ class Job:
     memory: MemoryWatch | None = None
     threads: CpuThreads | None = None
     events: Events = field(default_factory=Events)
+    launcher: str = "single"
 
 
 @dataclass(frozen=True)

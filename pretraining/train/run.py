@@ -80,7 +80,8 @@ def train(
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            run, trained = train_to_the_end(config, Job(processes, requests, status, lease, memory, threads, events))
+            job = Job(processes, requests, status, lease, memory, threads, events, layout.launcher)
+            run, trained = train_to_the_end(config, job)
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
             raise conclude_preempted(run.state)
         _finish(config, processes, run, prompt, trained)

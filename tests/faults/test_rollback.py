@@ -67,6 +67,12 @@ def test_the_account_of_the_run_tells_what_was_left_out_and_where_it_went_back_t
     assert saved == [3, 6, 9, 9, 12, 15]  # that of the time before the rollback stays
 
 
+def test_a_rollback_is_no_start_with_a_record_of_its_environment(place: Path, endings: list[dict[str, Any]]) -> None:
+    (record,) = json.loads((place / "lost" / "logs" / "environment.json").read_text())
+    (host,) = record["hosts"]
+    assert (record["processes"], host["ranks"], record["step"]) == (2, [0, 1], 0)
+
+
 def test_inspect_shows_what_every_step_trained_on(
     place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
