@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -78,5 +79,16 @@ def train_runs(
 
 def losses_of(run: Path) -> list[float]:
     """The loss of each step, as the run reported it."""
+    return [report["loss"] for report in reports_of(run)]
+
+
+def events_of(run: Path) -> list[dict[str, Any]]:
+    """What happened to a run, without the time of day."""
+    lines = [json.loads(line) for line in (run / "logs" / "events.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "time"} for line in lines]
+
+
+def reports_of(run: Path) -> list[dict[str, float]]:
+    """The reports of a run, without its evaluations."""
     lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line for line in lines if "loss" in line]

@@ -41,6 +41,7 @@ from pretraining.data.loader import Loader
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.files import exists
+from pretraining.observability.events import Events
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, Progress, TrainState
@@ -116,6 +117,7 @@ class CheckpointManager:
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         restored: the checkpoint that the run goes on from, if any.
         lease: checked before each commit; None = nobody else writes into the run's folder.
+        events: told of each checkpoint; None = nobody is.
 
     Attributes:
         newest: the checkpoint that was committed last, or that the run goes on from.
@@ -130,12 +132,14 @@ class CheckpointManager:
         training_tokens: int | None = None,
         restored: CheckpointRef | None = None,
         lease: Lease | None = None,
+        events: Events | None = None,
     ) -> None:
         self._config = config
         self._run = Path(config.ckpt_save_path)
         self._contents = contents
         self._stopwatch = stopwatch
         self._lease = lease
+        self._events = Events() if events is None else events
         self._interval = Interval(config.checkpoint_interval, training_tokens)
         self._preempt_interval = Interval(config.preempt_interval, training_tokens)
         self._is_full = config.ckpt_format == "full"
@@ -144,6 +148,7 @@ class CheckpointManager:
         self._has_trained = False
         self._saved_step: int | None = None
         self._saving: Path | None = None
+        self._saving_kind: str | None = None
         self.newest: Path | None = None
         self._background: BackgroundSave | None = None
         device = next(iter(contents.parameters.values())).device
@@ -160,9 +165,12 @@ class CheckpointManager:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._background is None:
             return
+        was_under_way = self._background.is_under_way
         failure = self._background.settle()
         if failure is not None:
             log.warning("the save that was under way has failed, too: %s", failure)
+        elif was_under_way:
+            self._note_saved()
         # After other errors ranks may disagree on the step, and leaving the group needs all of them.
         if error is None or isinstance(error, DivergenceError):
             self._background.close()
@@ -221,7 +229,7 @@ class CheckpointManager:
                 best_evaluation_loss=self._best_evaluation_loss,
             )
             folder = on_rank_zero(lambda: self._folder_for(manifest))
-            self._saved_step, self._saving = progress.steps, folder
+            self._saved_step, self._saving, self._saving_kind = progress.steps, folder, kind
             tensors = self._contents.tensors()
             if self._is_full:
                 self._write(folder, FullSave(tensors, manifest), manifest)
@@ -244,7 +252,9 @@ class CheckpointManager:
 
     def _note_saved(self) -> None:
         self.newest = self._saving
+        assert self._saved_step is not None
         log.info("step %d  checkpoint %s", self._saved_step, self._saving)
+        self._events.add("checkpoint", self._saved_step, kind=self._saving_kind, path=str(self._saving))
 
     def _folder_for(self, manifest: Manifest) -> Path:
         """Where to commit; two steps whose names are the same by rounding must not replace each other."""

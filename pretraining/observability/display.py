@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from pretraining.launch.terminal import is_watched, showing_through
@@ -20,18 +20,24 @@ REDRAW_SECONDS = 0.1
 class Report:
     """The numbers of one report; units stand in the names, None is unknown.
 
-    `loss` and `z_loss` are means over all valid tokens of the interval, the second no part of the first; `grad_norm` is
-    that of the last step, before clipping; rates and shares are those of the interval unless they say `overall`.
+    `loss` and `z_loss` are means over all valid tokens of the interval, the second no part of the first; `perplexity`
+    is exp(loss). `grad_norm` is that of the last step, before clipping, `param_norm` that of all parameters after it.
+    `group_learning_rates` are those of the optimizer's parameter groups. Rates and shares are those of the interval
+    unless they say `overall`; samples are sequences, of all devices together.
     """
 
     step: int
     tokens_seen: int
     loss: float
+    perplexity: float
     z_loss: float
     learning_rate: float
+    group_learning_rates: tuple[float, ...]
     grad_norm: float
+    param_norm: float
     skipped_updates: int
     step_seconds: float
+    samples_per_second: float
     tokens_per_second_per_gpu: float
     tokens_per_second_per_gpu_overall: float
     tokens_per_day: float
@@ -42,6 +48,14 @@ class Report:
     memory_allocated_gib: float | None
     memory_reserved_gib: float | None
     time_left_seconds: float
+
+    def values(self) -> dict[str, float | None]:
+        """Returns a number for each name but `step`, and one for each parameter group's learning rate."""
+        values = asdict(self)
+        del values["step"]
+        for index, rate in enumerate(values.pop("group_learning_rates")):
+            values[f"learning_rate_group_{index}"] = rate
+        return values
 
 
 class Display:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,11 @@ import torch.distributed as dist
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.activation_checkpointing import recomputed_share
+from pretraining.distributed.grad_norm import gradient_norm, local_part
 from pretraining.distributed.processes import Processes
 from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.display import Display, Report, choose_display
+from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import peak_bytes
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
@@ -50,6 +52,9 @@ class Observer:
         flops_per_token: of the model, forward and backward, for the tokens that attention spans on average.
         recomputed_flops_per_token: what activation checkpointing adds, for the same tokens.
         peak_tflops: of a device; None where it is not known.
+        seq_length: tokens of a sample.
+        optimizer: its groups hold the parameters and their learning rates.
+        shard_group: processes that hold the pieces of one copy of the parameters.
         state: where the run stands, at first where it starts.
         display: shows nothing on other ranks than 0.
         last_loss: the newest reported loss, at first that of an earlier invocation.
@@ -60,11 +65,15 @@ class Observer:
     flops_per_token: Callable[[float], float]
     recomputed_flops_per_token: Callable[[float], float]
     peak_tflops: float | None
+    seq_length: int
+    optimizer: torch.optim.Optimizer
+    shard_group: dist.ProcessGroup
     device: torch.device
     stopwatch: Stopwatch
     display: Display
     trackers: Trackers
     stragglers: StragglerWatch
+    events: Events = field(default_factory=Events)
     last_loss: float | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +113,7 @@ class Observer:
         perplexity = math.exp(min(loss, 100.0))
         log.info("step %d  evaluation_loss %.4f  perplexity %.2f", progress.steps, loss, perplexity)
         self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, "evaluation_loss": _finite(loss)})
+        self.events.add("evaluation", progress.steps, evaluation_loss=_finite(loss))
 
     def _clear_sums(self) -> None:
         self._steps = 0
@@ -117,12 +127,11 @@ class Observer:
         spans = torch.full_like(self._loss_sum, self._attention_spans)
         sums = torch.stack((self._loss_sum, self._z_loss_sum, spans))
         dist.all_reduce(sums)
-        loss_sum, z_loss_sum, attention_spans = sums.tolist()
-        valid_tokens, skipped, grad_norm = (
-            value.item() for value in (self._valid_tokens, self._skipped, outcome.grad_norm)
-        )
+        same_on_all_ranks = (self._valid_tokens, self._skipped, outcome.grad_norm, self._parameter_norm())
+        numbers = torch.cat((sums, torch.stack([number.double() for number in same_on_all_ranks])))
+        loss_sum, z_loss_sum, attention_spans, valid_tokens, skipped, grad_norm, param_norm = numbers.tolist()
         memory = self._memory_of_the_fullest_rank()
-        seconds, spent = self.stopwatch.lap()  # after `.item()`: the device has finished the steps
+        seconds, spent = self.stopwatch.lap()  # after `tolist`: the device has finished the steps
         steps = now.steps - self._reported.steps
         gpus = dist.get_world_size()
         rate = (now.tokens - self._reported.tokens) / seconds
@@ -131,15 +140,20 @@ class Observer:
         span = attention_spans / (steps * gpus)
         model_tflops = self.flops_per_token(span) * rate / gpus / 1e12
         tflops = model_tflops + self.recomputed_flops_per_token(span) * rate / gpus / 1e12
+        loss = loss_sum / valid_tokens if valid_tokens else math.nan
         report = Report(
             step=now.steps,
             tokens_seen=now.tokens,
-            loss=loss_sum / valid_tokens if valid_tokens else math.nan,
+            loss=loss,
+            perplexity=perplexity_of(loss),
             z_loss=z_loss_sum / valid_tokens if valid_tokens else math.nan,
             learning_rate=outcome.learning_rate,
+            group_learning_rates=tuple(group["lr"] for group in self.optimizer.param_groups),
             grad_norm=grad_norm,
+            param_norm=param_norm,
             skipped_updates=int(skipped),
             step_seconds=seconds / steps,
+            samples_per_second=rate / self.seq_length,
             tokens_per_second_per_gpu=rate / gpus,
             tokens_per_second_per_gpu_overall=overall_rate / gpus,
             tokens_per_day=overall_rate * 86400,
@@ -155,8 +169,7 @@ class Observer:
         self.display.show(report)
         for line in self.stragglers.report(report.step_seconds):
             log.info(line)
-        values = {name: _finite(value) for name, value in asdict(report).items() if name != "step"}
-        self.trackers.log(report.step, values)
+        self.trackers.log(report.step, {name: _finite(value) for name, value in report.values().items()})
         self._reported = now
         self._attention_spans = 0.0
 
@@ -189,6 +202,11 @@ class Observer:
         self._valid_tokens += state["valid_tokens"]  # these are of all ranks, on each of them
         self._skipped += state["skipped_updates"]
 
+    def _parameter_norm(self) -> torch.Tensor:
+        """Returns the Euclidean norm of all parameters, a scalar on the device, the same on every rank."""
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return gradient_norm([local_part(parameter.detach()) for parameter in parameters], self.shard_group)
+
     def _memory_of_the_fullest_rank(self) -> list[float]:
         """Returns GiB of the fullest rank: peak, allocated now, reserved; on a CPU only the peak of the process."""
         sizes = [peak_bytes(self.device), 0, 0]
@@ -207,6 +225,10 @@ def build_observer(
     stopwatch: Stopwatch,
     training_tokens: int | None,
     trackers: Trackers,
+    *,
+    optimizer: torch.optim.Optimizer,
+    shard_group: dist.ProcessGroup,
+    events: Events,
 ) -> Observer:
     """Makes the observer of a run; `training_tokens` are those of one pass over the datasets."""
     peak = peak_tflops(device_name(processes.device))
@@ -221,14 +243,23 @@ def build_observer(
         flops_per_token=partial(flops_per_token, shape),
         recomputed_flops_per_token=partial(recomputed_flops_per_token, shape, share),
         peak_tflops=peak,
+        seq_length=config.data.seq_length,
+        optimizer=optimizer,
+        shard_group=shard_group,
         device=processes.device,
         stopwatch=stopwatch,
         display=display,
         trackers=trackers,
         stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
+        events=events,
     )
 
 
 def _finite(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON does not have, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def perplexity_of(loss: float) -> float:
+    """Returns exp(loss); infinity where no float is as large."""
+    return math.exp(loss) if not loss > 700 else math.inf

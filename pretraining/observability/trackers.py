@@ -10,14 +10,11 @@ line when it is over. Files then get what they have missed; trackers of the user
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import socket
 import time
-from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -27,14 +24,12 @@ from pretraining.config.plugins import TRACKERS, load_plugin
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import check_regular, exists, parse_json, write_atomic
+from pretraining.observability.report_file import JsonLineFile, ReportFile
 
 log = logging.getLogger(__name__)
 
 LOGS = "logs"
 METRICS_FILE = "metrics.jsonl"
-
-MOST_WAITING = 20_000
-"""Reports that wait in memory while the disk of a file is full: about 10 MB."""
 
 
 @dataclass(frozen=True)
@@ -65,68 +60,15 @@ class Tracker(Protocol):
         """Writes out what is buffered."""
 
 
-class ReportFile:
-    """A file that reports are appended to: each whole or not at all, and one that finds no room as soon as there is."""
+class JsonLines(JsonLineFile):
+    """metrics.jsonl: a line a report; those that will be made again after a resume are dropped when it is opened."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("ab", buffering=0)
-        self._waiting: deque[bytes] = deque()
-        self._lost = 0
-
-    def append(self, record: bytes) -> None:
-        """Appends a record behind those that wait.
-
-        Raises:
-            OSError: it waits, too; the error names the file.
-        """
-        self._waiting.append(record)
-        if len(self._waiting) > MOST_WAITING:
-            self._waiting.popleft()
-            self._lost += 1
-        self._write_waiting()
-
-    def close(self) -> None:
-        """Closes the file; an OSError where records still find no room, which are lost then."""
-        with self._file:
-            self._write_waiting()
-
-    @property
-    def lacks(self) -> int:
-        """Records that are not in the file."""
-        return self._lost + len(self._waiting)
-
-    def _write_waiting(self) -> None:
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            while self._waiting:
-                left = self._waiting[0]
-                while left:
-                    left = left[self._file.write(left) :]
-                end += len(self._waiting.popleft())
-        except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(end)
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
-
-
-class JsonLines:
-    """One JSON object a report; a line is written whole, so a reader never sees half a report."""
-
-    def __init__(self, folder: Path, restored_step: int) -> None:
+    def __init__(self, folder: Path, restored_step: int, clock: Callable[[], float] = time.time) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
         if exists(path):
             _drop_lines_after(path, restored_step)
-        self.file = ReportFile(path)
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Appends a line."""
-        self.file.append(json.dumps({"step": step, **values}).encode() + b"\n")
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.file.close()
+        super().__init__(path, clock)
 
 
 class TensorBoard:

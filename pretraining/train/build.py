@@ -44,6 +44,7 @@ from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
+from pretraining.observability.events import Events
 from pretraining.observability.observer import build_observer
 from pretraining.observability.out_of_memory import MemoryWatch
 from pretraining.observability.profiler import Profiler
@@ -75,6 +76,8 @@ class Job:
         lease: on the run's folder, checked before each commit; None = nobody else writes there.
         memory: told whose memory to measure where it runs out.
         threads: that were chosen for this process; None = it keeps those that it has.
+        events: what happens to the run.
+        launcher: what has started the processes.
     """
 
     processes: Processes
@@ -83,6 +86,8 @@ class Job:
     lease: Lease | None = None
     memory: MemoryWatch | None = None
     threads: CpuThreads | None = None
+    events: Events = field(default_factory=Events)
+    launcher: str = "single"
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
     plan = _plan_run(config, job, mesh, stop_step)
     processes.activity.step = plan.state.step
     announce(plan)
+    _add_events(plan, job.events)
     if plan.start is None:  # late: mistakes in the settings of the data need not wait for it
         initialize_parameters(plan.parameters, plan.shape, config.run.seed, processes.device)
     run = _assemble(plan, job)
@@ -149,6 +155,16 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
     if job.memory is not None:
         job.memory.watch(plan.optimizer, plan.state, plan.mesh["shard"].size())
     return run
+
+
+def _add_events(plan: RunPlan, events: Events) -> None:
+    """Tells what the run starts from, and the phase of its data that begins here, if one does."""
+    step, phase = plan.state.step, plan.loader.reader.mixture.phases[-1]
+    if plan.start is not None:
+        start = {"checkpoint": str(plan.start.path), "weights_only": plan.start.weights_only}
+        events.add("restore", step, **start, passed_over=list(plan.start.passed_over))
+    if phase.first_step == step:
+        events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
 
 
 def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step: int | None) -> RunPlan:
@@ -287,7 +303,12 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
     stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
     trackers = _open_trackers(plan)
-    observer = build_observer(config, plan.shape, processes, state, stopwatch, tokens, trackers)
+    observer = build_observer(
+        *(config, plan.shape, processes, state, stopwatch, tokens, trackers),
+        optimizer=plan.optimizer,
+        shard_group=plan.mesh["shard"].get_group(),
+        events=job.events,
+    )
     if plan.restored is not None:
         observer.last_loss = plan.restored.manifest.loss
     context = _step_context(plan)
@@ -305,9 +326,8 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         observer=observer,
         should_stop=should_stop,
     )
-    guards = Guards(
-        config.guard, plan.loader, Replicas(list(plan.parameters.values()), plan.mesh), processes.activity, tokens
-    )
+    replicas = Replicas(list(plan.parameters.values()), plan.mesh)
+    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
     states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator, REPORT_STATE: observer}
     if context.spikes is not None:
         states["spikes"] = context.spikes
@@ -317,7 +337,11 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         states[TRACKERS_STATE] = trackers
     contents = CheckpointContents(config, plan.parameters, plan.optimizer, plan.loader, observer, states)
     checkpoints = CheckpointManager(
-        config.checkpoint, contents, stopwatch, training_tokens=tokens, restored=plan.restored, lease=job.lease
+        *(config.checkpoint, contents, stopwatch),
+        training_tokens=tokens,
+        restored=plan.restored,
+        lease=job.lease,
+        events=job.events,
     )
     profiler = Profiler(
         config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch

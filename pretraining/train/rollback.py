@@ -28,6 +28,7 @@ from pretraining.checkpoint.retention import best_of, list_records, point_to_bes
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
+from pretraining.observability.environment import record_environment
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import Run, train_loop
 
@@ -41,6 +42,7 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
     its DivergenceError.
     """
     run = build_run(config, job)
+    record_environment(Path(config.checkpoint.ckpt_save_path), run.state.step, job.launcher, job.processes)
     had_work = not run.state.stopping or run.evaluator.pending
     furthest, rollbacks = 0, 0
     while (divergence := _train(run)) is not None:
@@ -60,6 +62,9 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
         folder = Path(config.checkpoint.ckpt_save_path)
         dropped = on_rank_zero(partial(_drop_checkpoints, folder, divergence.first_step))
         _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
+        begin, end = divergence.samples
+        away = {"samples": [begin, end - 1], "checkpoints_dropped": [str(path) for path in dropped]}
+        job.events.add("rollback", divergence.last_step, number=rollbacks, first_step=divergence.first_step, **away)
         run = build_run(config, job, mesh=mesh, stop_step=stop_step)
     return run, had_work
 

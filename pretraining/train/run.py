@@ -24,6 +24,7 @@ from pretraining.evaluation.generation import generate
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
+from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import explain_out_of_memory
 from pretraining.train.build import Job
 from pretraining.train.loop import Run
@@ -56,9 +57,10 @@ def train(
     # Whether the time limit leaves room for a start is asked once the start is counted.
     end_at_signal = replace(requests, deadline=None).end_before_training
     waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
+    events = Events()
     # The status is written last, when an error has been put into words.
     with (
-        StatusKeeper(config.run.max_starts_without_progress, is_writer=layout.rank == 0) as status,
+        StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0, events) as status,
         join_processes(
             *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
             layout.as_environment(),
@@ -78,7 +80,8 @@ def train(
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            run, trained = train_to_the_end(config, Job(processes, requests, status, lease, memory, threads))
+            job = Job(processes, requests, status, lease, memory, threads, events, layout.launcher)
+            run, trained = train_to_the_end(config, job)
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
             raise conclude_preempted(run.state)
         _finish(config, processes, run, prompt, trained)

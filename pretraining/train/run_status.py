@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
 from pretraining.files import checked_values, read_json, with_checksum, write_atomic
+from pretraining.observability.events import Events
 from pretraining.progress import TrainState
 from pretraining.train.preemption import is_out_of_time, reason_of
 
@@ -62,12 +63,14 @@ class StatusKeeper:
     Args:
         max_starts_without_progress: how many crashes in a row are allowed; 0 = any number.
         is_writer: whether this process writes; in the others nothing happens.
+        events: opened in the run's folder, and told of start and end; None = nobody is told.
     """
 
-    def __init__(self, max_starts_without_progress: int, is_writer: bool) -> None:
+    def __init__(self, max_starts_without_progress: int, is_writer: bool, events: Events | None = None) -> None:
         self._path = Path(STATUS_FILE)
         self._limit = max_starts_without_progress
         self._is_writer = is_writer
+        self._events = events
         self._begun: RunStatus | None = None
         self._previous = RunStatus()
         self._state: TrainState | None = None
@@ -113,6 +116,7 @@ class StatusKeeper:
                 self._begun = None
                 self._write(previous)
             raise _crash_loop(self._path, previous, crashes)
+        is_first_choice = self._begun is None
         self._begun = replace(
             previous,
             status="running",
@@ -123,6 +127,9 @@ class StatusKeeper:
             started_at_step=restored_step,
         )
         self._write_or_raise(self._begun)
+        if is_first_choice and self._events is not None:
+            self._events.open(run)
+            _add_start(self._events, self._begun, previous)
 
     def training(self, state: TrainState) -> None:
         """Counts any error from now on as a crash; `state` tells how far the run is."""
@@ -145,6 +152,9 @@ class StatusKeeper:
             self._write(ended)
         except OSError as problem:  # whatever ended the run matters more
             log.warning("%s cannot be written: %s", self._path, problem)
+        if self._events is not None:
+            self._events.add("end", step, status=status, reason=ended.reason)
+            self._events.close()
 
     def _is_crash(self, error: BaseException | None) -> bool:
         if error is None or isinstance(error, Preempted | KeyboardInterrupt):
@@ -187,6 +197,15 @@ class StatusKeeper:
         values = asdict(replace(status, updated=now))
         document = with_checksum({name: value for name, value in values.items() if value or name not in _OPTIONAL})
         write_atomic(self._path, json.dumps(document, indent=1) + "\n")
+
+
+def _add_start(events: Events, begun: RunStatus, previous: RunStatus) -> None:
+    if previous.starts == 0:
+        events.add("start", begun.step, number=begun.starts)
+        return
+    status = "killed" if previous.status == "running" else previous.status  # it, or its machine
+    ended = {"previous_status": status, "previous_reason": previous.reason}
+    events.add("restart", begun.step, number=begun.starts, **ended)
 
 
 def read_status(path: Path) -> RunStatus | None:

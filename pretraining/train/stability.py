@@ -24,6 +24,7 @@ from pretraining.distributed.host_sync import wait_for_device
 from pretraining.distributed.processes import Activity, gather_from_every_rank
 from pretraining.distributed.replicas import Replicas
 from pretraining.errors import DivergenceError, HardwareError
+from pretraining.observability.events import Events
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.progress import Interval, TrainState
 
@@ -51,6 +52,7 @@ class Guards:
         loader: knows which samples the steps are made of.
         activity: told of every step.
         training_tokens: tokens of one pass over the datasets, for an interval in epochs.
+        events: told of each update that was left out; None = nobody is.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Guards:
         replicas: Replicas,
         activity: Activity,
         training_tokens: int | None,
+        events: Events | None = None,
     ) -> None:
+        self._events = Events() if events is None else events
         self._most_in_a_row = config.max_skipped_steps
         self._asks = config.max_skipped_steps > 0 or config.spike_threshold is not None
         self._loader = loader
@@ -108,6 +112,8 @@ class Guards:
         skipped, *numbers = pending.numbers.tolist()
         self._last_step = pending.step
         self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if skipped:
+            self._events.add("skip", pending.step, reason=_reason(numbers), in_a_row=self._in_a_row)
         if self._in_a_row and self._in_a_row.bit_count() == 1:  # 1, 2, 4, 8 ...: a long row does not flood the log
             row = f", {self._in_a_row} in a row" if self._in_a_row > 1 else ""
             log.info("step %d  update left out: %s%s", pending.step, _reason(numbers), row)

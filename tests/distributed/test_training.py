@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_runs import GOLDEN_RUN, losses_of, train_runs, write_two_datasets
+from training_runs import GOLDEN_RUN, losses_of, reports_of, train_runs, write_two_datasets
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
 
@@ -38,6 +39,13 @@ def test_the_loss_curve_is_the_golden_one_on_every_layout(processes: int, data_p
     golden = json.loads(GOLDEN.read_text())["losses"]
     for run in runs.values():
         assert losses_of(run) == pytest.approx(golden, rel=1e-4), run.name
+        assert reports_of(run)[-1]["param_norm"] == pytest.approx(norm_of(run / "checkpoints" / "step_30_ckp"))
+
+
+def norm_of(checkpoint: Path) -> float:
+    """The Euclidean norm of a checkpoint's parameters, whose pieces lie in several files."""
+    pieces = [piece for key, piece in tensors_of(checkpoint).items() if ":optimizer." not in key]
+    return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

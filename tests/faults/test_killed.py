@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from faulty_runs import assert_same_tensors, checkpoints_of, start_ranks, status_of, train_with_faults
-from training_runs import losses_of
+from training_runs import events_of, losses_of
 
 SAVED_IN_STEP_3 = "checkpoint_interval=3"
 
@@ -70,3 +70,9 @@ def test_the_next_start_repeats_the_run_that_was_never_stopped_bit_for_bit(run: 
     assert_same_tensors(root / run / "checkpoints" / "step_8_ckp", root / "whole" / "checkpoints" / "step_8_ckp")
     assert losses_of(root / run) == losses_of(root / "whole")
     assert not any(name.endswith(".tmp") for name in checkpoints_of(root / run))
+
+
+def test_the_account_of_a_killed_run_goes_on_with_its_next_start(root: Path, resumed: None) -> None:
+    events = [event for event in events_of(root / "grace") if event["event"] in ("start", "restart", "end")]
+    assert [event["event"] for event in events] == ["start", "restart", "end"]
+    assert events[1]["previous_status"] == "killed" and events[2]["status"] == "finished"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from guarded_runs import reports_of, train_with_faults
-from training_runs import TINY, write_two_datasets
+from training_runs import TINY, events_of, write_two_datasets
 
 from pretraining.cli import main
 
@@ -48,6 +48,29 @@ def test_a_run_goes_back_and_comes_to_its_end_without_the_batches(place: Path, e
         **{3: [], 6: []},  # from before
         **{9: skipped, 12: skipped, 15: skipped},
     }
+
+
+def test_the_account_of_the_run_tells_what_was_left_out_and_where_it_went_back_to(
+    place: Path, endings: list[dict[str, Any]]
+) -> None:
+    events = events_of(place / "mended")
+    kinds = [event["event"] for event in events if event["event"] not in ("checkpoint", "phase")]
+    assert kinds == ["start", "skip", "skip", "skip", "rollback", "restore", "end"]
+    skips = [(event["step"], event["in_a_row"]) for event in events if event["event"] == "skip"]
+    assert skips == [(8, 1), (9, 2), (10, 3)]
+    back = next(event for event in events if event["event"] == "rollback")
+    assert (back["step"], back["first_step"], back["samples"]) == (10, 8, [LEFT_OUT.start, LEFT_OUT.stop - 1])
+    assert back["checkpoints_dropped"] == [str(place / "mended" / "checkpoints" / "step_9_ckp")]
+    restored = next(event for event in events if event["event"] == "restore")
+    assert restored["step"] == 6 and restored["checkpoint"].endswith("step_6_ckp")
+    saved = [event["step"] for event in events if event["event"] == "checkpoint"]
+    assert saved == [3, 6, 9, 9, 12, 15]  # that of the time before the rollback stays
+
+
+def test_a_rollback_is_no_start_with_a_record_of_its_environment(place: Path, endings: list[dict[str, Any]]) -> None:
+    (record,) = json.loads((place / "lost" / "logs" / "environment.json").read_text())
+    (host,) = record["hosts"]
+    assert (record["processes"], host["ranks"], record["step"]) == (2, [0, 1], 0)
 
 
 def test_inspect_shows_what_every_step_trained_on(

@@ -383,6 +383,7 @@ def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
         raise ZeroDivisionError
     assert run.names == ([] if failure else ["2"]) and "checkpoint" not in thread_names()
     assert ("the save that was under way has failed, too: the disk is full" in caplog.text) == bool(failure)
+    assert ("step 2  checkpoint" in caplog.text) != bool(failure)
 
 
 def test_a_bug_in_the_background_keeps_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

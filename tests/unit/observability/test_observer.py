@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pretraining.distributed.processes import Activity
 from pretraining.observability.display import Display, Report
@@ -61,12 +62,17 @@ def observe(
     """Observes steps of 10 tokens and 2 seconds with the given mean losses, after some that are done."""
     steps = done + len(losses)
     state = TrainState(steps, steps, 10, Progress(done, 10 * done))
+    matrix, gain = torch.nn.Parameter(torch.full((3, 3), 1.0)), torch.nn.Parameter(torch.full((16,), 1.0))
+    assert dist.group.WORLD is not None
     observer = Observer(
         state=state,
         interval=Interval(Duration(every, "steps"), None),
         flops_per_token=lambda span: span * 1e11,
         recomputed_flops_per_token=lambda span: span * recomputed_share * 1e11,
         peak_tflops=20.0,
+        seq_length=5,
+        optimizer=torch.optim.SGD([{"params": [matrix], "lr": 0.1}, {"params": [gain], "lr": 0.02}]),
+        shard_group=dist.group.WORLD,
         device=torch.device("cpu"),
         stopwatch=Stopwatch(lambda: recorder.now),
         display=recorder,
@@ -173,6 +179,23 @@ def test_trackers_get_the_canonical_names() -> None:
         "memory_gib",
     }
     assert step == 1 and names <= values.keys()
+
+
+def test_perplexity_norm_of_the_parameters_samples_and_the_rate_of_each_group_are_reported() -> None:
+    recorder = Recorder()
+    observe(recorder, [2.0, 4.0], every=2)
+    _, values = recorder.logged[0]
+    assert values["perplexity"] == pytest.approx(math.exp(3.0))
+    assert values["param_norm"] == pytest.approx(5.0)  # of 9 + 16 ones
+    assert values["samples_per_second"] == pytest.approx(1.0)  # 2 samples of 5 tokens in a step of 2 seconds
+    assert (values["learning_rate_group_0"], values["learning_rate_group_1"]) == (0.1, 0.02)
+    assert all(value is None or isinstance(value, (int, float)) for value in values.values())
+
+
+def test_a_perplexity_that_no_float_can_hold_is_null() -> None:
+    recorder = Recorder()
+    observe(recorder, [1e4], every=1)
+    assert recorder.logged[0][1]["perplexity"] is None and recorder.logged[0][1]["loss"] == 1e4
 
 
 def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
 from pretraining.errors import ConfigError
-from pretraining.observability import trackers as trackers_module
+from pretraining.observability import report_file
 from pretraining.observability.trackers import METRICS_FILE, JsonLines, TrackedRun, Trackers, open_trackers
 
 
@@ -22,9 +22,9 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_metrics_are_one_object_a_line_and_readable_at_once(tmp_path: Path) -> None:
-    tracker = JsonLines(tmp_path / "logs", restored_step=0)
+    tracker = JsonLines(tmp_path / "logs", restored_step=0, clock=lambda: 1e9)
     tracker.log(10, {"loss": 2.5, "mfu": None})
-    assert lines_of(tmp_path / "logs") == [{"step": 10, "loss": 2.5, "mfu": None}]
+    assert lines_of(tmp_path / "logs") == [{"step": 10, "time": "2001-09-09T01:46:40Z", "loss": 2.5, "mfu": None}]
     tracker.close()
 
 
@@ -170,7 +170,7 @@ def test_reports_wait_in_memory_up_to_a_number(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
-    monkeypatch.setattr(trackers_module, "MOST_WAITING", 3)
+    monkeypatch.setattr(report_file, "MOST_WAITING", 3)
     trackers = Trackers({METRICS_FILE: JsonLines(tmp_path, 0)})
     with no_file_longer_than(0):
         for step in range(1, 6):
@@ -209,7 +209,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / METRICS_FILE
-    first = JsonLines(tmp_path, 0)
+    first = JsonLines(tmp_path, 0, clock=lambda: 1e9)
     for step in (10, 20, 30, 40):
         first.log(step, {"loss": 2.5, "mfu": None})
     first.close()
@@ -217,7 +217,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         caplog.clear()
-        resumed = JsonLines(tmp_path, restored_step=30)
+        resumed = JsonLines(tmp_path, restored_step=30, clock=lambda: 1e9)
         resumed.log(40, {"loss": 2.5, "mfu": None})
         resumed.close()
         *kept, last = path.read_bytes().splitlines()

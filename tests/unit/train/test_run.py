@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from training_runs import TINY, losses_of, write_dataset, write_two_datasets
+from training_runs import TINY, events_of, losses_of, write_dataset, write_two_datasets
 
 from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
@@ -80,6 +80,29 @@ def test_a_second_start_continues_and_a_third_says_how_to(tmp_path: Path, capsys
     out = capsys.readouterr().out
     assert "finished already, at step 4 of 4: nothing was trained" in out and "--num_steps=8" in out
     assert len(losses_of(tmp_path)) == 4
+
+
+def test_what_happens_to_a_run_is_kept_over_all_of_its_starts(tmp_path: Path) -> None:
+    evaluating = ["held_out_fraction=0.1", "eval_interval=2", "eval_batches=1", "checkpoint_interval=2"]
+    start(tmp_path, "run_steps=3", *evaluating)
+    start(tmp_path, *evaluating, "global_batch_size=4")
+    saved = {step: f"{tmp_path}/checkpoints/step_{step}_ckp" for step in (2, 3, 4)}
+    evaluations = [event for event in events_of(tmp_path) if event["event"] == "evaluation"]
+    assert [event["step"] for event in evaluations] == [2, 4]
+    assert all(event["evaluation_loss"] > 0 for event in evaluations)
+    first, second = "3 of 4 steps are done, as many as --run_steps asked for", "4 of 4 steps are done"
+    assert [event for event in events_of(tmp_path) if event["event"] != "evaluation"] == [
+        {"step": 0, "event": "start", "number": 1},
+        {"step": 0, "event": "phase", "global_batch_size": 2, "weights": {"dummy": 1}},
+        {"step": 2, "event": "checkpoint", "kind": "interval", "path": saved[2]},
+        {"step": 3, "event": "checkpoint", "kind": "interval", "path": saved[3]},
+        {"step": 3, "event": "end", "status": "finished", "reason": first},
+        {"step": 3, "event": "restart", "number": 2, "previous_status": "finished", "previous_reason": first},
+        {"step": 3, "event": "restore", "checkpoint": saved[3], "weights_only": False, "passed_over": []},
+        {"step": 3, "event": "phase", "global_batch_size": 4, "weights": {"dummy": 1}},
+        {"step": 4, "event": "checkpoint", "kind": "final", "path": saved[4]},
+        {"step": 4, "event": "end", "status": "finished", "reason": second},
+    ]
 
 
 def test_a_run_starts_from_another_runs_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

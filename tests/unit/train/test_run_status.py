@@ -6,8 +6,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from training_runs import events_of
 
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
+from pretraining.observability.events import Events
 from pretraining.progress import Progress, TrainState
 from pretraining.train.preemption import TIME_LIMIT
 from pretraining.train.run_status import STATUS_FILE, StatusKeeper, read_status
@@ -46,6 +48,26 @@ def start(
 def status_of(run: Path) -> dict[str, object]:
     document = json.loads((run / STATUS_FILE).read_text())
     return {name: value for name, value in document.items() if name not in ("updated", "checksum")}
+
+
+def test_a_start_after_a_kill_is_told_as_a_restart(tmp_path: Path) -> None:
+    for _ in range(2):  # neither comes to an end
+        events = Events()
+        StatusKeeper(3, is_writer=True, events=events).begin(tmp_path, 5)
+        events.close()
+    first, second = events_of(tmp_path)
+    assert first == {"step": 5, "event": "start", "number": 1}
+    killed = {"previous_status": "killed", "previous_reason": ""}
+    assert second == {"step": 5, "event": "restart", "number": 2, **killed}
+
+
+def test_an_older_checkpoint_is_no_start_of_its_own_and_a_failure_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), StatusKeeper(2, is_writer=True, events=Events()) as status:
+        status.begin(tmp_path, 7)
+        status.begin(tmp_path, 5)
+        raise ValueError("broken")
+    ended = {"event": "end", "status": "failed", "reason": "ValueError: broken"}
+    assert events_of(tmp_path) == [{"step": 7, "event": "start", "number": 1}, {"step": 5, **ended}]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""Files that reports and events are appended to while a run trains, whatever the disk does meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+MOST_WAITING = 20_000
+"""Reports that wait in memory while the disk of a file is full: about 10 MB."""
+
+
+class ReportFile:
+    """A file that reports are appended to: each whole or not at all, and one that finds no room as soon as there is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+
+    def append(self, record: bytes) -> None:
+        """Appends a record behind those that wait.
+
+        Raises:
+            OSError: it waits, too; the error names the file.
+        """
+        self._waiting.append(record)
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._lost += 1
+        self._write_waiting()
+
+    def close(self) -> None:
+        """Closes the file; an OSError where records still find no room, which are lost then."""
+        with self._file:
+            self._write_waiting()
+
+    @property
+    def lacks(self) -> int:
+        """Records that are not in the file."""
+        return self._lost + len(self._waiting)
+
+    def _write_waiting(self) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while self._waiting:
+                left = self._waiting[0]
+                while left:
+                    left = left[self._file.write(left) :]
+                end += len(self._waiting.popleft())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+
+class JsonLineFile:
+    """One JSON object a line, with the step and the time of day; a line is written whole, so nobody reads half of one.
+
+    Args:
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.file = ReportFile(path)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Appends a line; raises as `ReportFile.append`."""
+        self.file.append(json.dumps({"step": step, "time": written_time(self._clock()), **values}).encode() + b"\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.file.close()
+
+
+def written_time(seconds: float) -> str:
+    """Writes a moment, in seconds since 1970, as `2026-11-21T14:30:05Z`: in UTC, as jq's `fromdate` reads it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
