@@ -9,7 +9,6 @@ this one says by itself how text is split. Weights keep their dtype; llama.cpp's
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,8 @@ import torch
 from safetensors import safe_open
 
 from pretraining.config.variants import LlamaShape
+from pretraining.errors import PretrainError
+from pretraining.files import read_json
 from pretraining.model.hf import CONFIG_FILE, shape_of_document
 from pretraining.model.rope import rotary_frequencies
 
@@ -29,16 +30,28 @@ LLAMA3_SPLIT = "llama-bpe"
 
 
 def convert(folder: Path, output: Path) -> None:
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    shape = shape_of_document(config, str(folder / CONFIG_FILE))
-    writer = gguf.GGUFWriter(output, "llama")
-    add_dimensions(writer, shape)
-    add_tokenizer(writer, folder, config)
-    add_weights(writer, folder, shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    """Writes the file beside its place first: what is there stays until the new one is whole.
+
+    Raises:
+        SystemExit: the folder is no export of a Llama with a tokenizer, or the file cannot be written.
+    """
+    unfinished = output.with_name(f".{output.name}.tmp")
+    try:
+        config = read_json(folder / CONFIG_FILE)
+        shape = shape_of_document(config, str(folder / CONFIG_FILE))
+        writer = gguf.GGUFWriter(unfinished, "llama")
+        add_dimensions(writer, shape)
+        add_tokenizer(writer, folder, config)
+        add_weights(writer, folder, shape)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        unfinished.replace(output)
+    except (OSError, ValueError, PretrainError) as error:
+        raise SystemExit(f"error: {folder} cannot be written as {output}: {error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def add_dimensions(writer: gguf.GGUFWriter, shape: LlamaShape) -> None:
@@ -55,7 +68,7 @@ def add_dimensions(writer: gguf.GGUFWriter, shape: LlamaShape) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
-    document = json.loads((folder / "tokenizer.json").read_text())
+    document = read_json(folder / "tokenizer.json")
     model = document["model"]
     if model["type"] != "BPE":
         raise SystemExit(f"{folder}/tokenizer.json is of the kind {model['type']}, and this writes byte-level BPE.")

@@ -56,6 +56,30 @@ def test_llama_cpp_writes_the_same_text(shape: LlamaShape, tmp_path: Path, capsy
     assert theirs == ours
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", None, "config.json"),
+        ("config.json", "{", "exported cannot be written as"),
+        ("config.json", '{"model_type": "gpt2"}', "gpt2"),
+        ("tokenizer.json", None, "tokenizer.json"),
+    ],
+)
+def test_what_is_no_export_is_named_and_an_older_file_stays(
+    name: str, content: str | None, said: str, tmp_path: Path
+) -> None:
+    exported = export_of(tmp_path, SHAPES["plain"], "float32")
+    if content is None:
+        (exported / name).unlink()
+    else:
+        (exported / name).write_text(content)
+    (tmp_path / "mine.gguf").write_text("older")
+    with pytest.raises(SystemExit, match=f"(?s)error: .*{said}"):
+        to_gguf.convert(exported, tmp_path / "mine.gguf")
+    assert (tmp_path / "mine.gguf").read_text() == "older"
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
 def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     exported = export_of(tmp_path, SHAPES["plain"], "bfloat16")
     python([str(ROOT / "scripts/to_gguf.py"), str(exported), "mine.gguf"], tmp_path)
