@@ -81,3 +81,11 @@ def test_a_run_goes_on_with_another_number_of_processes(
         train_runs(processes, data_path, [flags(name, tmp_path / name, more) for name in names])
     for name in names:
         assert losses_of(tmp_path / name) == pytest.approx(on_one[name], rel=1e-5), name
+
+
+def test_in_bfloat16_the_losses_differ_by_its_rounding(data_path: Path, tmp_path: Path) -> None:
+    for processes in (1, 2):
+        plain = flags("muon", tmp_path / str(processes), ["sharding_strategy=fsdp"])
+        train_runs(processes, data_path, [[*plain, "mixed_precision=true"]])
+    one, two = (losses_of(tmp_path / str(processes)) for processes in (1, 2))
+    assert two == pytest.approx(one, rel=5e-4) and two != one
