@@ -42,6 +42,9 @@ setup(
         "report": ["matplotlib>=3.9"],
         # Float8 training. 0.18 is for all of these versions of torch, and avoids kernels that gave NaN once compiled.
         "float8": ["torchao>=0.18,<0.19"],
+        # Trackers.
+        "wandb": ["wandb>=0.21"],
+        "mlflow": ["mlflow>=3.0"],
         # transformers and accelerate are what the model and the speed are compared with; training needs neither.
         "dev": [
             "accelerate>=1.1",
@@ -58,7 +61,8 @@ setup(
             "types-PyYAML",
         ],
         # Foreign tools that slow tests try the results in.
-        "slow": ["gguf>=0.17", "xllamacpp"],
+        # (Not mlflow, which wants an older pyarrow: its slow tests are skipped without it.)
+        "slow": ["gguf>=0.17", "wandb>=0.21", "xllamacpp"],
     },
     entry_points={"console_scripts": ["pretrain = pretraining.cli:run_console_script"]},
 )

@@ -54,6 +54,19 @@ class ScheduleEntry:
     options: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class TrackerEntry:
+    """A tracker that ships with the project.
+
+    Attributes:
+        path: of its class, as `package.module:Name`.
+        options: the settings about names that it reads.
+    """
+
+    path: str
+    options: tuple[str, ...] = ()
+
+
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENTUM = ("momentum_buffer",)
@@ -111,7 +124,13 @@ TOKEN_FORMATS = {
     "npy": "pretraining.data.storage.flat_files:NpyFormat",
     "bin": "pretraining.data.storage.flat_files:BinFormat",
 }
-TRACKERS = {"tensorboard": "pretraining.observability.trackers:TensorBoard"}
+_OF_SERVICES = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
+TRACKERS = {
+    "tensorboard": TrackerEntry("pretraining.observability.tensorboard:TensorBoard"),
+    "wandb": TrackerEntry("pretraining.observability.wandb_tracker:Wandb", _OF_SERVICES),
+    "mlflow": TrackerEntry("pretraining.observability.mlflow_tracker:MLflow", _OF_SERVICES),
+    "jsonl": TrackerEntry("pretraining.observability.trackers:JsonLines"),
+}
 
 
 def load_plugin(flag: str, path: str) -> Any:

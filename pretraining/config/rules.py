@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pretraining.config.commands import InspectConfig, InspectSettings, PrepareConfig, SampleConfig, VerifyConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
-from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES, TOKEN_FORMATS, parse_options
+from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES, TOKEN_FORMATS, TRACKERS, parse_options
 from pretraining.config.training import (
     ALL_BLOCKS,
     PER_OPERATION,
@@ -342,6 +342,28 @@ def _options_belong_to_an_optimizer_of_the_users_own(optimizer: str, optimizer_o
             f"{', '.join(names)}: leave them out"
         )
     parse_options("optimizer_options", optimizer_options)
+
+
+# Trackers
+
+
+_TRACKER_OPTIONS = sorted({option for entry in TRACKERS.values() for option in entry.options})
+
+
+@_rule(*_TRACKER_OPTIONS)
+def _a_tracker_reads_what_is_given(tracker: tuple[str, ...], **options: str | None) -> Problems:
+    if not tracker:  # none: what would be said to trackers waits until there are some again
+        return
+    for name, value in options.items():
+        readers = [each for each in tracker if each not in TRACKERS or name in TRACKERS[each].options]
+        if value is not None and not readers:
+            known = [each for each, entry in TRACKERS.items() if name in entry.options]
+            yield (
+                f"--{name} is for --tracker={' or '.join(known)}, and {','.join(tracker)} does not read it: leave one "
+                "out"
+            )
+        if value is not None and name == "tracker_run_id" and len(readers) > 1:
+            yield f"--tracker_run_id={value} can be the id of one tracker only, and {' and '.join(readers)} have ids"
 
 
 # Parallelism and precision

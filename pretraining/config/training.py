@@ -486,10 +486,20 @@ class ReportConfig:
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
         ("tensorboard",),
-        "where reports go besides the terminal and metrics.jsonl, comma list: tensorboard, or a class of your own as "
-        "package.module:Class (docs/extending.md); none = nowhere else",
+        "where reports go besides the terminal and logs/metrics.jsonl of the run's folder, comma list: tensorboard, "
+        "wandb, mlflow, jsonl (metrics.jsonl in tracker_dir, too), or a class of your own as package.module:Class "
+        "(docs/extending.md); none = nowhere else",
     )
     tracker_dir: str | None = setting(None, "folder of the tracker's files; none = <ckpt_save_path>/logs")
+    tracker_project_name: str | None = setting(
+        None, "project of wandb, experiment of mlflow, that the run is shown in; none = pretraining"
+    )
+    tracker_run_name: str | None = setting(
+        None, "what wandb and mlflow call the run; none = the name of ckpt_save_path's folder"
+    )
+    tracker_run_id: str | None = setting(
+        None, "id of the run of wandb or mlflow to go on with; none = that of the run's folder, or a new one"
+    )
     progress: Literal["auto", "live", "plain"] = setting(
         "auto", "plain: a line a report; live: below them a line that shows each step; auto: live on a terminal"
     )

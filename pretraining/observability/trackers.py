@@ -1,7 +1,7 @@
 """Where reports are kept: metrics.jsonl always, and the trackers that `--tracker` names.
 
-At a resume, what was logged after the restored step is dropped: those steps are reported again. Checkpoints keep the id
-by which a tracker, such as an online service, knows the run.
+At a resume, what was logged after the restored step is dropped from files: those steps are reported again. The ids by
+which services know the run are kept in its folder and in its checkpoints, so that all of its starts are one run there.
 
 Training does not end because a report cannot be kept: a full disk, or a service that is away, is one warning, and a
 line when it is over. Files then get what they have missed; trackers of the user's own see to that themselves.
@@ -9,27 +9,36 @@ line when it is over. Files then get what they have missed; trackers of the user
 
 from __future__ import annotations
 
-import io
+import json
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pretraining.config.fields import values_of
 from pretraining.config.plugins import TRACKERS, load_plugin
 from pretraining.config.training import TrainConfig
+from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
-from pretraining.files import check_regular, exists, parse_json, write_atomic
+from pretraining.files import (
+    check_regular,
+    checked_values,
+    exists,
+    parse_json,
+    read_json,
+    with_checksum,
+    write_atomic,
+)
 from pretraining.observability.report_file import JsonLineFile, ReportFile
 
 log = logging.getLogger(__name__)
 
 LOGS = "logs"
 METRICS_FILE = "metrics.jsonl"
+IDS_FILE = "tracker_ids.json"
+DEFAULT_PROJECT = "pretraining"
 
 
 @dataclass(frozen=True)
@@ -37,10 +46,11 @@ class TrackedRun:
     """What a tracker is told of the run when it is opened.
 
     Attributes:
-        name: of the run's folder.
+        name: `--tracker_run_name`, or that of the run's folder.
         folder: for the tracker's files.
         restored_step: the step that the run goes on from; 0 for a new run.
-        run_id: the tracker's `run_id` in the checkpoint; None for a new run.
+        run_id: `--tracker_run_id`, or the tracker's `run_id` in earlier starts of this run; None for a new run.
+        project: what the run is one of.
     """
 
     config: TrainConfig
@@ -48,6 +58,7 @@ class TrackedRun:
     folder: Path
     restored_step: int
     run_id: str | None = None
+    project: str = DEFAULT_PROJECT
 
 
 class Tracker(Protocol):
@@ -63,51 +74,12 @@ class Tracker(Protocol):
 class JsonLines(JsonLineFile):
     """metrics.jsonl: a line a report; those that will be made again after a resume are dropped when it is opened."""
 
-    def __init__(self, folder: Path, restored_step: int, clock: Callable[[], float] = time.time) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS_FILE
-        if exists(path):
-            _drop_lines_after(path, restored_step)
-        super().__init__(path, clock)
-
-
-class TensorBoard:
-    """Scalars for TensorBoard, in an event file of this process.
-
-    TensorBoard's own writer has a thread that a full disk ends, and with it all curves.
-    """
-
-    def __init__(self, run: TrackedRun) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # only rank 0 needs it, and it takes its time
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        self._event, self._summary = Event, Summary
+    def __init__(self, run: TrackedRun, clock: Callable[[], float] = time.time) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        paths = (run.folder / f"{name}.{number}" for number in count())
-        self.file = ReportFile(next(path for path in paths if not exists(path)))
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if run.restored_step:  # TensorBoard hides what an earlier process logged from the next step on
-            start = SessionLog(status=SessionLog.START)
-            self._append(Event(wall_time=time.time(), step=run.restored_step + 1, session_log=start))
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Adds a point to each curve."""
-        points = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in values.items() if value is not None
-        ]
-        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
-
-    def _append(self, event: Any) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
-        self.file.append(record.getvalue())
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self.file.close()
+        path = run.folder / METRICS_FILE
+        if exists(path):
+            _drop_lines_after(path, run.restored_step)
+        super().__init__(path, clock)
 
 
 @dataclass
@@ -116,13 +88,18 @@ class Trackers:
 
     Attributes:
         failing_since: step of the first report that a tracker did not take; without an entry all is well.
+        ids_file: where ids are kept; None = nowhere.
+        kept_ids: what stands there.
     """
 
     by_name: dict[str, Tracker] = field(default_factory=dict)
     failing_since: dict[str, int] = field(default_factory=dict)
+    ids_file: Path | None = None
+    kept_ids: Mapping[str, str] = field(default_factory=dict)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Hands the values of a step to all; warns where one begins to fail, and says when that is over."""
+        self.keep_ids()  # a service that was away may have given one meanwhile
         for name, tracker in self.by_name.items():
             try:
                 tracker.log(step, values)
@@ -158,6 +135,17 @@ class Trackers:
                 what = error.filename or f"--tracker={name}"
                 log.warning("%s cannot be written (%s)%s", what, error.strerror or error, self._lost(name))
 
+    def keep_ids(self) -> None:
+        """Writes the ids by which trackers know the run into its folder, unless they are there."""
+        ids = {**self.kept_ids, **self.state_dict()}
+        if self.ids_file is None or ids == self.kept_ids:
+            return
+        self.kept_ids = ids
+        try:
+            write_atomic(self.ids_file, json.dumps(with_checksum(ids)) + "\n")
+        except OSError as error:
+            log.warning("%s cannot be written (%s): checkpoints keep the ids", self.ids_file, error.strerror or error)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the ids by which trackers know the run, for checkpoints."""
         ids = {name: getattr(tracker, "run_id", None) for name, tracker in self.by_name.items()}
@@ -168,25 +156,60 @@ class Trackers:
 
 
 def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any]) -> Trackers:
-    """Opens metrics.jsonl and the trackers that the settings name, with `run_ids` from `Trackers.state_dict`.
+    """Opens metrics.jsonl and the trackers that the settings name.
+
+    Args:
+        run_ids: `Trackers.state_dict` of the checkpoint that the run goes on from; those in its folder are newer.
 
     Raises:
-        ConfigError: metrics or curves cannot be written, or a user's own tracker cannot be found.
+        ConfigError: metrics or curves cannot be written, or a tracker, or the package that it needs, cannot be found.
     """
     run, report = Path(config.checkpoint.ckpt_save_path), config.report
     logs = run / LOGS
     folder = Path(report.tracker_dir) if report.tracker_dir else logs
+    tracked = TrackedRun(
+        config=config,
+        name=report.tracker_run_name or run.name or run.resolve().name,
+        folder=folder,
+        restored_step=restored_step,
+        project=report.tracker_project_name or DEFAULT_PROJECT,
+    )
+    kept_ids = _read_ids(logs / IDS_FILE)
+    run_ids = {**run_ids, **kept_ids}
     try:
-        trackers: dict[str, Tracker] = {METRICS_FILE: JsonLines(logs, restored_step)}
+        trackers: dict[str, Tracker] = {METRICS_FILE: JsonLines(replace(tracked, folder=logs))}
         for name in report.tracker:
-            make = load_plugin("tracker", TRACKERS.get(name, name))
-            trackers[name] = make(TrackedRun(config, run.name, folder, restored_step, run_ids.get(name)))
+            if name == "jsonl" and folder.resolve() == logs.resolve():
+                continue  # metrics.jsonl is there already
+            make = load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
+            trackers[name] = make(replace(tracked, run_id=report.tracker_run_id or run_ids.get(name)))
     except OSError as error:
         raise ConfigError(
             f"metrics cannot be written to {logs}, or curves to {folder}: {error}. "
             "Give a --tracker_dir (and --ckpt_save_path) that this user may write."
         ) from None
-    return Trackers(trackers)
+    opened = Trackers(trackers, ids_file=logs / IDS_FILE, kept_ids=kept_ids)
+    opened.keep_ids()
+    return opened
+
+
+def _read_ids(path: Path) -> dict[str, str]:
+    """Returns the ids that earlier starts have kept; what is damaged is said, and refuses nothing."""
+    try:
+        ids = checked_values(read_json(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s is damaged (%s): trackers go on by the ids of the checkpoint, or begin anew", path, error)
+        return {}
+    return {name: run_id for name, run_id in ids.items() if isinstance(run_id, str)}
+
+
+def plain_settings(config: TrainConfig) -> dict[str, float | str]:
+    """Returns the settings of a run for trackers that compare runs: numbers as they are, the rest as flags write it."""
+    return {
+        name: value if type(value) in (int, float) else format_value(value) for name, value in values_of(config).items()
+    }
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -328,13 +328,16 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
     )
     replicas = Replicas(list(plan.parameters.values()), plan.mesh)
     guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
-    states: dict[str, Stateful] = {"guards": guards, "evaluation": evaluator, REPORT_STATE: observer}
+    states: dict[str, Stateful] = {
+        "guards": guards,
+        "evaluation": evaluator,
+        REPORT_STATE: observer,
+        TRACKERS_STATE: trackers,
+    }
     if context.spikes is not None:
         states["spikes"] = context.spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
-    if trackers.state_dict():
-        states[TRACKERS_STATE] = trackers
     contents = CheckpointContents(config, plan.parameters, plan.optimizer, plan.loader, observer, states)
     checkpoints = CheckpointManager(
         *(config.checkpoint, contents, stopwatch),
@@ -366,7 +369,8 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
 
 def _open_trackers(plan: RunPlan) -> Trackers:
     """Opens rank 0's trackers, by the ids that they had for the run before; a collective call."""
-    run_ids = plan.restored.manifest.state.get(TRACKERS_STATE, {}) if plan.restored is not None else {}
+    is_same_run = plan.restored is not None and plan.restored.is_own  # another one's shall not get its points
+    run_ids = plan.restored.manifest.state.get(TRACKERS_STATE, {}) if plan.restored and is_same_run else {}
     is_main = plan.processes.is_main
     return on_every_rank(lambda: open_trackers(plan.config, plan.state.step, run_ids) if is_main else Trackers())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,6 +169,9 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     ]
     if "tensorboard" in config.report.tracker:
         lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or folder / 'logs'}")
+    if "mlflow" in config.report.tracker and "MLFLOW_TRACKING_URI" not in os.environ:
+        database = Path(config.report.tracker_dir or folder / "logs").absolute() / "mlflow.db"
+        lines.append(f"  curves       mlflow ui --backend-store-uri sqlite:///{database}")
     if state.finished:
         longer = f"--num_steps={2 * max(state.step, state.total_steps)}"
         lines.append(f"  go on        the same command with {longer} --ckpt_save_path={folder}")

@@ -14,7 +14,7 @@ COMMON = ["use_dummy_dataset=true"]
 
 def test_what_the_tables_name_is_there_and_options_are_settings() -> None:
     paths = [entry.path for entry in OPTIMIZERS.values()] + [entry.path for entry in SCHEDULES.values()]
-    assert all(callable(load_plugin("table", path)) for path in (*paths, *TRACKERS.values()))
+    assert all(callable(load_plugin("table", path)) for path in (*paths, *(entry.path for entry in TRACKERS.values())))
     for entry in OPTIMIZERS.values():
         assert set(entry.options) <= OptimizerConfig.__dataclass_fields__.keys()
     for schedule in SCHEDULES.values():

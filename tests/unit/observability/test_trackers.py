@@ -3,49 +3,57 @@ from __future__ import annotations
 import json
 import logging
 import resource
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from pretraining.config.command_line import load_train_config
 from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.observability import report_file
-from pretraining.observability.trackers import METRICS_FILE, JsonLines, TrackedRun, Trackers, open_trackers
+from pretraining.observability.trackers import IDS_FILE, METRICS_FILE, JsonLines, TrackedRun, Trackers, open_trackers
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
+def metrics_in(folder: Path, restored_step: int, clock: Callable[[], float] = time.time) -> JsonLines:
+    return JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step), clock)
+
+
 def test_metrics_are_one_object_a_line_and_readable_at_once(tmp_path: Path) -> None:
-    tracker = JsonLines(tmp_path / "logs", restored_step=0, clock=lambda: 1e9)
+    tracker = metrics_in(tmp_path / "logs", 0, clock=lambda: 1e9)
     tracker.log(10, {"loss": 2.5, "mfu": None})
     assert lines_of(tmp_path / "logs") == [{"step": 10, "time": "2001-09-09T01:46:40Z", "loss": 2.5, "mfu": None}]
     tracker.close()
 
 
 def test_a_resumed_run_drops_what_it_is_about_to_report_again(tmp_path: Path) -> None:
-    first = JsonLines(tmp_path, restored_step=0)
+    first = metrics_in(tmp_path, 0)
     for step in (10, 20, 30):
         first.log(step, {"loss": float(step)})
     first.close()
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 40, "lo')  # what a killed process leaves
-    resumed = JsonLines(tmp_path, restored_step=20)
+    resumed = metrics_in(tmp_path, 20)
     resumed.log(30, {"loss": 0.5})
     resumed.close()
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(10, 10.0), (20, 20.0), (30, 0.5)]
 
 
 def test_a_new_run_in_an_old_folder_starts_its_metrics_anew(tmp_path: Path) -> None:
-    first = JsonLines(tmp_path, restored_step=0)
+    first = metrics_in(tmp_path, 0)
     first.log(10, {"loss": 1.0})
     first.close()
-    JsonLines(tmp_path, restored_step=0).close()
+    metrics_in(tmp_path, 0).close()
     assert lines_of(tmp_path) == []
 
 
@@ -98,6 +106,86 @@ def test_a_tracker_of_the_users_own_gets_settings_name_and_the_id_that_it_gave_b
     assert service.run_id == "id-of-mine" and service.run.restored_step == 7 and service.run.config.report.tracker
     for trackers in (first, later):
         trackers.close()
+
+
+def test_names_are_the_settings_or_else_those_of_the_folder_and_of_this_project(tmp_path: Path) -> None:
+    own = "unit.observability.test_trackers:Service"
+    plain = config_of(tmp_path / "mine", own)
+    report = replace(plain.report, tracker_project_name="llamas", tracker_run_name="first", tracker_run_id="77")
+    for config, expected in ((plain, ("pretraining", "mine")), (replace(plain, report=report), ("llamas", "first"))):
+        trackers = open_trackers(config, 0, {})
+        service: Any = trackers.by_name[own]
+        assert (service.run.project, service.run.name) == expected
+        trackers.close()
+    assert service.run_id == "77"
+
+
+def test_ids_are_kept_in_the_runs_folder_where_a_start_finds_them_without_a_checkpoint(tmp_path: Path) -> None:
+    own = "unit.observability.test_trackers:Service"
+    open_trackers(config_of(tmp_path, own), 0, {own: "first"}).close()
+    later = open_trackers(config_of(tmp_path, own), 0, {})
+    assert later.state_dict() == {own: "first"}
+    later.close()
+    open_trackers(config_of(tmp_path, "tensorboard"), 0, {}).close()  # a start without it forgets nothing
+    newest = open_trackers(config_of(tmp_path, own), 0, {own: "of an old checkpoint"})
+    assert newest.state_dict() == {own: "first"}
+    newest.close()
+
+
+def test_an_id_that_comes_late_is_kept_too(tmp_path: Path) -> None:
+    own = "unit.observability.test_trackers:Service"
+    trackers = open_trackers(config_of(tmp_path, own), 0, {})
+    service: Any = trackers.by_name[own]
+    service.run_id = "late"
+    trackers.log(1, {})
+    assert json.loads((tmp_path / "logs" / IDS_FILE).read_text())[own] == "late"
+    trackers.close()
+
+
+def test_row_35_any_flipped_bit_of_the_ids_refuses_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = "unit.observability.test_trackers:Service"
+    open_trackers(config_of(tmp_path, own), 0, {own: "first"}).close()
+    path = tmp_path / "logs" / IDS_FILE
+    content = path.read_bytes()
+    for at in range(0, 8 * len(content), 3):
+        path.write_bytes(content[: at // 8] + bytes([content[at // 8] ^ 1 << at % 8]) + content[at // 8 + 1 :])
+        caplog.clear()
+        trackers = open_trackers(config_of(tmp_path, own), 0, {own: "of the checkpoint"})
+        trackers.close()
+        if trackers.state_dict() != {own: "first"}:
+            assert trackers.state_dict() == {own: "of the checkpoint"} and "is damaged" in caplog.text
+
+
+def test_ids_that_cannot_be_written_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = "unit.observability.test_trackers:Service"
+    (tmp_path / "logs" / IDS_FILE).mkdir(parents=True)
+    trackers = open_trackers(config_of(tmp_path, own), 0, {})
+    trackers.log(1, {})
+    trackers.close()
+    assert [f"{tmp_path}/logs/{IDS_FILE}" in message for message in caplog.messages] == [True, True]
+    assert caplog.messages[1].endswith("checkpoints keep the ids")
+
+
+def test_jsonl_is_metrics_jsonl_in_the_trackers_folder(tmp_path: Path) -> None:
+    trackers = open_trackers(config_of(tmp_path / "run", "jsonl", tracker_dir=tmp_path / "other"), 0, {})
+    trackers.log(1, {"loss": 2.0})
+    trackers.close()
+    assert lines_of(tmp_path / "other") == lines_of(tmp_path / "run" / "logs") != []
+    alone = open_trackers(config_of(tmp_path / "run", "jsonl"), 0, {})
+    assert list(alone.by_name) == [METRICS_FILE]
+    alone.close()
+
+
+def test_tensorboard_shows_the_settings_as_text_and_as_hyperparameters(tmp_path: Path) -> None:
+    open_trackers(config_of(tmp_path, "tensorboard"), 0, {}).close()
+    events = EventAccumulator(str(tmp_path / "logs"))
+    events.Reload()
+    (text,) = events.Tensors("settings/text_summary")
+    assert b"    report:\n" in text.tensor_proto.string_val[0]
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["seq_length"].number_value == TrainConfig().data.seq_length
+    assert hparams["use_dummy_dataset"].string_value == "false" and hparams["tracker_dir"].string_value == "none"
 
 
 def test_a_tracker_that_cannot_be_found_is_refused(tmp_path: Path) -> None:
@@ -171,7 +259,7 @@ def test_reports_wait_in_memory_up_to_a_number(
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     monkeypatch.setattr(report_file, "MOST_WAITING", 3)
-    trackers = Trackers({METRICS_FILE: JsonLines(tmp_path, 0)})
+    trackers = Trackers({METRICS_FILE: metrics_in(tmp_path, 0)})
     with no_file_longer_than(0):
         for step in range(1, 6):
             trackers.log(step, {})
@@ -190,7 +278,7 @@ def test_a_service_that_is_away_ends_nothing(tmp_path: Path, caplog: pytest.LogC
             raise ConnectionResetError("still")
 
     run = TrackedRun(config_of(tmp_path), "run", tmp_path, 0)
-    trackers = Trackers({"mine:Away": Away(run), METRICS_FILE: JsonLines(tmp_path, 0)})
+    trackers = Trackers({"mine:Away": Away(run), METRICS_FILE: metrics_in(tmp_path, 0)})
     for step in (1, 2):
         trackers.log(step, {})
     trackers.close()
@@ -209,7 +297,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / METRICS_FILE
-    first = JsonLines(tmp_path, 0, clock=lambda: 1e9)
+    first = metrics_in(tmp_path, 0, clock=lambda: 1e9)
     for step in (10, 20, 30, 40):
         first.log(step, {"loss": 2.5, "mfu": None})
     first.close()
@@ -217,7 +305,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         caplog.clear()
-        resumed = JsonLines(tmp_path, restored_step=30, clock=lambda: 1e9)
+        resumed = metrics_in(tmp_path, 30, clock=lambda: 1e9)
         resumed.log(40, {"loss": 2.5, "mfu": None})
         resumed.close()
         *kept, last = path.read_bytes().splitlines()
@@ -229,7 +317,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
 
 def test_a_line_that_is_nested_deeply_is_dropped_like_any_other(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_text("[" * 100_000 + '\n{"step": "4"}\n{"step": 4}\n')
-    JsonLines(tmp_path, restored_step=4).close()
+    metrics_in(tmp_path, 4).close()
     assert lines_of(tmp_path) == [{"step": 4}]
 
 
@@ -242,3 +330,31 @@ def test_a_later_start_hides_the_points_that_it_makes_again(tmp_path: Path) -> N
         trackers.close()
     assert len(list((tmp_path / "logs").glob("events.out.tfevents.*"))) == 2
     assert scalars_of(tmp_path / "logs", "loss") == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["tracker_project_name=a"],
+            "--tracker_project_name is for --tracker=wandb or mlflow, and tensorboard does not",
+        ),
+        (["tracker=tensorboard,jsonl", "tracker_run_id=a"], "tensorboard,jsonl does not read it"),
+        (["tracker=wandb,mlflow", "tracker_run_id=a"], "the id of one tracker only, and wandb and mlflow have ids"),
+        (["tracker=wandb,my.own:Tracker", "tracker_run_id=a"], "and wandb and my.own:Tracker have ids"),
+        (["tracker=wandbb"], "wandb"),
+    ],
+)
+def test_names_that_no_tracker_reads_are_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_train_config(["use_dummy_dataset=true", *flags], {})
+
+
+def test_names_may_stay_where_tracking_is_off_and_where_a_class_of_ones_own_reads_them() -> None:
+    for tracker in ("none", "my.own:Tracker", "wandb", "tensorboard,mlflow"):
+        names = ["tracker_project_name=a", "tracker_run_name=b", "tracker_run_id=c"]
+        config = load_train_config(["use_dummy_dataset=true", f"tracker={tracker}", *names], {})
+        assert config.report.tracker_project_name == "a"

@@ -17,6 +17,7 @@ from pretraining.config.recipes import load_config
 from pretraining.data.batch import StepBatch
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.observability.step_outcome import StepOutcome
+from pretraining.observability.trackers import TrackedRun
 from pretraining.train import loop
 from pretraining.train.step import StepContext
 
@@ -110,6 +111,30 @@ def test_a_run_starts_from_another_runs_checkpoint(tmp_path: Path, capsys: pytes
     start(tmp_path / "second", f"ckpt_load_path={tmp_path / 'first'}")
     assert f"from {tmp_path}/first/checkpoints/step_2_ckp" in capsys.readouterr().out
     assert len(losses_of(tmp_path / "second")) == 2
+
+
+class Service:
+    """A tracker of the user's own that keeps what it was told first."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.run_id = run.run_id or f"{run.name} from {run.restored_step}"
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_run_keeps_its_id_in_checkpoints_and_one_that_starts_from_it_has_its_own(tmp_path: Path) -> None:
+    own = "unit.train.test_run:Service"
+    start(tmp_path / "first", f"tracker={own}", "run_steps=2")
+    (tmp_path / "first" / "logs" / "tracker_ids.json").unlink()  # as by a version that kept ids in checkpoints only
+    start(tmp_path / "first", f"tracker={own}")
+    start(tmp_path / "second", f"tracker={own}", f"ckpt_load_path={tmp_path}/first", "num_steps=5")
+    for name, step, run_id in (("first", 4, "first from 0"), ("second", 5, "second from 4")):
+        manifest = json.loads((tmp_path / name / "checkpoints" / f"step_{step}_ckp" / "manifest.json").read_text())
+        assert manifest["state"]["trackers"] == {own: run_id}
 
 
 def test_what_an_interrupted_save_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

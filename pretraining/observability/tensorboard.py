@@ -1,0 +1,66 @@
+"""Curves, settings as text and as hyperparameters for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from io import BytesIO
+from itertools import count
+from typing import Any
+
+from pretraining.config.recipes import dump_config
+from pretraining.files import exists
+from pretraining.observability.report_file import ReportFile
+from pretraining.observability.trackers import TrackedRun, plain_settings
+
+CURVES = ("loss", "evaluation_loss")
+"""What TensorBoard shows beside the hyperparameters of a run."""
+
+
+class TensorBoard:
+    """Scalars, settings as text and as hyperparameters, in an event file of this process.
+
+    TensorBoard's own writer has a thread that a full disk ends, and with it all curves.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # only rank 0 needs it, and it takes its time
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._event, self._summary = Event, Summary
+        run.folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        paths = (run.folder / f"{name}.{number}" for number in count())
+        self.file = ReportFile(next(path for path in paths if not exists(path)))
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if run.restored_step:  # TensorBoard hides what an earlier process logged from the next step on
+            start = SessionLog(status=SessionLog.START)
+            self._append(Event(wall_time=time.time(), step=run.restored_step + 1, session_log=start))
+        self._add_settings(run)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Adds a point to each curve."""
+        points = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in values.items() if value is not None
+        ]
+        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
+
+    def _add_settings(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard.summary import hparams, text
+
+        indented = "".join(f"    {line}\n" for line in dump_config(run.config).splitlines())  # code, in Markdown
+        summaries = (text("settings", indented), *hparams(plain_settings(run.config), dict.fromkeys(CURVES, 0.0)))
+        for summary in summaries:
+            self._append(self._event(wall_time=time.time(), step=run.restored_step, summary=summary))
+
+    def _append(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self.file.append(record.getvalue())
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self.file.close()

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import ROOT, run_command
+from training_runs import TINY
+
+from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
+from pretraining.errors import ConfigError
+from pretraining.observability import mlflow_tracker
+from pretraining.observability.trackers import Trackers, open_trackers
+
+
+class FakeError(Exception):
+    """As MLflow raises it."""
+
+    def __init__(self, text: str, error_code: str = "TEMPORARILY_UNAVAILABLE") -> None:
+        super().__init__(text)
+        self.error_code = error_code
+
+
+@dataclass
+class FakeStore:
+    """A store, and the client for it.
+
+    Attributes:
+        away: whether it answers nothing.
+        runs: status by id.
+        answered: set once a report has arrived.
+    """
+
+    away: bool = False
+    uris: list[str] = field(default_factory=list)
+    experiments: list[tuple[str, str | None]] = field(default_factory=list)
+    runs: dict[str, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    parameters: dict[str, str] = field(default_factory=dict)
+    answered: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, tracking_uri: str) -> FakeStore:
+        self.uris.append(tracking_uri)
+        return self
+
+    def check(self) -> None:
+        if self.away:
+            raise FakeError("no route to host\nand where it was tried")
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        self.check()
+        known = [number for number, (other, _) in enumerate(self.experiments) if other == name]
+        return SimpleNamespace(experiment_id=known[0]) if known else None
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> int:
+        self.experiments.append((name, artifact_location))
+        return len(self.experiments) - 1
+
+    def create_run(self, experiment_id: int, run_name: str) -> Any:
+        self.names.append(run_name)
+        self.runs[run_id := f"run-{len(self.runs)}"] = "RUNNING"
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.check()
+        if run_id not in self.runs:
+            raise FakeError("there is none", "RESOURCE_DOES_NOT_EXIST")
+        self.runs[run_id] = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        self.check()
+        assert run_id in self.runs and len(params) <= 100
+        self.parameters.update({each.name: each.value for each in params})
+        if metrics:
+            self.metrics.append((metrics[0].step, {each.name: each.value for each in metrics}))
+            self.answered.set()
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.check()
+        self.runs[run_id] = status
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    store = FakeStore()
+    module: Any = ModuleType("mlflow")
+    module.MlflowClient = store
+    module.exceptions = SimpleNamespace(MlflowException=FakeError)
+    module.entities = SimpleNamespace(
+        Metric=lambda name, value, time, step: SimpleNamespace(name=name, value=value, step=step),
+        Param=lambda name, value: SimpleNamespace(name=name, value=value),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in mlflow_tracker.VARIABLES:
+        monkeypatch.setenv(name, "as the test says")
+    monkeypatch.setattr(mlflow_tracker, "PAUSE_SECONDS", 0.01)
+    return store
+
+
+MLFLOW = ReportConfig(tracker=("mlflow",))
+
+
+def opened(run: Path, restored_step: int = 0, report: ReportConfig = MLFLOW) -> Trackers:
+    config = TrainConfig(checkpoint=CheckpointConfig(ckpt_save_path=str(run)), report=report)
+    return open_trackers(config, restored_step, {})
+
+
+def test_all_starts_of_a_run_are_one_run_in_a_file_of_its_folder(tmp_path: Path, store: FakeStore) -> None:
+    for step in (0, 2):
+        trackers = opened(tmp_path / "mine", step)
+        for later in (1, 2):
+            trackers.log(step + later, {"loss": 2.0, "mfu": None})
+        trackers.close()
+    assert store.uris == [f"sqlite:///{tmp_path}/mine/logs/mlflow.db"] * 2
+    assert store.experiments == [("pretraining", (tmp_path / "mine" / "logs" / "mlflow_artifacts").as_uri())]
+    assert (store.runs, store.names) == ({"run-0": "FINISHED"}, ["mine"])
+    assert store.metrics == [(step, {"loss": 2.0}) for step in (1, 2, 3, 4)]
+    assert store.parameters["seq_length"] == str(TrainConfig().data.seq_length)
+
+
+def test_a_server_is_found_by_mlflows_own_variable_and_keeps_artifacts_itself(
+    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    opened(tmp_path, report=ReportConfig(tracker=("mlflow",), tracker_project_name="llamas")).close()
+    assert store.uris == ["http://server"] and store.experiments == [("llamas", None)]
+
+
+def test_a_run_that_the_store_does_not_know_begins_again(
+    tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = opened(tmp_path, report=ReportConfig(tracker=("mlflow",), tracker_run_id="gone"))
+    assert trackers.state_dict() == {"mlflow": "run-0"}
+    trackers.close()
+    assert caplog.messages == ["--tracker=mlflow: there is no run gone: a new one begins"]
+
+
+def test_reports_wait_while_the_store_is_away_and_one_warning_says_so(
+    tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.away = True
+    trackers = opened(tmp_path)
+    for step in (1, 2):
+        trackers.log(step, {"loss": float(step)})
+    assert trackers.state_dict() == {}
+    store.away = False
+    assert store.answered.wait(60)
+    trackers.close()
+    assert [step for step, _ in store.metrics] == [1, 2]
+    assert caplog.messages == [
+        "--tracker=mlflow cannot be written since step 1 (no route to host): training goes on, and each report tries "
+        "again"
+    ]
+
+
+def test_what_it_never_gets_is_said_at_the_end(
+    tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = opened(tmp_path)
+    trackers.log(1, {"loss": 1.0})
+    assert store.answered.wait(60)
+    store.away = True
+    trackers.log(2, {"loss": 2.0})
+    trackers.close()
+    assert caplog.messages[-1] == "--tracker=mlflow cannot be written (no route to host; it lacks 1 reports)"
+
+
+def test_the_oldest_reports_go_where_too_many_wait(
+    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_tracker, "MOST_WAITING", 2)
+    store.away = True
+    trackers = opened(tmp_path)
+    for step in (1, 2, 3):
+        trackers.log(step, {"loss": float(step)})
+    store.away = False
+    trackers.close()
+    assert [step for step, _ in store.metrics] == [2, 3]
+
+
+def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path: Path, store: FakeStore) -> None:
+    trackers = opened(tmp_path)
+    try:
+        raise ValueError
+    except ValueError:
+        trackers.close()
+    assert store.runs == {"run-0": "FAILED"}
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigError, match=r"needs the `mlflow` package .*: pip install 'pretraining\[mlflow\]'"):
+        opened(tmp_path)
+
+
+# The real one
+
+
+def train(run: Path, *flags: str, **environment: str) -> str:
+    """Trains with the real package, in a process of its own; returns what it says on stderr."""
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    common = [*(flag for flag in TINY if not flag.startswith("tracker")), "use_dummy_dataset=true"]
+    command = [sys.executable, str(ROOT / "main_training.py"), *common, "tracker=mlflow,jsonl", *flags]
+    return run_command([*command, f"ckpt_save_path={run}"], environment, timeout=200).stderr
+
+
+@pytest.mark.slow
+def test_mlflow_itself_keeps_a_run_over_two_starts(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    said = [train(run, "num_steps=4", "tracker_project_name=llamas", stop) for stop in ("run_steps=3", "run_steps=1")]
+    assert not any("cannot be written" in each for each in said), said
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run}/logs/mlflow.db")
+    experiment = client.get_experiment_by_name("llamas")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+    assert found.data.params["num_hidden_layers"] == "3"
+    for name in ("loss", "param_norm", "learning_rate_group_1"):
+        assert [point.step for point in client.get_metric_history(found.info.run_id, name)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_training_goes_on_where_mlflows_server_is_away(tmp_path: Path) -> None:
+    said = train(tmp_path / "run", "num_steps=3", MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    warnings = [line for line in said.splitlines() if "--tracker=mlflow" in line]
+    assert len(warnings) == 2 and "cannot be written since step 1 (" in warnings[0] and "it lacks 3" in warnings[1]

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import ROOT, run_command
+from training_runs import TINY
+
+from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
+from pretraining.errors import ConfigError
+from pretraining.observability.trackers import Trackers, open_trackers
+
+WANDB = ReportConfig(tracker=("wandb",))
+
+
+@dataclass
+class FakeWandb(ModuleType):
+    """What `import wandb` finds: it keeps what it is told, and fails as a test says.
+
+    Attributes:
+        fails: given the arguments of `init`, raises or returns.
+    """
+
+    fails: Callable[[dict[str, Any]], None] = lambda arguments: None
+    inits: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    axes: list[tuple[str, str | None]] = field(default_factory=list)
+    exit_codes: list[int] = field(default_factory=list)
+    sends: bool = True
+    teardowns: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__("wandb")
+        self.errors = SimpleNamespace(UsageError=KeyError)
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **arguments: Any) -> FakeWandb:
+        self.fails(arguments)
+        self.inits.append(arguments)
+        return self
+
+    def teardown(self) -> None:
+        self.teardowns += 1
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, row: dict[str, Any]) -> None:
+        if not self.sends:
+            raise RuntimeError("its process has died\nand more")
+        self.rows.append(row)
+
+    def finish(self, exit_code: int) -> None:
+        if not self.sends:
+            raise RuntimeError("still dead")
+        self.exit_codes.append(exit_code)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def opened(run: Path, restored_step: int = 0, report: ReportConfig = WANDB) -> Trackers:
+    config = TrainConfig(checkpoint=CheckpointConfig(ckpt_save_path=str(run)), report=report)
+    return open_trackers(config, restored_step, {})
+
+
+def test_all_starts_of_a_run_are_one_run_there_with_the_settings_of_each(tmp_path: Path, wandb: FakeWandb) -> None:
+    for step in (0, 7):
+        opened(tmp_path / "mine", step).close()
+    first, second = wandb.inits
+    assert first["id"] == second["id"] and len(first["id"]) == 16 and first["resume"] == "allow"
+    assert (first["project"], first["name"], first["dir"]) == ("pretraining", "mine", f"{tmp_path}/mine/logs")
+    assert first["config"]["seq_length"] == TrainConfig().data.seq_length and first["allow_val_change"]
+    assert wandb.exit_codes == [0, 0]
+
+
+def test_names_and_id_are_those_of_the_settings(tmp_path: Path, wandb: FakeWandb) -> None:
+    names = replace(WANDB, tracker_project_name="llamas", tracker_run_name="first", tracker_run_id="abc")
+    opened(tmp_path, report=names).close()
+    (arguments,) = wandb.inits
+    assert (arguments["project"], arguments["name"], arguments["id"]) == ("llamas", "first", "abc")
+
+
+def test_steps_that_come_again_after_a_rollback_are_values_and_not_steps_of_wandb(
+    tmp_path: Path, wandb: FakeWandb
+) -> None:
+    trackers = opened(tmp_path)
+    assert wandb.axes == [("step", None), ("*", "step")]
+    for step in (1, 2, 3, 2):
+        trackers.log(step, {"loss": 1.0 / step, "mfu": None})
+    trackers.close()
+    assert wandb.rows == [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3, 2)]
+
+
+def test_a_server_that_is_away_is_one_warning_and_the_run_is_kept_offline(
+    tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_away(arguments: dict[str, Any]) -> None:
+        if "mode" not in arguments:
+            raise TimeoutError("no answer\nfor a long time")
+
+    wandb.fails = is_away
+    trackers = opened(tmp_path)
+    trackers.log(1, {"loss": 2.0})
+    trackers.close()
+    assert wandb.inits[0]["mode"] == "offline" and wandb.rows and wandb.teardowns == 1
+    assert caplog.messages == [
+        f"--tracker=wandb: W&B cannot be reached (no answer): the run is kept in {tmp_path}/logs/wandb, and "
+        "`wandb sync` sends it from there"
+    ]
+
+
+def test_where_nothing_helps_training_goes_on_without_it(
+    tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_broken(arguments: dict[str, Any]) -> None:
+        raise OSError("no process can be started")
+
+    wandb.fails = is_broken
+    trackers = opened(tmp_path)
+    trackers.log(1, {"loss": 2.0})
+    trackers.close()
+    (message,) = caplog.messages
+    assert message.startswith("--tracker=wandb cannot be started (no process") and "goes on without it" in message
+
+
+def test_a_name_that_it_refuses_is_an_error_at_the_start(tmp_path: Path, wandb: FakeWandb) -> None:
+    def refuse(arguments: dict[str, Any]) -> None:
+        raise KeyError("no slash in a name")
+
+    wandb.fails = refuse
+    with pytest.raises(ConfigError, match="--tracker=wandb: 'no slash in a name'"):
+        opened(tmp_path)
+
+
+def test_what_fails_later_is_one_warning(tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = opened(tmp_path)
+    wandb.sends = False
+    for step in (1, 2):
+        trackers.log(step, {"loss": 2.0})
+    trackers.close()
+    assert caplog.messages == [
+        "--tracker=wandb cannot be written since step 1 (its process has died): training goes on, and each report "
+        "tries again",
+        "--tracker=wandb cannot be written (still dead)",
+    ]
+
+
+def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path: Path, wandb: FakeWandb) -> None:
+    trackers = opened(tmp_path)
+    try:
+        raise ValueError
+    except ValueError:
+        trackers.close()
+    assert wandb.exit_codes == [1]
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"needs the `wandb` package .*: pip install 'pretraining\[wandb\]'"):
+        opened(tmp_path)
+
+
+# The real one, which reads its environment once a process
+
+
+def train(run: Path, *flags: str, **environment: str) -> str:
+    """Trains with the real package, in a process of its own; returns what it says on stderr."""
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    common = [*(flag for flag in TINY if not flag.startswith("tracker")), "use_dummy_dataset=true"]
+    command = [sys.executable, str(ROOT / "main_training.py"), *common, "tracker=wandb,tensorboard", *flags]
+    return run_command([*command, f"ckpt_save_path={run}"], environment, timeout=120).stderr
+
+
+def records_of(folder: Path) -> Iterator[Any]:
+    """What wandb has kept offline: records in LevelDB's log format, behind a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("run-*.wandb")
+    content, at, data = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 2**15 - at % 2**15 < 7:  # no header fits into what is left of a block
+            at += 2**15 - at % 2**15
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        data += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(data)
+            data = b""
+
+
+@pytest.mark.slow
+def test_wandb_itself_keeps_a_run_over_two_starts_offline(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    for stop in ("run_steps=3", "run_steps=1"):
+        train(run, "num_steps=4", "tracker_project_name=llamas", stop, WANDB_MODE="offline")
+    folders = sorted((run / "logs" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    seen: list[tuple[str, list[str]]] = []
+    for folder in folders:
+        records = list(records_of(folder))
+        abouts = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+        assert {(about.project, about.display_name) for about in abouts} == {("llamas", "mine")}
+        rows = [
+            {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            for record in records
+            if record.WhichOneof("record_type") == "history"
+        ]
+        assert all({"loss", "param_norm", "learning_rate_group_0"} <= row.keys() for row in rows)
+        seen.append((abouts[0].run_id, [row["step"] for row in rows]))
+    (first_id, first), (second_id, second) = seen
+    assert first_id == second_id and (first, second) == (["1", "2", "3"], ["4"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment",
+    [{"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}, {"WANDB_API_KEY": ""}],
+    ids=["server away", "nobody logged in"],
+)
+def test_training_goes_on_where_wandb_itself_cannot_send(tmp_path: Path, environment: dict[str, str]) -> None:
+    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    said = train(tmp_path / "run", "num_steps=2", **home, **environment)
+    assert said.count("W&B cannot be reached") == 1
+    assert len(list((tmp_path / "run" / "logs" / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
