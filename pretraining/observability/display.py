@@ -20,14 +20,17 @@ REDRAW_SECONDS = 0.1
 class Report:
     """The numbers of one report; units stand in the names, None is unknown.
 
-    `loss` and `z_loss` are means over all valid tokens of the interval, the second no part of the first; `grad_norm` is
-    that of the last step, before clipping; rates and shares are those of the interval unless they say `overall`.
+    `loss` and `z_loss` are means over all valid tokens of the interval, the second no part of the first; `losses` are
+    those of each dataset, `token_accuracy` is the share of tokens than which none was likelier; `grad_norm` is that of
+    the last step, before clipping; rates and shares are those of the interval unless they say `overall`.
     """
 
     step: int
     tokens_seen: int
     loss: float
     z_loss: float
+    token_accuracy: float
+    losses: dict[str, float]
     learning_rate: float
     grad_norm: float
     skipped_updates: int

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from pretraining.distributed.processes import Processes
 from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.display import Display, Report, choose_display
 from pretraining.observability.out_of_memory import peak_bytes
+from pretraining.observability.scores import Scores
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
@@ -52,6 +53,7 @@ class Observer:
         peak_tflops: of a device; None where it is not known.
         state: where the run stands, at first where it starts.
         display: shows nothing on other ranks than 0.
+        datasets: names of those that batches are of, in the order of a step's scores.
         last_loss: the newest reported loss, at first that of an earlier invocation.
     """
 
@@ -65,6 +67,7 @@ class Observer:
     display: Display
     trackers: Trackers
     stragglers: StragglerWatch
+    datasets: tuple[str, ...] = ()
     last_loss: float | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ class Observer:
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
         self._z_loss_sum += torch.where(kept, outcome.z_loss_sum, 0.0)
         self._valid_tokens += torch.where(kept, outcome.valid_tokens, 0)
+        self._scores += torch.where(kept, outcome.scores, 0.0)
         self._skipped += outcome.skipped
         self._steps += 1
         self._attention_spans += outcome.attention_span
@@ -99,25 +103,26 @@ class Observer:
         if is_due:  # the sums of a report that comes early, at an invocation's end, go on in the next one's
             self._clear_sums()
 
-    def after_evaluation(self, progress: Progress, loss: float) -> None:
-        """Shows and keeps the loss of an evaluation."""
-        perplexity = math.exp(min(loss, 100.0))
-        log.info("step %d  evaluation_loss %.4f  perplexity %.2f", progress.steps, loss, perplexity)
-        self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, "evaluation_loss": _finite(loss)})
+    def after_evaluation(self, progress: Progress, values: Mapping[str, float | None], lines: Sequence[str]) -> None:
+        """Keeps the numbers of an evaluation, and shows them, a line each of `lines`."""
+        for line in lines:
+            log.info("step %d  %s", progress.steps, line)
+        numbers = {name: _finite(value) for name, value in values.items()}
+        self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, **numbers})
 
     def _clear_sums(self) -> None:
         self._steps = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._z_loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        sizes = (len(self.datasets), len(Scores._fields))
+        self._scores = torch.zeros(sizes, dtype=torch.float64, device=self.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         self._attention_spans = 0.0
 
     def _report(self, now: Progress, outcome: StepOutcome) -> None:
         spans = torch.full_like(self._loss_sum, self._attention_spans)
-        sums = torch.stack((self._loss_sum, self._z_loss_sum, spans))
-        dist.all_reduce(sums)
-        loss_sum, z_loss_sum, attention_spans = sums.tolist()
+        (loss_sum, z_loss_sum, attention_spans), scores = self._sum_over_ranks(self._loss_sum, self._z_loss_sum, spans)
         valid_tokens, skipped, grad_norm = (
             value.item() for value in (self._valid_tokens, self._skipped, outcome.grad_norm)
         )
@@ -136,6 +141,8 @@ class Observer:
             tokens_seen=now.tokens,
             loss=loss_sum / valid_tokens if valid_tokens else math.nan,
             z_loss=z_loss_sum / valid_tokens if valid_tokens else math.nan,
+            token_accuracy=Scores.total(scores.values()).token_accuracy,
+            losses={name: of_dataset.loss for name, of_dataset in scores.items()},
             learning_rate=outcome.learning_rate,
             grad_norm=grad_norm,
             skipped_updates=int(skipped),
@@ -155,8 +162,9 @@ class Observer:
         self.display.show(report)
         for line in self.stragglers.report(report.step_seconds):
             log.info(line)
-        values = {name: _finite(value) for name, value in asdict(report).items() if name != "step"}
-        self.trackers.log(report.step, values)
+        values = {name: value for name, value in asdict(report).items() if name not in ("step", "losses")}
+        values |= {f"loss/{name}": loss for name, loss in report.losses.items()}
+        self.trackers.log(report.step, {name: _finite(value) for name, value in values.items()})
         self._reported = now
         self._attention_spans = 0.0
 
@@ -167,15 +175,14 @@ class Observer:
         """
         if self._steps == 0:
             return {}
-        sums = torch.stack((self._loss_sum, self._z_loss_sum))
-        dist.all_reduce(sums)
-        loss_sum, z_loss_sum = sums.tolist()
+        (loss_sum, z_loss_sum), scores = self._sum_over_ranks(self._loss_sum, self._z_loss_sum)
         return {
             "steps": self._steps,
             "loss_sum": _finite(loss_sum),
             "z_loss_sum": _finite(z_loss_sum),
             "valid_tokens": int(self._valid_tokens.item()),
             "skipped_updates": int(self._skipped.item()),
+            "scores": {name: [_finite(value) for value in of_dataset] for name, of_dataset in scores.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,8 +193,22 @@ class Observer:
         if dist.get_rank() == 0:
             self._loss_sum += state["loss_sum"]
             self._z_loss_sum += state["z_loss_sum"]
+            scores = {
+                name: of_dataset for name, of_dataset in state.get("scores", {}).items() if None not in of_dataset
+            }
+            nothing = list(Scores())
+            kept = [scores.get(name, nothing) for name in self.datasets]
+            self._scores += torch.tensor(kept, dtype=torch.float64, device=self.device).view_as(self._scores)
         self._valid_tokens += state["valid_tokens"]  # these are of all ranks, on each of them
         self._skipped += state["skipped_updates"]
+
+    def _sum_over_ranks(self, *sums: torch.Tensor) -> tuple[list[float], dict[str, Scores]]:
+        """Adds up scalars, and the scores of each dataset; a collective call that waits for them."""
+        together = torch.cat((torch.stack(sums), self._scores.flatten()))
+        dist.all_reduce(together)
+        scores = together[len(sums) :].view_as(self._scores).tolist()
+        named = {name: Scores(*values) for name, values in zip(self.datasets, scores, strict=True)}
+        return together[: len(sums)].tolist(), named
 
     def _memory_of_the_fullest_rank(self) -> list[float]:
         """Returns GiB of the fullest rank: peak, allocated now, reserved; on a CPU only the peak of the process."""
@@ -207,6 +228,7 @@ def build_observer(
     stopwatch: Stopwatch,
     training_tokens: int | None,
     trackers: Trackers,
+    datasets: tuple[str, ...],
 ) -> Observer:
     """Makes the observer of a run; `training_tokens` are those of one pass over the datasets."""
     peak = peak_tflops(device_name(processes.device))
@@ -226,6 +248,7 @@ def build_observer(
         display=display,
         trackers=trackers,
         stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
+        datasets=datasets,
     )
 
 
