@@ -205,6 +205,7 @@ class TrainState:
         stop_step: where this invocation ends, at most `total_steps`.
         tokens_per_step: tokens that a step adds.
         progress, before: after and ahead of the last step.
+        early_end: why the run is over before its last step; empty = it is not.
         stop: request to end ahead of `stop_step` that all ranks agreed on; 0 = none (train/preemption.py).
     """
 
@@ -213,6 +214,7 @@ class TrainState:
     tokens_per_step: int
     progress: Progress
     before: Progress = field(init=False)
+    early_end: str = field(init=False, default="")
     stop: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -225,8 +227,8 @@ class TrainState:
 
     @property
     def finished(self) -> bool:
-        """Whether the whole run is done."""
-        return self.step >= self.total_steps
+        """Whether the whole run is done, or is over early."""
+        return self.step >= self.total_steps or bool(self.early_end)
 
     @property
     def preempted(self) -> bool:
@@ -236,13 +238,17 @@ class TrainState:
     @property
     def stopping(self) -> bool:
         """Whether this invocation is done."""
-        return self.preempted or self.step >= self.stop_step
+        return self.preempted or self.finished or self.step >= self.stop_step
 
     def advance(self, seconds: float, stop: int = 0) -> None:
         """Counts a step; `seconds` is the clock that all ranks agree on, `stop` their request to end."""
         self.before = self.progress
         self.progress = Progress(self.step + 1, self.progress.tokens + self.tokens_per_step, seconds)
         self.request_stop(stop)
+
+    def end_early(self, reason: str) -> None:
+        """Makes this step the run's last one; the same on every rank."""
+        self.early_end = reason
 
     def request_stop(self, stop: int) -> None:
         """Keeps the first agreed request to end; 0 requests nothing."""

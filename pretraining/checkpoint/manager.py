@@ -118,6 +118,7 @@ class CheckpointManager:
         restored: the checkpoint that the run goes on from, if any.
         lease: checked before each commit; None = nobody else writes into the run's folder.
         events: told of each checkpoint; None = nobody is.
+        decided_by: the evaluation sets, sorted, whose loss `maybe_save` is told; None = those of before.
 
     Attributes:
         newest: the checkpoint that was committed last, or that the run goes on from.
@@ -133,8 +134,10 @@ class CheckpointManager:
         restored: CheckpointRef | None = None,
         lease: Lease | None = None,
         events: Events | None = None,
+        decided_by: tuple[str, ...] | None = None,
     ) -> None:
         self._config = config
+        self._decided_by = decided_by
         self._run = Path(config.ckpt_save_path)
         self._contents = contents
         self._stopwatch = stopwatch
@@ -265,8 +268,14 @@ class CheckpointManager:
         return folder.with_name(distinct_name(folder.name, manifest.step)) if taken else folder
 
     def _restore(self, restored: CheckpointRef) -> None:
-        self._evaluation_loss = restored.manifest.evaluation_loss
-        self._best_evaluation_loss = restored.manifest.best_evaluation_loss
+        before = restored.manifest
+        if self._decided_by is None or before.decided_by == self._decided_by:
+            self._evaluation_loss, self._best_evaluation_loss = before.evaluation_loss, before.best_evaluation_loss
+        elif before.best_evaluation_loss is not None:
+            log.info(
+                "the loss of %s decided which checkpoint is best; from here on it is that of %s",
+                *(" and ".join(names) or "nothing" for names in (before.decided_by, self._decided_by)),
+            )
         self.newest = restored.path
         self._contents.restore(restored.manifest)
         if restored.is_own and restored.manifest.files:  # a kill may have come after its commit and before this

@@ -53,6 +53,9 @@ SCHEDULE_FILE = "lr_state_dict.pt"
 ITERATION_FILE = "iter_state_dict.pt"
 FULL_FILES = (MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE, ITERATION_FILE)
 
+EVALUATION_STATE = "evaluation"
+"""Of the evaluator, among a manifest's states."""
+
 KINDS = ("interval", "final", "preempt", "best")
 
 _SAVE_NAME = (
@@ -118,6 +121,17 @@ class Manifest:
     torch_version: str = field(default_factory=lambda: _torch_version())
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     config: str = ""
+
+    @property
+    def decided_by(self) -> tuple[str, ...]:
+        """The evaluation sets whose loss is `evaluation_loss`, sorted.
+
+        They are kept where they are not the held-out documents of all datasets.
+        """
+        kept = self.state.get(EVALUATION_STATE)
+        if isinstance(kept, dict) and isinstance(kept.get("decided_by"), list):
+            return tuple(map(str, kept["decided_by"]))
+        return tuple(sorted(self.data["phases"][-1]["weights"])) if self.data else ()
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:

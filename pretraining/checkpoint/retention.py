@@ -42,6 +42,7 @@ class Record:
 
     Attributes:
         as_saved: whether it has the name that its save gave it.
+        decided_by: the evaluation sets whose loss it is; losses of other sets do not compare.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class Record:
     kind: str
     evaluation_loss: float | None
     as_saved: bool = True
+    decided_by: tuple[str, ...] = ()
 
 
 def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
@@ -81,8 +83,13 @@ def superseded(records: Sequence[Record], newest: Record, best: Record | None, k
 
 
 def best_of(records: Sequence[Record]) -> Record | None:
-    """The one with the lowest evaluation loss; of equals the first, which was saved when that loss was found."""
+    """The one with the lowest evaluation loss, by the sets that decide now.
+
+    Of equals the first, which was saved when that loss was found.
+    """
     evaluated = [record for record in records if record.evaluation_loss is not None]
+    newest = max(evaluated, key=lambda record: record.step, default=None)
+    evaluated = [record for record in evaluated if newest is not None and record.decided_by == newest.decided_by]
     return min(evaluated, key=lambda record: (record.evaluation_loss, record.step), default=None)
 
 
@@ -128,7 +135,8 @@ def _record_at(path: Path) -> Record:
 def _record(path: Path, modified_ns: int) -> Record:
     # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
     manifest = read_document(path)
-    return Record(path, manifest.step, manifest.kind, manifest.evaluation_loss, is_as_saved(path, manifest))
+    is_own, decided_by = is_as_saved(path, manifest), manifest.decided_by
+    return Record(path, manifest.step, manifest.kind, manifest.evaluation_loss, is_own, decided_by)
 
 
 def point_to_best(run: Path, best: Record | None) -> None:

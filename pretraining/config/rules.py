@@ -138,8 +138,10 @@ def _the_model_can_be_built(model: ModelConfig) -> Problems:
 
 
 @_rule()
-def _there_is_one_source_of_data(data_path: str | None, use_dummy_dataset: bool) -> Problems:
-    if data_path is None and not use_dummy_dataset:
+def _there_is_one_source_of_data(
+    data_path: str | None, use_dummy_dataset: bool, eval_only: bool, eval_datasets: tuple[str, ...]
+) -> Problems:
+    if data_path is None and not use_dummy_dataset and not (eval_only and eval_datasets):
         yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
     if data_path is not None and use_dummy_dataset:
         yield (
@@ -502,6 +504,49 @@ def _unsharded_checkpoints_are_waited_for(ckpt_format: str, async_save: bool | N
         yield (
             "--ckpt_format=full is written while training waits, and --async_save=true asks for the opposite: leave "
             "one of them out"
+        )
+
+
+# Evaluation
+
+
+@_rule()
+def _there_is_something_to_evaluate_on(
+    held_out_fraction: float,
+    eval_datasets: tuple[str, ...],
+    best_by: str | None,
+    early_stopping_evaluations: int,
+    eval_only: bool,
+) -> Problems:
+    if held_out_fraction or eval_datasets:
+        return
+    asked = {
+        f"--best_by={best_by}": best_by is not None,
+        f"--early_stopping_evaluations={early_stopping_evaluations}": early_stopping_evaluations > 0,
+        "--eval_only=true": eval_only,
+    }
+    for flag, is_given in asked.items():
+        if is_given:
+            yield f"{flag} needs documents to evaluate on: give --held_out_fraction=0.01 or --eval_datasets=<folders>"
+
+
+@_rule()
+def _held_out_documents_are_held_out_of_something(
+    held_out_fraction: float, eval_only: bool, data_path: str | None, use_dummy_dataset: bool
+) -> Problems:
+    if eval_only and held_out_fraction and data_path is None and not use_dummy_dataset:
+        yield (
+            f"--held_out_fraction={held_out_fraction} is a share of the documents in --data_path: give it, too, or "
+            "--held_out_fraction=0"
+        )
+
+
+@_rule()
+def _evaluations_that_stop_early_come_early(early_stopping_evaluations: int, eval_interval: Duration) -> Problems:
+    if early_stopping_evaluations and not eval_interval.amount:
+        yield (
+            f"--early_stopping_evaluations={early_stopping_evaluations} looks at evaluations on the way, and "
+            "--eval_interval=0 has one at the end alone: change one"
         )
 
 

@@ -467,12 +467,38 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Loss on documents that are never trained on, and a sample of text at the end."""
+    """How well documents are predicted that are never trained on, and a sample of text at the end."""
 
-    eval_interval: Duration = setting(
-        Duration(1000, "steps"), "how often to evaluate, where held_out_fraction > 0; 0 = only at the end"
+    eval_datasets: tuple[str, ...] = setting(
+        (),
+        "folders with token files to evaluate on, comma list, each a set of its own beside the documents that "
+        "held_out_fraction keeps of each dataset; read with the settings of the training data, and no part of it",
     )
-    eval_batches: PositiveInt = setting(16, "global batches an evaluation, the same ones each time")
+    eval_interval: Duration = setting(
+        Duration(1000, "steps"),
+        "how often to evaluate, where held_out_fraction > 0 or eval_datasets are given; 0 = only at the end",
+    )
+    eval_batches: PositiveInt = setting(
+        16,
+        "global batches an evaluation, the same ones each time: of the held-out documents, in the proportions of the "
+        "training data, and of each of eval_datasets, there at most as many as it fills",
+    )
+    best_by: str | None = setting(
+        None,
+        "the evaluation set whose loss says which checkpoint is best: a dataset, or a folder of eval_datasets; none = "
+        "the mean over the tokens of all sets",
+    )
+    early_stopping_evaluations: NonNegativeInt = setting(
+        0,
+        "end the run, as finished, once this many evaluations in a row have not lowered that loss; 0 = never",
+        silent_change=True,
+    )
+    eval_only: bool = setting(
+        False,
+        "evaluate the checkpoint or Hugging Face folder at ckpt_load_path, or without it the newest checkpoint of "
+        "ckpt_save_path, print the numbers as a table and as JSON, and end; nothing is trained or written",
+        silent_change=True,
+    )
     sample_prompt: str = setting("", "what the generated sample continues; empty = free choice", silent_change=True)
     sample_tokens: NonNegativeInt = setting(
         64, "tokens generated at the end of the run where tokenizer_path is given; 0 = none", silent_change=True

@@ -10,6 +10,7 @@ Shapes: B rows, S sequence, T = S + 1, N pieces of documents.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,7 @@ IGNORED_LABEL = -100
 """Label of a position that adds nothing to the loss."""
 
 
-@dataclass(frozen=True)
-class ModelInputs:
+class ModelInputs(NamedTuple):
     """What the model takes, in the order of its arguments.
 
     Attributes:
@@ -52,11 +52,14 @@ class MicroBatch:
         lengths_B: on the host, [B] int32, tokens of each row before its padding; None = all.
         document_starts: on the host, [N] int32, ascending places in the flattened [B * (S + 1)] tokens at which a row,
             a piece of a document or a row's padding begins; None = documents are not told apart.
+        datasets_B: [B] int64, which of its `StepBatch`'s datasets each row is of, any where a row is padding; None =
+            all of the first.
     """
 
     tokens_BT: torch.Tensor
     lengths_B: torch.Tensor | None = None
     document_starts: torch.Tensor | None = None
+    datasets_B: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """Copies the tokens to a device; `non_blocking` lets a copy from pinned memory overlap with computation."""
@@ -72,7 +75,7 @@ class MicroBatch:
         labels_BS = self.tokens_BT[:, 1:].to(torch.int64)
         if self.lengths_B is not None:
             places_S = torch.arange(1, self.tokens_BT.size(1), device=labels_BS.device)  # of labels in their rows
-            labels_BS.masked_fill_(places_S >= _send(self.lengths_B, labels_BS.device)[:, None], IGNORED_LABEL)
+            labels_BS.masked_fill_(places_S >= send(self.lengths_B, labels_BS.device)[:, None], IGNORED_LABEL)
         if self.document_starts is None:
             return ModelInputs(tokens_BS, labels_BS)
 
@@ -81,7 +84,7 @@ class MicroBatch:
         places = starts % (length + 1)  # in their rows
         begins = starts - starts // (length + 1)  # among inputs: of each row above, S + 1 tokens make S inputs
         crossing = begins[places > 0] - 1  # the labels that are the first token of another document
-        labels_BS.view(-1).index_fill_(0, _send(crossing, labels_BS.device), IGNORED_LABEL)
+        labels_BS.view(-1).index_fill_(0, send(crossing, labels_BS.device), IGNORED_LABEL)
         begins = begins[places < length]  # a piece that begins with a row's last token has no inputs there
         lengths = torch.diff(begins, append=torch.tensor([rows * length]))
         positions_BS = _count_from_zero(begins, lengths, rows * length, tokens_BS.device).view(rows, length)
@@ -90,12 +93,12 @@ class MicroBatch:
 
 def _count_from_zero(begins: torch.Tensor, lengths: torch.Tensor, total: int, device: torch.device) -> torch.Tensor:
     """Places of each token in its piece, [total] int64 on the device, of pieces that lie end to end."""
-    begins, lengths = _send(torch.stack((begins, lengths)), device)
+    begins, lengths = send(torch.stack((begins, lengths)), device)
     # The size is known here; otherwise the device would be asked for it.
     return torch.arange(total, device=device) - torch.repeat_interleave(begins, lengths, output_size=total)
 
 
-def _send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies from the host without waiting for the device, which takes pinned memory."""
     if device.type == "cuda":
         values = values.pin_memory()
@@ -106,9 +109,10 @@ def _send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 class StepBatch:
     """One rank's share of the global batch of a step.
 
-    Steps count from 0; `first_sample` is the global index of the step's first sample.
+    Steps count from 0; `first_sample` is the global index of the step's first sample; `datasets` are names.
     """
 
     step: int
     first_sample: int
     micro_batches: list[MicroBatch]
+    datasets: tuple[str, ...] = ()

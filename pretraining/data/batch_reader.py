@@ -133,8 +133,11 @@ class BatchReader:
             self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), rows)
         lengths = rows.micro_batch_lengths(size)
         starts = rows.micro_batch_starts(size) if self._config.document_mask else [None] * len(lengths)
-        micro_batches = [MicroBatch(*parts) for parts in zip(tokens_RT.split(size), lengths, starts, strict=True)]
-        return StepBatch(step, self.mixture.first_sample(step), micro_batches)
+        numbers_R = torch.zeros(len(tokens_RT), dtype=torch.int64)
+        numbers_R[: len(datasets)] = torch.from_numpy(datasets)
+        parts = zip(tokens_RT.split(size), lengths, starts, numbers_R.split(size), strict=True)
+        names = tuple(source.name for source in self.sources)
+        return StepBatch(step, self.mixture.first_sample(step), [MicroBatch(*each) for each in parts], names)
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
         """Reads the samples of a dataset into the rows with these numbers."""

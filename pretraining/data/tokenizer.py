@@ -23,7 +23,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pretraining.errors import DataError
+from pretraining.errors import ConfigError, DataError
 from pretraining.files import is_file, is_folder, read_file, read_json, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
@@ -64,6 +64,27 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, special tokens included. Byte sequences that are not UTF-8 show as U+FFFD."""
         return self.library.decode(list(ids), skip_special_tokens=False)
+
+    def byte_lengths(self) -> list[int] | None:
+        """Bytes of text that each id stands for, in UTF-8: 0 for special tokens and for ids that are none.
+
+        Of byte-level BPE and of BPE and Unigram in SentencePiece's form; None for others, whose tokens do not say.
+        """
+        decoder = json.dumps(json.loads(self.definition).get("decoder"))
+        if '"ByteLevel"' in decoder:
+            of_token = _bytes_of_byte_level
+        elif '"Metaspace"' in decoder or '"ByteFallback"' in decoder:
+            of_token = _bytes_of_sentencepiece
+        else:
+            return None
+        added = self.library.get_added_tokens_decoder()
+        lengths = [0] * self.vocab_size
+        for text, number in self.library.get_vocab(with_added_tokens=True).items():
+            if number not in added:
+                lengths[number] = of_token(text)
+            elif not added[number].special:
+                lengths[number] = len(text.encode())
+        return lengths
 
     @property
     def begin_of_text(self) -> int | None:
@@ -155,6 +176,28 @@ def _refuse_sentencepiece(path: Path) -> None:
             f"python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{folder}').save_pretrained("
             f"'{folder}')\""
         )
+
+
+def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
+    """Reads a tokenizer as `load_tokenizer`; a ConfigError where it has more entries than the model's vocabulary."""
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"--tokenizer_path={path} has {tokenizer.vocab_size} entries, more than the model's {vocab_size}: give "
+            f"--vocab_size={tokenizer.vocab_size} or more, or the tokenizer that made the data."
+        )
+    return tokenizer
+
+
+def _bytes_of_byte_level(token: str) -> int:
+    """Each character stands for a byte (Radford et al. 2019, GPT-2)."""
+    return len(token)
+
+
+def _bytes_of_sentencepiece(token: str) -> int:
+    """`\u2581` stands for a space, `<0x0A>` for the byte of this value."""
+    is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return 1 if is_byte else len(token.replace("\u2581", " ").encode())
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -1,4 +1,9 @@
-"""The mean loss over the same held-out sequences each time: evaluations compare along a run and between runs.
+"""How well a model predicts documents that it is never trained on: several named sets, the same sequences each time.
+
+    batches of each source --model--> sums by set (`observability/scores.py`) --all-reduce--> Evaluation
+
+The loss that decides which checkpoint is the best is that of the set `--best_by` names, or the mean over the tokens of
+all sets. Evaluations compare along a run and between runs, and are the same on any number of processes.
 
 A run that is to stop does not wait for an evaluation: it is left out, or broken off between two batches, and stays
 pending. The next start evaluates first, with the same weights, so its losses are those of a run that was never stopped.
@@ -6,22 +11,130 @@ pending. The next start evaluates first, with the same weights, so its losses ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
+from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.observability.observer import Observer
+from pretraining.observability.scores import Scores, score
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, TrainState
 
 PENDING_KEY = "owed"  # in checkpoints
+MEAN = "mean"
+
+
+@dataclass(frozen=True)
+class EvaluationSource:
+    """Batches to evaluate on, whose rows are of one or several sets.
+
+    Attributes:
+        sets: their names, in the order of the batches' datasets.
+        open_batches: opens the batches of one evaluation, from the first.
+    """
+
+    sets: tuple[str, ...]
+    open_batches: Callable[[], AbstractContextManager[Iterable[StepBatch]]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation has found.
+
+    Attributes:
+        sets: the scores of each set, by its name.
+        mean: over the tokens of all sets.
+    """
+
+    sets: dict[str, Scores]
+    mean: Scores
+
+    def loss_of(self, best_by: str | None) -> float:
+        """The loss of a set, or the mean where none is named."""
+        return (self.mean if best_by is None else self.sets[best_by]).loss
+
+    def values(self) -> dict[str, float | None]:
+        """The numbers for trackers, flat: those of the mean, and behind a slash those of each set."""
+        values: dict[str, float | None] = {}
+        for suffix, scores in {"": self.mean, **{f"/{name}": each for name, each in self.sets.items()}}.items():
+            values |= {f"evaluation_{name}{suffix}": value for name, value in numbers(scores).items()}
+        return values
+
+    def lines(self) -> list[str]:
+        """The numbers for people: the mean, then a line a set where there are several."""
+        lines = [_in_words(self.mean)]
+        if len(self.sets) > 1:
+            width = max(map(len, self.sets))
+            lines += [f"  {name:<{width}}  {_in_words(scores)}" for name, scores in self.sets.items()]
+        return lines
+
+
+def numbers(scores: Scores) -> dict[str, float | None]:
+    """Loss, perplexity, token accuracy, and bits a byte where these are known."""
+    found: dict[str, float | None] = {"loss": scores.loss}
+    found |= {"perplexity": scores.perplexity, "token_accuracy": scores.token_accuracy}
+    return found if scores.bits_per_byte is None else {**found, "bits_per_byte": scores.bits_per_byte}
+
+
+def _in_words(scores: Scores) -> str:
+    text = f"evaluation_loss {scores.loss:.4f}  perplexity {scores.perplexity:.2f}"
+    text += f"  accuracy {scores.token_accuracy:.4f}"
+    return text if scores.bits_per_byte is None else f"{text}  bits a byte {scores.bits_per_byte:.4f}"
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    sources: Sequence[EvaluationSource],
+    device: torch.device,
+    should_stop: Callable[[], bool],
+    byte_lengths_V: Tensor | None = None,
+) -> Evaluation | None:
+    """Evaluates on all sources, in every process; None where it was told to stop meanwhile.
+
+    Args:
+        model: returns the `HeadLoss` of a micro-batch's `ModelInputs`.
+        sources: where batches come from.
+        device: of the model.
+        should_stop: asked between batches by all ranks, which all get the same answer.
+        byte_lengths_V: of the text of each token; None = bits a byte are not known.
+    """
+    fields = len(Scores._fields)
+    sums = [torch.zeros(len(source.sets), fields, dtype=torch.float64, device=device) for source in sources]
+    # As in training, in float32: the sum over the scores would differ from that of earlier versions in its last digits.
+    loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
+    stopped = False
+    for source, totals in zip(sources, sums, strict=True):
+        with source.open_batches() as batches:
+            for batch in batches:
+                stopped = should_stop()
+                if stopped:
+                    break
+                for host_batch in batch.micro_batches:
+                    micro_batch = host_batch.to(device, non_blocking=True)
+                    inputs = micro_batch.model_inputs()
+                    loss = model(*inputs)
+                    loss_sum += loss.objective_sum.double() - loss.z_loss_sum
+                    totals += score(loss, inputs.labels_BS, micro_batch, len(source.sets), byte_lengths_V)
+        if stopped:
+            break
+    reshard_model(model)
+    if stopped:
+        return None
+    together = torch.cat([loss_sum, *(totals.flatten() for totals in sums)])
+    dist.all_reduce(together)
+    names = [name for source in sources for name in source.sets]
+    of_sets = together[1:].view(len(names), fields).tolist()
+    scores = {name: Scores(*values) for name, values in zip(names, of_sets, strict=True)}
+    return Evaluation(scores, Scores.total(scores.values())._replace(loss_sum=float(together[0])))
 
 
 @dataclass
@@ -29,64 +142,47 @@ class Evaluator:
     """Evaluates on an interval and at the end of the run.
 
     Attributes:
-        model: returns (objective, valid tokens, z-loss in the objective), sums for a micro-batch's `ModelInputs`; the
-            loss is the objective without the z-loss.
-        open_batches: opens the held-out batches of one evaluation, from the first; None = never evaluate.
+        model, sources, device, should_stop, byte_lengths_V: as in `evaluate`; no sources = never evaluate.
         interval: how often; the run's last step is always evaluated.
-        should_stop: asked between batches by all ranks, which all get the same answer.
+        best_by: the set whose loss decides which checkpoint is best; None = the mean.
+        early_stopping: ends the run where that loss does not come down any more.
         pending: whether an evaluation of the present weights is due and not done.
     """
 
     model: nn.Module
-    open_batches: Callable[[], AbstractContextManager[Iterable[StepBatch]]] | None
+    sources: Sequence[EvaluationSource]
     device: torch.device
     interval: Interval
     stopwatch: Stopwatch
     observer: Observer
     should_stop: Callable[[], bool]
+    best_by: str | None = None
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    byte_lengths_V: Tensor | None = None
     pending: bool = False
 
     def maybe_run(self, state: TrainState) -> float | None:
-        """Evaluates if it is due after this step, or pending; returns the held-out loss in nats a token, else None."""
-        if self.open_batches is None or not (self.pending or state.finished or self.interval.is_due(state)):
+        """Evaluates if it is due after this step, or pending; returns the loss that decides, in nats a token."""
+        if not self.sources or not (self.pending or state.finished or self.interval.is_due(state)):
             return None
         self.pending = True
         if state.preempted:
             return None
         with self.stopwatch.measure("evaluation"):
-            loss = self._mean_loss(self.open_batches)
-        if loss is not None:
-            self.pending = False
-            self.observer.after_evaluation(state.progress, loss)
+            found = evaluate(self.model, self.sources, self.device, self.should_stop, self.byte_lengths_V)
+        if found is None:
+            return None
+        self.pending = False
+        self.observer.after_evaluation(state.progress, found.values(), found.lines())
+        loss = found.loss_of(self.best_by)
+        self.early_stopping.note(loss, state)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON-able."""
-        return {PENDING_KEY: self.pending}
+        return {PENDING_KEY: self.pending, **self.early_stopping.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what a checkpoint kept."""
-        self.pending = self.open_batches is not None and bool(state[PENDING_KEY])
-
-    @torch.no_grad()
-    def _mean_loss(self, open_batches: Callable[[], AbstractContextManager[Iterable[StepBatch]]]) -> float | None:
-        """The loss, or None where the run is to stop meanwhile."""
-        stopped = False
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, valid tokens
-        with open_batches() as batches:
-            for batch in batches:
-                stopped = self.should_stop()
-                if stopped:
-                    break
-                for micro_batch in batch.micro_batches:
-                    inputs = micro_batch.to(self.device, non_blocking=True).model_inputs()
-                    objective_sum, valid_tokens, z_loss_sum = self.model(
-                        inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
-                    )
-                    totals += torch.stack([objective_sum.double() - z_loss_sum, valid_tokens.double()])
-        reshard_model(self.model)
-        if stopped:
-            return None
-        dist.all_reduce(totals)
-        loss_sum, valid_tokens = totals.tolist()
-        return float(loss_sum / valid_tokens)
+        self.pending = bool(self.sources) and bool(state[PENDING_KEY])
+        self.early_stopping.load_state_dict(state)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.model.attention import Attention, KeyValueCache, Reach, locate_documents
-from pretraining.model.loss import head_loss
+from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.model.rope import Rotation, compute_rotation
 
 
@@ -60,7 +60,7 @@ class Llama(nn.Module):
         labels_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
         document_lengths: tuple[int, ...] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor | HeadLoss:
         """Predicts the token after each one.
 
         Args:
@@ -72,7 +72,7 @@ class Llama(nn.Module):
                 two rows; attention stays inside them. None = each row is one document.
 
         Returns:
-            Without labels the logits [B, S, V], in the dtype of the parameters; with labels what `head_loss` returns.
+            Without labels the logits [B, S, V], in the dtype of the parameters; with labels their loss.
         """
         hidden_BSD = self.model(tokens_BS, positions_BS, document_lengths)
         if labels_BS is None:

@@ -8,14 +8,15 @@ gradient on the spot, which is multiplied into the gradients of hidden states an
 logits outlive their chunk, and nothing is computed twice.
 
 Losses are sums: ranks and micro-batches hold different numbers of valid tokens, and a mean of their means would weigh
-tokens unequally. The training step divides by the valid tokens of the global batch.
+tokens unequally. The training step divides by the valid tokens of the global batch. What stays of each token is its
+loss and whether the label was the likeliest token, for reports and evaluations.
 
 Shapes: B batch, S sequence, N = B S tokens, n tokens of a chunk, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,26 @@ IGNORED_LABEL = -100
 """Label of a token that is not learned from, such as padding; the convention of PyTorch and Hugging Face."""
 
 
+class HeadLoss(NamedTuple):
+    """The loss of a micro-batch. Only the objective has a gradient; all sums are 0 where all labels are ignored.
+
+    Attributes:
+        objective_sum: what to minimise, cross-entropy (nats) and z-loss summed over valid labels (float32 scalar).
+        valid_tokens: number of these labels (int64 scalar).
+        z_loss_sum: the z-loss in the objective (float32 scalar).
+        tokens_BS2: of each label its cross-entropy, and 1 where no token is likelier, else 0 (float32 [B, S, 2]); both
+            are 0 where it is ignored.
+    """
+
+    objective_sum: Tensor
+    valid_tokens: Tensor
+    z_loss_sum: Tensor
+    tokens_BS2: Tensor
+
+
 def head_loss(
     hidden_BSD: Tensor, head_VD: Tensor, labels_BS: Tensor, chunk_tokens: int | None = None, z_loss_weight: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> HeadLoss:
     """Returns the summed negative log-likelihood of the labels under softmax(hidden head^T), plus z-loss.
 
     Matrix products use the inputs' dtype; softmax, losses, and the sum over chunks of the head's gradient use float32
@@ -42,21 +60,18 @@ def head_loss(
         chunk_tokens: tokens whose logits are there at once; 0 = all; None = as `choose_chunk_tokens` says.
         z_loss_weight: adds weight x ln(Z)^2 of each valid token, Z the denominator of its softmax, which keeps logits
             from drifting (PaLM, Chowdhery et al. 2022, section 5).
-
-    Returns:
-        What to minimise, cross-entropy (nats) and z-loss summed over valid labels (float32 scalar); the number of these
-        (int64 scalar); and the z-loss in the first (float32 scalar, without a gradient). Where all labels are ignored
-        all three are 0, and gradients are zero, not NaN.
     """
     hidden_ND, labels_N = hidden_BSD.flatten(0, 1), labels_BS.flatten()
     if chunk_tokens is None:
         chunk_tokens = choose_chunk_tokens(head_VD.device, head_VD.size(0))
     arguments = (hidden_ND, head_VD, labels_N, chunk_tokens or max(1, labels_N.numel()), z_loss_weight)
     if torch.is_grad_enabled():
-        objective_sum, z_loss_sum = _HeadLoss.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no type for it
+        sums = _HeadLoss.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no type for it
     else:
-        objective_sum, z_loss_sum, _ = _sum_over_chunks(*arguments, with_gradients=False)
-    return objective_sum, (labels_N != IGNORED_LABEL).sum(), z_loss_sum
+        sums, _ = _sum_over_chunks(False, *arguments)
+    objective_sum, z_loss_sum, tokens_N2 = sums
+    tokens_BS2 = tokens_N2.view(*labels_BS.shape, 2)
+    return HeadLoss(objective_sum, (labels_N != IGNORED_LABEL).sum(), z_loss_sum, tokens_BS2)
 
 
 def choose_chunk_tokens(device: torch.device, vocab_size: int) -> int:
@@ -73,22 +88,18 @@ class _HeadLoss(torch.autograd.Function):
     """The loss, whose forward pass has found the gradients on the way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, chunk_tokens: int, z_loss_weight: float
-    ) -> tuple[Tensor, Tensor]:
-        """Sums over chunks."""
-        objective_sum, z_loss_sum, gradients = _sum_over_chunks(
-            hidden_ND, head_VD, labels_N, chunk_tokens, z_loss_weight, with_gradients=True
-        )
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        """Sums over chunks, and what stays of each token; arguments are those of `_sum_over_chunks`."""
+        sums, gradients = _sum_over_chunks(True, *arguments)
         # As attributes of ctx they would live as long as the loss does: into the next micro-batch.
         ctx.save_for_backward(*gradients)
-        ctx.input_dtype = hidden_ND.dtype
-        ctx.mark_non_differentiable(z_loss_sum)
-        return objective_sum, z_loss_sum
+        ctx.input_dtype = arguments[0].dtype
+        ctx.mark_non_differentiable(*sums[1:])
+        return sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, above: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, above: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Scales by `above`: one over the valid tokens of a global batch, or NaN where the step is to be left out."""
         scaled = (
             torch.mul(gradient, above, out=torch.empty_like(gradient, dtype=ctx.input_dtype))
@@ -98,34 +109,34 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _sum_over_chunks(
-    hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, chunk_tokens: int, z_loss_weight: float, with_gradients: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Returns the objective, the z-loss in it, and the objective's gradients by hidden states and head where wanted."""
+    with_gradients: bool, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, chunk_tokens: int, z_loss_weight: float
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Returns objective, z-loss and tokens_N2, and the objective's gradients by hidden states and head where wanted."""
     sum_dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     objective_sum, z_loss_sum = (hidden_ND.new_zeros((), dtype=sum_dtype) for _ in range(2))
+    tokens_N2 = hidden_ND.new_empty((len(labels_N), 2), dtype=sum_dtype)
     by_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else hidden_ND
     by_head_VD: Tensor | None = None
-    chunks = (each.split(chunk_tokens) for each in (hidden_ND, labels_N, by_hidden_ND))
-    for hidden_nD, labels_n, by_hidden_nD in zip(*chunks, strict=True):
+    chunks = (each.split(chunk_tokens) for each in (hidden_ND, labels_N, by_hidden_ND, tokens_N2))
+    for hidden_nD, labels_n, by_hidden_nD, tokens_n2 in zip(*chunks, strict=True):
         logits_nV = hidden_nD @ head_VD.T
-        objective, z_loss = _take_loss(logits_nV, labels_n, z_loss_weight, with_gradients)
+        objective, z_loss = _take_loss(logits_nV, labels_n, z_loss_weight, with_gradients, tokens_n2)
         objective_sum += objective
         z_loss_sum += z_loss
         if with_gradients:
             torch.mm(logits_nV, head_VD, out=by_hidden_nD)  # logits no more: their gradient
             by_head_VD = _add_product(by_head_VD, logits_nV.T, hidden_nD, sum_dtype)
-    if by_head_VD is None:
-        return objective_sum, z_loss_sum, ()
-    return objective_sum, z_loss_sum, (by_hidden_ND, by_head_VD)
+    sums = (objective_sum, z_loss_sum, tokens_N2)
+    return sums, () if by_head_VD is None else (by_hidden_ND, by_head_VD)
 
 
 def _take_loss(
-    logits_nV: Tensor, labels_n: Tensor, z_loss_weight: float, with_gradients: bool
+    logits_nV: Tensor, labels_n: Tensor, z_loss_weight: float, with_gradients: bool, tokens_n2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns a chunk's objective and the z-loss in it; overwrites logits with their gradients where those are wanted.
+    """Returns a chunk's objective and the z-loss in it, and writes what stays of each token.
 
-    With p the softmax and y the label: the gradient of -ln p_y is p - [y], that of weight x ln(Z)^2 is
-    2 x weight x ln(Z) x p.
+    Overwrites logits with their gradients where those are wanted. With p the softmax and y the label: the gradient of
+    -ln p_y is p - [y], that of weight x ln(Z)^2 is 2 x weight x ln(Z) x p.
     """
     ignored_n1 = (labels_n == IGNORED_LABEL)[:, None]
     label_n1 = labels_n[:, None].masked_fill(ignored_n1, 0)
@@ -134,7 +145,11 @@ def _take_loss(
     label_log_p_n1 = log_p_nV.gather(1, label_n1)
     log_z_n1 = label_logit_n1 - label_log_p_n1
     z_loss = (z_loss_weight * log_z_n1.square()).masked_fill(ignored_n1, 0).sum()
-    objective = z_loss - label_log_p_n1.masked_fill(ignored_n1, 0).sum()
+    losses_n1 = -label_log_p_n1.masked_fill(ignored_n1, 0)
+    objective = z_loss + losses_n1.sum()
+    # On a CPU a tenth of the time of argmax, which would take the first of several that are likeliest.
+    hits_n1 = (label_log_p_n1 >= log_p_nV.amax(1, keepdim=True)) & ~ignored_n1
+    torch.cat((losses_n1, hits_n1), 1, out=tokens_n2)
     if with_gradients:
         scale_n1 = (1 + 2 * z_loss_weight * log_z_n1).masked_fill(ignored_n1, 0)
         torch.mul(log_p_nV.exp_(), scale_n1, out=logits_nV)

@@ -20,8 +20,9 @@ REDRAW_SECONDS = 0.1
 class Report:
     """The numbers of one report; units stand in the names, None is unknown.
 
-    `loss` and `z_loss` are means over all valid tokens of the interval, the second no part of the first; `perplexity`
-    is exp(loss). `grad_norm` is that of the last step, before clipping, `param_norm` that of all parameters after it.
+    `loss` and `z_loss` are means over all valid tokens of the interval, the second no part of the first; `losses` are
+    those of each dataset, `perplexity` is exp(loss), `token_accuracy` the share of tokens than which none was likelier.
+    `grad_norm` is that of the last step, before clipping, `param_norm` that of all parameters after it.
     `group_learning_rates` are those of the optimizer's parameter groups. Rates and shares are those of the interval
     unless they say `overall`; samples are sequences, of all devices together.
     """
@@ -31,6 +32,8 @@ class Report:
     loss: float
     perplexity: float
     z_loss: float
+    token_accuracy: float
+    losses: dict[str, float]
     learning_rate: float
     group_learning_rates: tuple[float, ...]
     grad_norm: float
@@ -50,11 +53,13 @@ class Report:
     time_left_seconds: float
 
     def values(self) -> dict[str, float | None]:
-        """Returns a number for each name but `step`, and one for each parameter group's learning rate."""
+        """Returns a number for each name but `step`, and for each parameter group's rate and each dataset's loss."""
         values = asdict(self)
         del values["step"]
         for index, rate in enumerate(values.pop("group_learning_rates")):
             values[f"learning_rate_group_{index}"] = rate
+        for dataset, loss in values.pop("losses").items():
+            values[f"loss/{dataset}"] = loss
         return values
 
 

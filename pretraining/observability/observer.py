@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.display import Display, Report, choose_display
 from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import peak_bytes
+from pretraining.observability.scores import Scores
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
@@ -57,6 +58,8 @@ class Observer:
         shard_group: processes that hold the pieces of one copy of the parameters.
         state: where the run stands, at first where it starts.
         display: shows nothing on other ranks than 0.
+        events: told of evaluations.
+        datasets: names of those that batches are of, in the order of a step's scores.
         last_loss: the newest reported loss, at first that of an earlier invocation.
     """
 
@@ -74,6 +77,7 @@ class Observer:
     trackers: Trackers
     stragglers: StragglerWatch
     events: Events = field(default_factory=Events)
+    datasets: tuple[str, ...] = ()
     last_loss: float | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +102,7 @@ class Observer:
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
         self._z_loss_sum += torch.where(kept, outcome.z_loss_sum, 0.0)
         self._valid_tokens += torch.where(kept, outcome.valid_tokens, 0)
+        self._scores += torch.where(kept, outcome.scores, 0.0)
         self._skipped += outcome.skipped
         self._steps += 1
         self._attention_spans += outcome.attention_span
@@ -108,28 +113,31 @@ class Observer:
         if is_due:  # the sums of a report that comes early, at an invocation's end, go on in the next one's
             self._clear_sums()
 
-    def after_evaluation(self, progress: Progress, loss: float) -> None:
-        """Shows and keeps the loss of an evaluation."""
-        perplexity = math.exp(min(loss, 100.0))
-        log.info("step %d  evaluation_loss %.4f  perplexity %.2f", progress.steps, loss, perplexity)
-        self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, "evaluation_loss": _finite(loss)})
-        self.events.add("evaluation", progress.steps, evaluation_loss=_finite(loss))
+    def after_evaluation(self, progress: Progress, values: Mapping[str, float | None], lines: Sequence[str]) -> None:
+        """Keeps the numbers of an evaluation, and shows them, a line each of `lines`."""
+        for line in lines:
+            log.info("step %d  %s", progress.steps, line)
+        numbers = {name: _finite(value) for name, value in values.items()}
+        self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, **numbers})
+        losses = {name: value for name, value in numbers.items() if name.startswith("evaluation_loss")}
+        self.events.add("evaluation", progress.steps, **losses)
 
     def _clear_sums(self) -> None:
         self._steps = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._z_loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        sizes = (len(self.datasets), len(Scores._fields))
+        self._scores = torch.zeros(sizes, dtype=torch.float64, device=self.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         self._attention_spans = 0.0
 
     def _report(self, now: Progress, outcome: StepOutcome) -> None:
         spans = torch.full_like(self._loss_sum, self._attention_spans)
-        sums = torch.stack((self._loss_sum, self._z_loss_sum, spans))
-        dist.all_reduce(sums)
-        same_on_all_ranks = (self._valid_tokens, self._skipped, outcome.grad_norm, self._parameter_norm())
-        numbers = torch.cat((sums, torch.stack([number.double() for number in same_on_all_ranks])))
-        loss_sum, z_loss_sum, attention_spans, valid_tokens, skipped, grad_norm, param_norm = numbers.tolist()
+        sums = (self._loss_sum, self._z_loss_sum, spans)
+        same = (self._valid_tokens, self._skipped, outcome.grad_norm, self._parameter_norm())
+        numbers, scores = self._sum_over_ranks(sums, same)
+        loss_sum, z_loss_sum, attention_spans, valid_tokens, skipped, grad_norm, param_norm = numbers
         memory = self._memory_of_the_fullest_rank()
         seconds, spent = self.stopwatch.lap()  # after `tolist`: the device has finished the steps
         steps = now.steps - self._reported.steps
@@ -147,6 +155,8 @@ class Observer:
             loss=loss,
             perplexity=perplexity_of(loss),
             z_loss=z_loss_sum / valid_tokens if valid_tokens else math.nan,
+            token_accuracy=Scores.total(scores.values()).token_accuracy,
+            losses={name: of_dataset.loss for name, of_dataset in scores.items()},
             learning_rate=outcome.learning_rate,
             group_learning_rates=tuple(group["lr"] for group in self.optimizer.param_groups),
             grad_norm=grad_norm,
@@ -180,15 +190,14 @@ class Observer:
         """
         if self._steps == 0:
             return {}
-        sums = torch.stack((self._loss_sum, self._z_loss_sum))
-        dist.all_reduce(sums)
-        loss_sum, z_loss_sum = sums.tolist()
+        (loss_sum, z_loss_sum), scores = self._sum_over_ranks((self._loss_sum, self._z_loss_sum))
         return {
             "steps": self._steps,
             "loss_sum": _finite(loss_sum),
             "z_loss_sum": _finite(z_loss_sum),
             "valid_tokens": int(self._valid_tokens.item()),
             "skipped_updates": int(self._skipped.item()),
+            "scores": {name: [_finite(value) for value in of_dataset] for name, of_dataset in scores.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,6 +208,12 @@ class Observer:
         if dist.get_rank() == 0:
             self._loss_sum += state["loss_sum"]
             self._z_loss_sum += state["z_loss_sum"]
+            scores = {
+                name: of_dataset for name, of_dataset in state.get("scores", {}).items() if None not in of_dataset
+            }
+            nothing = list(Scores())
+            kept = [scores.get(name, nothing) for name in self.datasets]
+            self._scores += torch.tensor(kept, dtype=torch.float64, device=self.device).view_as(self._scores)
         self._valid_tokens += state["valid_tokens"]  # these are of all ranks, on each of them
         self._skipped += state["skipped_updates"]
 
@@ -206,6 +221,25 @@ class Observer:
         """Returns the Euclidean norm of all parameters, a scalar on the device, the same on every rank."""
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         return gradient_norm([local_part(parameter.detach()) for parameter in parameters], self.shard_group)
+
+    def _sum_over_ranks(
+        self, sums: Sequence[torch.Tensor], same: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[float], dict[str, Scores]]:
+        """Adds up scalars and the scores of each dataset; a collective call that waits for them, once.
+
+        Args:
+            sums: of this rank.
+            same: more scalars, which are the same on all ranks and stay as they are.
+
+        Returns:
+            All scalars, and the scores by dataset.
+        """
+        summed = torch.cat((torch.stack(list(sums)), self._scores.flatten()))
+        dist.all_reduce(summed)
+        numbers = torch.cat((summed, *(number.double().view(1) for number in same))).tolist()
+        end, width = len(summed), len(Scores._fields)
+        scores = [Scores(*numbers[begin : begin + width]) for begin in range(len(sums), end, width)]
+        return [*numbers[: len(sums)], *numbers[end:]], dict(zip(self.datasets, scores, strict=True))
 
     def _memory_of_the_fullest_rank(self) -> list[float]:
         """Returns GiB of the fullest rank: peak, allocated now, reserved; on a CPU only the peak of the process."""
@@ -229,6 +263,7 @@ def build_observer(
     optimizer: torch.optim.Optimizer,
     shard_group: dist.ProcessGroup,
     events: Events,
+    datasets: tuple[str, ...],
 ) -> Observer:
     """Makes the observer of a run; `training_tokens` are those of one pass over the datasets."""
     peak = peak_tflops(device_name(processes.device))
@@ -252,6 +287,7 @@ def build_observer(
         trackers=trackers,
         stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
         events=events,
+        datasets=datasets,
     )
 
 

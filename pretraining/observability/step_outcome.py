@@ -34,6 +34,7 @@ class StepOutcome:
         skipped: whether the update was left out (loss or gradient not finite, or a spike), the same on all ranks.
         attention_span: mean number of tokens of the document that a token of this rank is in; without a document mask,
             of the row.
+        scores: of this rank's tokens, by dataset (`scores.score`).
         verdict: None where spikes are not looked for.
         rescaled: whether the update was left out to go on with a smaller loss scale; None without one.
     """
@@ -45,5 +46,6 @@ class StepOutcome:
     skipped: torch.Tensor
     learning_rate: float
     attention_span: float
+    scores: torch.Tensor
     verdict: SpikeVerdict | None = None
     rescaled: torch.Tensor | None = None

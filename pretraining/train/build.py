@@ -9,8 +9,6 @@ hang.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,16 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
-from pretraining.checkpoint.manifest import Stateful, unfinished_saves
+from pretraining.checkpoint.manifest import EVALUATION_STATE, Stateful, unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef, write_config
 from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
-from pretraining.data.batch import StepBatch
-from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
-from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
@@ -38,8 +34,9 @@ from pretraining.distributed.parallelize import ParallelModel, compute_dtype, pa
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import ConfigError, DataError, PretrainError
-from pretraining.evaluation.held_out import Evaluator
+from pretraining.errors import ConfigError
+from pretraining.evaluation.early_stopping import EarlyStopping
+from pretraining.evaluation.held_out import EvaluationSource, Evaluator
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_parameters, parameter_name
@@ -56,6 +53,7 @@ from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.memory import check_memory
 from pretraining.train.messages import announce
+from pretraining.train.open_data import batches_of, byte_lengths, evaluation_sources, open_data
 from pretraining.train.preemption import StopRequests
 from pretraining.train.restore import choose_start_point, restore, take_threads
 from pretraining.train.run_status import StatusKeeper
@@ -102,6 +100,7 @@ class RunPlan:
         training_tokens: of one pass over the datasets; made-up data has no end.
         token_schedule: tokens of each step, also of those before the start point.
         parameters: of the model, by name, without what the layout adds to names.
+        sources: what is evaluated on.
         threads: how many compute on a CPU, beside those of before, in words; None = nothing to say.
     """
 
@@ -121,6 +120,7 @@ class RunPlan:
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     loader: Loader
+    sources: list[EvaluationSource]
     state: TrainState
     threads: str | None
 
@@ -139,7 +139,7 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
     processes = job.processes
     processes.activity.restart(step=0)
     if config.run.deterministic:
-        _use_deterministic_kernels()
+        use_deterministic_kernels()
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, processes.device))
     plan = _plan_run(config, job, mesh, stop_step)
@@ -174,10 +174,11 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     on_every_rank(job.stop_requests.end_before_training)
     abandoned = on_rank_zero(lambda: unfinished_saves(Path(config.checkpoint.ckpt_save_path)))
     processes.activity.step = start.step if start is not None else 0
-    data = open_data(config, processes)
+    opened = open_data(config, processes)
+    data = opened.training
 
     if mesh is None:  # later runs of a job take the memory of the first
-        mesh = _build_mesh(config, processes)
+        mesh = build_run_mesh(config, processes)
         shard_size = mesh["shard"].size()
         on_every_rank(lambda: check_memory(config, shape, shard_size, processes))
     model = build_model(shape, config, mesh, processes.device, initialize=False)
@@ -194,6 +195,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     )
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
+    sources = evaluation_sources(config, opened, batch, processes, shape.vocab_size)
     token_schedule = _token_schedule(loader, config.data.seq_length)
     training_tokens = data.training_tokens if data is not None else None
     learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
@@ -215,6 +217,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
         optimizer=optimizer,
         learning_rate=learning_rate,
         loader=loader,
+        sources=sources,
         state=state,
         threads=threads,
     )
@@ -235,19 +238,6 @@ def _initial_state(
         run_steps = config.run.run_steps
         stop_step = total_steps if run_steps is None else min(total_steps, progress.steps + run_steps)
     return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
-
-
-def open_data(config: TrainConfig, processes: Processes) -> OpenedDatasets | None:
-    """Opens a job's datasets, in every process; None for the dummy dataset. A collective call."""
-    if config.data.use_dummy_dataset:
-        return None
-    # Listing 100,000 files costs a shared file system dearly: one process does it for all.
-    listing = on_rank_zero(lambda: list_datasets(config.data))
-    on_rank_zero(lambda: build_indices(listing, config.data))
-    # Where indices lie in a cache folder, nodes may not see each other's; where they do, this finds rank 0's.
-    is_first_of_node = processes.local_rank == 0
-    on_every_rank(lambda: build_indices(listing, config.data) if is_first_of_node else None)
-    return on_every_rank(lambda: open_datasets(listing, config.data))
 
 
 def _token_schedule(loader: Loader, seq_length: int) -> TokenSchedule:
@@ -292,7 +282,8 @@ def _check_shapes_are_fixed(config: TrainConfig, shape: LlamaShape, device: torc
         )
 
 
-def _build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
+def build_run_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
+    """Makes the mesh that a run is laid out on; a collective call."""
     sizes = (processes.world_size, processes.local_world_size)
     return build_mesh(config.parallel, *sizes, processes.device.type, timeout=collective_timeout(config.guard))
 
@@ -308,6 +299,7 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         optimizer=plan.optimizer,
         shard_group=plan.mesh["shard"].get_group(),
         events=job.events,
+        datasets=tuple(source.name for source in plan.loader.reader.sources),
     )
     if plan.restored is not None:
         observer.last_loss = plan.restored.manifest.loss
@@ -317,20 +309,26 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
         return state.preempted
 
+    best_by = config.evaluation.best_by
+    decided_by = tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))
+    is_chosen = best_by is not None or bool(config.evaluation.eval_datasets)
     evaluator = Evaluator(
         model=plan.model.module,
-        open_batches=_held_out_batches(plan),
+        sources=plan.sources,
         device=processes.device,
         interval=Interval(config.evaluation.eval_interval, tokens),
         stopwatch=stopwatch,
         observer=observer,
         should_stop=should_stop,
+        best_by=best_by,
+        early_stopping=EarlyStopping(config.evaluation.early_stopping_evaluations, decided_by if is_chosen else ()),
+        byte_lengths_V=byte_lengths(config, processes, plan.shape.vocab_size) if plan.sources else None,
     )
     replicas = Replicas(list(plan.parameters.values()), plan.mesh)
     guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
     states: dict[str, Stateful] = {
         "guards": guards,
-        "evaluation": evaluator,
+        EVALUATION_STATE: evaluator,
         REPORT_STATE: observer,
         TRACKERS_STATE: trackers,
     }
@@ -345,7 +343,9 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         restored=plan.restored,
         lease=job.lease,
         events=job.events,
+        decided_by=decided_by if plan.sources else None,
     )
+    evaluator.early_stopping.end_if_due(state)
     profiler = Profiler(
         config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
     )
@@ -353,7 +353,7 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
     return Run(
         state=state,
         context=context,
-        batches=_batches(plan.loader, processes.rank),
+        batches=batches_of(plan.loader, processes.rank),
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
@@ -399,50 +399,8 @@ def _step_context(plan: RunPlan) -> StepContext:
     )
 
 
-def _held_out_batches(plan: RunPlan) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]] | None:
-    """Opens the batches of an evaluation, the same ones each time; None where nothing is held out."""
-    config, processes = plan.config, plan.processes
-    if config.data.held_out_fraction == 0:
-        return None
-    # Opened at once: too few held-out documents should not show after a thousand steps.
-    loader = on_every_rank(
-        lambda: build_loader(
-            *(plan.data, config.data, plan.batch, processes.rank, config.run.seed, plan.shape.vocab_size),
-            split="held_out",
-            limit_steps=config.evaluation.eval_batches,
-        )
-    )
-
-    @contextmanager
-    def open_batches() -> Iterator[Iterable[StepBatch]]:
-        loader.rewind()
-        with closing(_batches(loader, processes.rank)) as batches:
-            yield processes.activity.watch(batches)
-
-    return open_batches
-
-
-def _batches(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
-    """Yields the loader's batches until closed; an error in reading them, which no other rank knows of, names the rank.
-
-    An error that ends a reading thread arrives here, too, when its step comes.
-    """
-    try:
-        with loader:
-            yield from loader
-    except PretrainError as error:
-        error.rank = rank
-        raise
-    except Exception as error:  # a bug: it keeps its traceback
-        error.add_note(f"on rank {rank}, reading the batch of step {loader.next_step + 1}")
-        raise
-    except SystemExit as ending:
-        died = DataError(f"a thread that reads data has ended itself ({ending!r}), for step {loader.next_step + 1}")
-        died.rank = rank
-        raise died from ending
-
-
-def _use_deterministic_kernels() -> None:
+def use_deterministic_kernels() -> None:
+    """Makes PyTorch choose kernels that give the same bits each time."""
     # Libraries read these when they are first used, which is later. NCCL would choose algorithms by what it measures.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")

@@ -53,6 +53,7 @@ def announce(plan: RunPlan) -> None:
         f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}",
         *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
         _describe_data(plan),
+        *_describe_evaluation(plan),
         f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
         f"length      {total_steps} steps, {plan.token_schedule.tokens_at(total_steps):,} tokens",
         f"optimizer   {_describe_optimizer(config.optimizer)}",
@@ -75,6 +76,14 @@ def _describe_data(plan: RunPlan) -> str:
         f"data        {len(data.datasets)} datasets, {data.training_tokens:,} tokens to train on, "
         f"{data.held_out_tokens:,} held out{padded}"
     )
+
+
+def _describe_evaluation(plan: RunPlan) -> Iterator[str]:
+    names = [name for source in plan.sources for name in source.sets]
+    if len(names) > 1:
+        best_by = plan.config.evaluation.best_by
+        decides = f"the loss of {best_by}" if best_by else "the mean over their tokens"
+        yield f"evaluation  {', '.join(names)}; {decides} says which checkpoint is best"
 
 
 def _describe_optimizer(optimizer: OptimizerConfig) -> str:
@@ -156,6 +165,9 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     state, folder = run.state, Path(config.checkpoint.ckpt_save_path)
     if not trained:
         head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
+        head += f" It stopped early: {state.early_end}." if state.early_end else ""
+    elif state.early_end:
+        head = f"Stopped early at step {state.step} of {state.total_steps}: {state.early_end}."
     elif state.finished:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {state.total_steps} steps, {tokens} tokens; this invocation took {time}."
@@ -172,7 +184,10 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     if "mlflow" in config.report.tracker and "MLFLOW_TRACKING_URI" not in os.environ:
         database = Path(config.report.tracker_dir or folder / "logs").absolute() / "mlflow.db"
         lines.append(f"  curves       mlflow ui --backend-store-uri sqlite:///{database}")
-    if state.finished:
+    if state.early_end:
+        lines.append(f"  go on        the same command with --early_stopping_evaluations=0 --ckpt_save_path={folder}")
+        lines.append("  start anew   the same command with another --ckpt_save_path")
+    elif state.finished:
         longer = f"--num_steps={2 * max(state.step, state.total_steps)}"
         lines.append(f"  go on        the same command with {longer} --ckpt_save_path={folder}")
         lines.append("  start anew   the same command with another --ckpt_save_path")

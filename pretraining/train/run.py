@@ -14,12 +14,11 @@ from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.start_point import adopt_model, settle_run_path
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import load_tokenizer
+from pretraining.data.tokenizer import load_fitting_tokenizer, load_tokenizer
 from pretraining.distributed.compile import naming_the_flag, without_compiling
 from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import Patience
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
-from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import generate
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
@@ -27,6 +26,7 @@ from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import explain_out_of_memory
 from pretraining.train.build import Job
+from pretraining.train.evaluate_only import evaluate_only, of_what_is_evaluated
 from pretraining.train.loop import Run
 from pretraining.train.messages import conclude, conclude_preempted
 from pretraining.train.preemption import StopRequests
@@ -42,7 +42,7 @@ def train(
     stop_requests: StopRequests | None = None,
     threads: CpuThreads | None = None,
 ) -> None:
-    """Trains as configured, in every process of a job.
+    """Trains as configured, in every process of a job; with `eval_only` it evaluates, and writes nothing.
 
     Args:
         config: the same in every process.
@@ -70,6 +70,10 @@ def train(
         Watchdog(config.guard, processes),
         leaving_cores_to_others(torch.get_num_threads) if processes.device.type == "cpu" else nullcontext(),
     ):
+        if config.evaluation.eval_only:
+            with naming_the_flag(processes.rank if processes.world_size > 1 else None):
+                evaluate_only(adopt_model(of_what_is_evaluated(config)), processes, requests)
+            return
         config = adopt_model(config)
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
         on_every_rank(end_at_signal)
@@ -91,13 +95,7 @@ def _encode_prompt(config: TrainConfig) -> list[int] | None:
     """Tokens of the prompt that the sample at the end continues, or None without a sample."""
     if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
-    tokenizer = load_tokenizer(config.data.tokenizer_path)
-    vocab_size = resolve_shape(config.model).vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"--tokenizer_path={config.data.tokenizer_path} has {tokenizer.vocab_size} entries, more than the model's "
-            f"{vocab_size}: give --vocab_size={tokenizer.vocab_size} or more, or the tokenizer that made the data."
-        )
+    tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, resolve_shape(config.model).vocab_size)
     tokens = tokenizer.encode(config.evaluation.sample_prompt)
     return tokens or [tokenizer.end_of_text or 0]
 

@@ -173,6 +173,8 @@ class StatusKeeper:
     def _reason(self, error: BaseException | None) -> str:
         if error is None:
             assert self._state is not None, "a run that ends well has trained, or has found nothing left to train"
+            if self._state.early_end:
+                return f"stopped early at step {self._state.step} of {self._state.total_steps}: {self._state.early_end}"
             asked = "" if self._state.finished else ", as many as --run_steps asked for"
             return f"{self._state.step} of {self._state.total_steps} steps are done{asked}"
         if isinstance(error, KeyboardInterrupt):

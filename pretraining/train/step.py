@@ -23,6 +23,7 @@ from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, loc
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel
+from pretraining.observability.scores import score
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
 from pretraining.optim.schedules import LearningRate
@@ -34,8 +35,7 @@ class StepContext:
     """What a step works with.
 
     Attributes:
-        model: its module returns (objective, valid tokens, z-loss in the objective), sums for a micro-batch's
-            `ModelInputs`.
+        model: its module returns the `HeadLoss` of a micro-batch's `ModelInputs`.
         grad_clip_thresh: largest gradient norm; 0 = no clipping.
         shard_group: processes that hold the pieces of one copy of the gradient.
         spikes: judges each loss by those before; None = losses need only be finite.
@@ -59,27 +59,25 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         batch: this rank's micro-batches of the global batch.
         step: updates done before this one.
     """
-    micro_batches = [
-        micro_batch.to(context.device, non_blocking=True).model_inputs() for micro_batch in batch.micro_batches
-    ]
-    valid_tokens = torch.stack([(inputs.labels_BS != IGNORED_LABEL).sum() for inputs in micro_batches]).sum()
+    micro_batches = [micro_batch.to(context.device, non_blocking=True) for micro_batch in batch.micro_batches]
+    inputs = [micro_batch.model_inputs() for micro_batch in micro_batches]
+    valid_tokens = torch.stack([(each.labels_BS != IGNORED_LABEL).sum() for each in inputs]).sum()
     # One process would only wake a thread of gloo's beside those that compute.
     counting = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
-    loss_sum, z_loss_sum = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(2))
+    loss_sum, z_loss_sum, scores = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(3))
     scale = 1.0 if context.scaler is None else context.scaler.scale
-    for index, inputs in enumerate(micro_batches):
+    for index, micro_batch in enumerate(micro_batches):
         context.model.next_backward(is_last=index == len(micro_batches) - 1)
-        objective_sum, _, micro_z_loss_sum = context.model.module(
-            inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
-        )
+        loss = context.model.module(*inputs[index])
         if counting is not None:
             wait_for(counting)  # it was under way during the first forward
             counting = None
         # The gradient of the mean over the global batch is 1 / valid tokens. A loss that is not finite adds NaN to it,
         # which the backward pass spreads: no rank makes an update of it, whatever way it came about.
-        objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * objective_sum.detach())
-        loss_sum += objective_sum.detach() - micro_z_loss_sum
-        z_loss_sum += micro_z_loss_sum
+        loss.objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * loss.objective_sum.detach())
+        loss_sum += loss.objective_sum.detach() - loss.z_loss_sum
+        z_loss_sum += loss.z_loss_sum
+        scores = scores + score(loss, inputs[index].labels_BS, micro_batch, len(batch.datasets))
     context.model.finish_gradients()
     gradients = local_gradients(context.model.parameters.values())
     norm = gradient_norm(gradients, context.shard_group) / scale
@@ -94,7 +92,7 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     learning_rate = context.learning_rate.apply(context.optimizer, step)
     update(context.optimizer, skipped)
     context.optimizer.zero_grad(set_to_none=True)
-    attention_span = fmean(inputs.attention_span for inputs in micro_batches)
+    span = fmean(each.attention_span for each in inputs)
     return StepOutcome(
-        loss_sum, z_loss_sum, valid_tokens, norm, skipped, learning_rate, attention_span, verdict, rescaled
+        loss_sum, z_loss_sum, valid_tokens, norm, skipped, learning_rate, span, scores, verdict, rescaled
     )

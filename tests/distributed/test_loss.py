@@ -40,7 +40,7 @@ def test_a_tied_head_with_z_loss_learns_the_same_on_any_layout(data_path: Path, 
 
 
 def numbers_of(run: Path) -> dict[str, float]:
-    """Losses and gradient norms of a run's reports and evaluations, by step."""
+    """Losses, accuracies and gradient norms of a run's reports and evaluations, by step."""
     lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    names = ("loss", "z_loss", "grad_norm", "evaluation_loss")
+    names = ("loss", "z_loss", "grad_norm", "token_accuracy", "loss/first", "loss/second", "evaluation_loss")
     return {f"{line['step']} {name}": line[name] for line in lines for name in names if name in line}

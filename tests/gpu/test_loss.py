@@ -26,7 +26,7 @@ def draw() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("chunk_tokens", [None, 500, 0])
 def test_loss_and_gradients_are_those_of_all_logits_at_once(chunk_tokens: int | None) -> None:
     hidden, head, labels = draw()
-    loss_sum, _, _ = head_loss(hidden, head, labels, chunk_tokens)
+    loss_sum, *_ = head_loss(hidden, head, labels, chunk_tokens)
     inputs, exact = [hidden, head], [each.detach().float().requires_grad_() for each in (hidden, head)]
     expected = F.cross_entropy(F.linear(exact[0], exact[1]).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss_sum, expected, rtol=1e-3, atol=0)

@@ -130,9 +130,7 @@ def train(config: TrainConfig, turn: Turn, processes: Processes, contender: Cont
         for index, micro_batch in enumerate(step):
             with contender.before_micro_batch(index == len(step) - 1):
                 inputs = micro_batch.to(device, non_blocking=True).model_inputs()
-                loss_sum, valid_tokens, _ = contender.module(
-                    inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
-                )
+                loss_sum, valid_tokens, *_ = contender.module(*inputs)
                 loss = loss_sum / (valid_tokens * len(step))  # made-up rows have as many valid tokens everywhere
                 (loss * contender.loss_share).backward()
             losses += loss.detach()

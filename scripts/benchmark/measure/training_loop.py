@@ -42,9 +42,7 @@ def bare(config: TrainConfig, turn: Turn) -> None:
             for index, micro_batch in enumerate(step):
                 model.next_backward(is_last=index == len(step) - 1)
                 inputs = micro_batch.to(device, non_blocking=True).model_inputs()
-                loss_sum, valid_tokens, _ = model.module(
-                    inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths
-                )
+                loss_sum, valid_tokens, *_ = model.module(*inputs)
                 loss = loss_sum / (valid_tokens * len(step) * ranks)
                 loss.backward()
                 losses += loss.detach()

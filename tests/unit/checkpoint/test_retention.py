@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ def test_what_must_stay_stays_and_what_is_passing_goes(records: list[Record], ke
 def test_the_best_is_the_first_with_the_lowest_loss() -> None:
     assert best_of([record(1), record(2)]) is None
     assert best_of([record(1, loss=2.0), record(2, loss=1.5), record(3, loss=1.5)]) == record(2, loss=1.5)
+
+
+def test_losses_of_sets_that_decide_no_more_do_not_count() -> None:
+    before = [record(1, loss=1.0), record(2, loss=0.5)]
+    now = [replace(each, decided_by=("books",)) for each in (record(3, loss=2.0), record(4, loss=1.9), record(5))]
+    assert best_of([*before, record(3)]) == before[1]
+    assert best_of([*before, *now]) == now[1]
 
 
 def led_to(link: Path) -> str:

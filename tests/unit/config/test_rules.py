@@ -55,6 +55,30 @@ def config_of(**values: Any) -> TrainConfig:
             {"use_dummy_dataset": True, "data_path": None, "eval_interval": Duration(1, "epochs")},
             "--eval_interval=1ep counts passes over a dataset, and made-up data has no end: give steps or tokens",
         ),
+        (
+            {"best_by": "web"},
+            "--best_by=web needs documents to evaluate on: give --held_out_fraction=0.01 or --eval_datasets=<folders>",
+        ),
+        (
+            {"early_stopping_evaluations": 3},
+            "--early_stopping_evaluations=3 needs documents to evaluate on: give --held_out_fraction=0.01 or "
+            "--eval_datasets=<folders>",
+        ),
+        (
+            {"eval_only": True},
+            "--eval_only=true needs documents to evaluate on: give --held_out_fraction=0.01 or "
+            "--eval_datasets=<folders>",
+        ),
+        (
+            {"eval_only": True, "eval_datasets": ("books",), "data_path": None, "held_out_fraction": 0.1},
+            "--held_out_fraction=0.1 is a share of the documents in --data_path: give it, too, or "
+            "--held_out_fraction=0",
+        ),
+        (
+            {"early_stopping_evaluations": 3, "held_out_fraction": 0.1, "eval_interval": Duration(0, "steps")},
+            "--early_stopping_evaluations=3 looks at evaluations on the way, and --eval_interval=0 has one at the end "
+            "alone: change one",
+        ),
         ({"datasets": ("a", "b", "a")}, "--datasets=a,b,a names a 2 times; give it once, with a larger weight"),
         (
             {"max_rollbacks": 2, "max_skipped_steps": 0},

@@ -154,6 +154,43 @@ def test_the_wrapper_can_be_compared_by_its_hash() -> None:
     assert other.sha256 != TRAINED.sha256
 
 
+def test_the_bytes_of_the_tokens_of_a_text_are_its_bytes() -> None:
+    lengths = TRAINED.byte_lengths()
+    assert lengths is not None and lengths[0] == 0 and len(lengths) == TRAINED.vocab_size
+    for text in TEXTS:
+        assert sum(lengths[number] for number in TRAINED.encode(text)) == len(text.encode())
+
+
+def test_bytes_of_sentencepiece_tokens_and_of_added_ones(tmp_path: Path) -> None:
+    words = ["<s>", "<0xE2>", "\u2581the", "\u00e4", "<0x0>", "\u2581"]
+    definition = {
+        "model": {"type": "BPE", "vocab": {word: number for number, word in enumerate(words)}, "merges": []},
+        "added_tokens": [added(0, "<s>", special=True), added(6, "na\u00efve", special=False)],
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    assert load_tokenizer(tmp_path).byte_lengths() == [0, 1, 4, 2, 5, 1, 6]
+
+
+@pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])
+def test_tokens_that_do_not_say_their_bytes_have_none(tmp_path: Path, decoder: dict[str, object] | None) -> None:
+    definition = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "decoder": decoder}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    assert load_tokenizer(tmp_path).byte_lengths() is None
+
+
+def added(number: int, content: str, special: bool) -> dict[str, object]:
+    sides = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": special, **sides}
+
+
 def test_a_sentencepiece_model_alone_is_refused_with_its_conversion(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x05<unk>")
     for path in (tmp_path, tmp_path / "tokenizer.model"):

@@ -52,7 +52,7 @@ def batch(sequences: int = 2, length: int = 64) -> tuple[torch.Tensor, torch.Ten
 
 
 def gradients(model: Llama) -> dict[str, torch.Tensor]:
-    loss, _, _ = model(*batch())
+    loss, *_ = model(*batch())
     loss.backward()
     found = {parameter_name(name): parameter.grad for name, parameter in model.named_parameters()}
     return {name: gradient for name, gradient in found.items() if gradient is not None}
@@ -126,7 +126,7 @@ def memory(plain: Llama, selective: str | None) -> tuple[int, int]:
         model = checkpointed(plain, selective)
         model.model.layers = model.model.layers[:layers]
         with live_bytes() as live:
-            loss, _, _ = model(*batch())
+            loss, *_ = model(*batch())
             kept.append(live.now)
             if layers:
                 loss.backward()

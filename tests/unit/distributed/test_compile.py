@@ -45,7 +45,7 @@ def loss_and_gradients(model: ParallelModel, seed: int = 0) -> tuple[torch.Tenso
     positions = torch.randint(16, (2, 16), generator=generator)
     for parameter in model.parameters.values():
         parameter.grad = None
-    loss, _, _ = model.module(tokens[:, :-1], tokens[:, 1:], positions)
+    loss, *_ = model.module(tokens[:, :-1], tokens[:, 1:], positions)
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters.values()]
     return loss, [gradient for gradient in gradients if gradient is not None]

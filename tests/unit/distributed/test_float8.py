@@ -121,7 +121,7 @@ def model_with(*flags: str) -> ParallelModel:
 
 def loss_and_gradients(model: ParallelModel) -> dict[str, Tensor]:
     tokens = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(0))
-    loss, _, _ = model.module(tokens[:, :-1], tokens[:, 1:])
+    loss, *_ = model.module(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     found = {"loss": loss.detach()}
     for name, parameter in model.parameters.items():

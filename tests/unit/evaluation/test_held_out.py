@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,7 +11,10 @@ import torch
 from torch import nn
 
 from pretraining.data.batch import MicroBatch, StepBatch
-from pretraining.evaluation.held_out import Evaluator
+from pretraining.evaluation.early_stopping import EarlyStopping
+from pretraining.evaluation.held_out import EvaluationSource, Evaluator, evaluate
+from pretraining.model.loss import HeadLoss
+from pretraining.observability.scores import Scores
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
 
@@ -18,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 class LossIsInput(nn.Module):
-    """The loss of a position is its input token; positions with ignored labels do not count. There is z-loss, too."""
+    """The loss of a position is its input token, a hit if that is 7; ignored labels do not count. With z-loss."""
 
     def forward(
         self,
@@ -26,52 +30,106 @@ class LossIsInput(nn.Module):
         labels_BS: torch.Tensor,
         positions_BS: torch.Tensor | None,
         document_lengths: tuple[int, ...] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> HeadLoss:
         valid = labels_BS != -100
         z_loss_sum = 0.25 * valid.sum()
-        return (tokens_BS * valid).sum() + z_loss_sum, valid.sum(), z_loss_sum
+        tokens_BS2 = torch.stack((tokens_BS * valid, (tokens_BS == 7) & valid), 2).float()
+        return HeadLoss(tokens_BS2[..., 0].sum() + z_loss_sum, valid.sum(), z_loss_sum, tokens_BS2)
 
 
-def observer_of(report: Callable[[Progress, float], None]) -> Any:
+Report = tuple[int, float]
+
+
+def observer_of(reports: list[Report]) -> Any:
+    def report(progress: Progress, values: dict[str, float], lines: list[str]) -> None:
+        reports.append((progress.steps, values["evaluation_loss"]))
+
     return SimpleNamespace(after_evaluation=report)
+
+
+def sources(opened: list[int]) -> list[EvaluationSource]:
+    """Two sets, a and b, whose rows lie in the same batches, and a third one."""
+    first = MicroBatch(torch.tensor([[1, 1, 1], [1, 1, 1]], dtype=torch.int32), datasets_B=torch.tensor([0, 1]))
+    second = MicroBatch(
+        torch.tensor([[7, 7, 7], [9, 9, 9]], dtype=torch.int32), torch.tensor([3, 0]), datasets_B=torch.tensor([1, 0])
+    )
+
+    @contextmanager
+    def open_both() -> Iterator[list[StepBatch]]:
+        opened.append(1)
+        yield [StepBatch(0, 0, [first]), StepBatch(1, 2, [second])]
+
+    @contextmanager
+    def open_third() -> Iterator[list[StepBatch]]:
+        yield [StepBatch(0, 0, [MicroBatch(torch.tensor([[2, 3, 4]], dtype=torch.int32))])]
+
+    return [EvaluationSource(("a", "b"), open_both), EvaluationSource(("c",), open_third)]
 
 
 def evaluator_with(
     opened: list[int],
-    reports: list[tuple[int, float]],
+    reports: list[Report],
     every: int = 3,
     should_stop: Callable[[], bool] = lambda: False,
+    best_by: str | None = None,
+    stop_after: int = 0,
 ) -> Evaluator:
-    first = MicroBatch(torch.tensor([[1, 1, 1], [1, 1, 1]], dtype=torch.int32))
-    second = MicroBatch(torch.tensor([[7, 7, 7], [9, 9, 9]], dtype=torch.int32), lengths_B=torch.tensor([3, 0]))
-
-    @contextmanager
-    def open_batches() -> Iterator[list[StepBatch]]:
-        opened.append(1)
-        yield [StepBatch(0, 0, [first]), StepBatch(1, 2, [second])]
-
     return Evaluator(
         model=LossIsInput(),
-        open_batches=open_batches,
+        sources=sources(opened)[:1],
         device=torch.device("cpu"),
         interval=Interval(Duration(every, "steps"), None),
         stopwatch=Stopwatch(),
-        observer=observer_of(lambda progress, loss: reports.append((progress.steps, loss))),
+        observer=observer_of(reports),
         should_stop=should_stop,
+        best_by=best_by,
+        early_stopping=EarlyStopping(stop_after),
     )
 
 
-def test_the_loss_is_the_mean_over_valid_tokens_of_all_batches() -> None:
-    reports: list[tuple[int, float]] = []
-    state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
-    state.advance(0.0)
-    loss = evaluator_with([], reports).maybe_run(state)
-    assert loss == pytest.approx((4 * 1 + 2 * 7) / 6)
-    assert reports == [(1, loss)]
+def test_each_set_has_its_numbers_and_the_mean_weighs_tokens() -> None:
+    table = torch.zeros(10, dtype=torch.int64)
+    table[1], table[7], table[3], table[4] = 2, 3, 1, 0
+    found = evaluate(LossIsInput(), sources([]), torch.device("cpu"), lambda: False, table)
+    assert found is not None
+    assert found.sets == {"a": Scores(2, 0, 2, 4), "b": Scores(16, 2, 4, 10), "c": Scores(5, 0, 2, 1)}
+    assert found.mean == Scores(23, 2, 8, 15)
+    assert (found.loss_of(None), found.loss_of("b")) == (23 / 8, 4.0)
+    values = found.values()
+    assert values["evaluation_loss"] == 23 / 8 and values["evaluation_loss/b"] == 4.0
+    assert values["evaluation_token_accuracy/b"] == 0.5 and values["evaluation_perplexity/c"] == math.exp(2.5)
+    assert values["evaluation_bits_per_byte"] == pytest.approx(23 / 15 / math.log(2))
+    first, *others = found.lines()
+    assert first.startswith("evaluation_loss 2.8750  perplexity 17.73  accuracy 0.2500  bits a byte 2.21")
+    assert [line.split()[0] for line in others] == ["a", "b", "c"]
+
+
+def test_without_a_tokenizer_there_are_no_bits_a_byte() -> None:
+    found = evaluate(LossIsInput(), sources([])[1:], torch.device("cpu"), lambda: False)
+    assert found is not None and "bits" not in "".join([*found.values(), *found.lines()]) and len(found.lines()) == 1
+
+
+def test_the_loss_that_decides_is_the_mean_over_tokens_or_that_of_a_named_set() -> None:
+    for best_by, loss in ((None, 3.0), ("a", 1.0), ("b", 4.0)):
+        reports: list[Report] = []
+        state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
+        state.advance(0.0)
+        assert evaluator_with([], reports, best_by=best_by).maybe_run(state) == loss
+        assert reports == [(1, 3.0)]
+
+
+def test_a_run_ends_early_where_its_evaluations_get_no_better() -> None:
+    evaluator = evaluator_with([], [], stop_after=2)
+    state = TrainState(total_steps=90, stop_step=90, tokens_per_step=1, progress=Progress(0, 0))
+    while not state.stopping:
+        state.advance(0.0)
+        evaluator.maybe_run(state)
+    assert state.step == 9 and state.finished and not state.preempted
+    assert "no loss of 2 evaluations in a row was below 3.0000" in state.early_end
 
 
 def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run() -> None:
-    reports: list[tuple[int, float]] = []
+    reports: list[Report] = []
     opened: list[int] = []
     evaluator = evaluator_with(opened, reports)
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(0, 0))
@@ -84,11 +142,11 @@ def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run() -> None:
 def test_without_held_out_documents_there_is_no_evaluation() -> None:
     evaluator = Evaluator(
         model=LossIsInput(),
-        open_batches=None,
+        sources=[],
         device=torch.device("cpu"),
         interval=Interval(Duration(1, "steps"), None),
         stopwatch=Stopwatch(),
-        observer=observer_of(lambda progress, loss: pytest.fail("reported")),
+        observer=observer_of([]),
         should_stop=lambda: False,
     )
     state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
@@ -97,7 +155,7 @@ def test_without_held_out_documents_there_is_no_evaluation() -> None:
 
 
 def test_an_evaluation_that_is_broken_off_is_owed_and_paid_once_by_the_next_start() -> None:
-    reports: list[tuple[int, float]] = []
+    reports: list[Report] = []
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
     state.advance(0.0)
     answers = iter([False, True])

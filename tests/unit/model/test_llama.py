@@ -108,7 +108,7 @@ def test_loss_and_gradients_equal_hugging_face(shape: LlamaShape) -> None:
     theirs, ours = twins(shape)
     tokens = draw_tokens(shape, batch=2, length=40)
 
-    loss_sum, valid_count, _ = ours(tokens[:, :-1], tokens[:, 1:])
+    loss_sum, valid_count, *_ = ours(tokens[:, :-1], tokens[:, 1:])
     loss = loss_sum / valid_count
     loss.backward()
     expected = theirs(tokens, labels=tokens).loss  # shifts the labels itself
@@ -171,7 +171,7 @@ def test_a_token_does_not_see_the_future() -> None:
 @every_shape
 def test_gradients_reach_every_parameter_and_are_finite(shape: LlamaShape) -> None:
     model, tokens = build(shape), draw_tokens(shape, batch=2, length=16)
-    loss_sum, _, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss_sum, *_ = model(tokens[:, :-1], tokens[:, 1:])
     loss_sum.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -183,15 +183,15 @@ def test_ignored_labels_teach_nothing() -> None:
     model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=2, length=9)
     labels = tokens[:, 1:].clone()
     labels[1] = -100
-    loss_sum, valid_count, _ = model(tokens[:, :-1], labels)
-    first_alone, first_count, _ = model(tokens[:1, :-1], tokens[:1, 1:])
+    loss_sum, valid_count, *_ = model(tokens[:, :-1], labels)
+    first_alone, first_count, *_ = model(tokens[:1, :-1], tokens[:1, 1:])
     assert valid_count == first_count == 8
     torch.testing.assert_close(loss_sum, first_alone)
 
 
 def test_a_batch_of_padding_has_loss_zero_count_zero_and_zero_gradients() -> None:
     model, tokens = build(SHAPES["tied"]), draw_tokens(SHAPE, batch=2, length=8)
-    loss_sum, valid_count, _ = model(tokens, torch.full_like(tokens, -100))
+    loss_sum, valid_count, *_ = model(tokens, torch.full_like(tokens, -100))
     loss_sum.backward()
     assert loss_sum == 0
     assert valid_count == 0
@@ -201,7 +201,7 @@ def test_a_batch_of_padding_has_loss_zero_count_zero_and_zero_gradients() -> Non
 def test_an_untrained_model_knows_nothing() -> None:
     """The loss starts near ln(vocabulary): logits are small."""
     model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=4, length=65)
-    loss_sum, valid_count, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss_sum, valid_count, *_ = model(tokens[:, :-1], tokens[:, 1:])
     assert (loss_sum / valid_count).item() == pytest.approx(torch.tensor(97.0).log().item(), abs=0.05)
 
 
@@ -212,7 +212,7 @@ def test_bfloat16_parameters_leave_rotation_and_loss_in_float32() -> None:
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, arguments: rotations.append(arguments[1]))
     tokens = draw_tokens(shape, batch=2, length=33)
-    loss_sum, _, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss_sum, *_ = model(tokens[:, :-1], tokens[:, 1:])
     loss_sum.backward()
 
     cos, sin = compute_rotation(shape, torch.arange(32)[None])
@@ -223,7 +223,7 @@ def test_bfloat16_parameters_leave_rotation_and_loss_in_float32() -> None:
         assert torch.equal(block_sin, sin)
     assert loss_sum.dtype == torch.float32
     assert model(tokens).dtype == torch.bfloat16
-    expected, _, _ = build(shape)(tokens[:, :-1], tokens[:, 1:])
+    expected, *_ = build(shape)(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(loss_sum, expected, rtol=2e-3, atol=0)
 
 
@@ -248,7 +248,7 @@ def test_forward_runs_on_the_meta_device() -> None:
         model = Llama(shape)
         tokens = torch.zeros(2, 128, dtype=torch.int64)
     assert model(tokens).shape == (2, 128, shape.vocab_size)
-    assert all(each.shape == () for each in model(tokens, tokens))
+    assert [each.shape for each in model(tokens, tokens)] == [(), (), (), (2, 128, 2)]
 
 
 def test_nothing_but_parameters_is_state() -> None:

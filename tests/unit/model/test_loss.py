@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
     dtype: torch.dtype, chunk_tokens: int | None, z_loss_weight: float, ignored: float, above: float, seed: int
 ) -> None:
     inputs, labels = draw_inputs(dtype, seed), draw_labels(ignored, seed)
-    objective_sum, valid_count, z_loss_sum = head_loss(*inputs, labels, chunk_tokens, z_loss_weight)
+    objective_sum, valid_count, z_loss_sum, *_ = head_loss(*inputs, labels, chunk_tokens, z_loss_weight)
     expected, expected_z_loss = plain_loss(*inputs, labels, z_loss_weight)
     relative, absolute = TOLERANCES[dtype]
     torch.testing.assert_close(objective_sum, expected, rtol=relative, atol=absolute)
@@ -76,7 +76,7 @@ def test_equals_brute_force(dtype: torch.dtype) -> None:
     for row, label in zip(F.linear(hidden, head).flatten(0, 1).tolist(), labels.flatten().tolist(), strict=True):
         if label != IGNORED_LABEL:
             expected += math.log(sum(math.exp(value) for value in row)) - row[label]
-    loss_sum, _, z_loss_sum = head_loss(hidden, head, labels, chunk_tokens=4)
+    loss_sum, _, z_loss_sum, *_ = head_loss(hidden, head, labels, chunk_tokens=4)
     assert loss_sum.dtype == z_loss_sum.dtype == torch.float32
     assert loss_sum.item() == pytest.approx(expected, rel=1e-6)
     assert z_loss_sum == 0
@@ -85,14 +85,14 @@ def test_equals_brute_force(dtype: torch.dtype) -> None:
 def test_one_token_is_enough() -> None:
     hidden, head = draw_inputs()
     label = torch.tensor([[3]])
-    loss_sum, valid_count, _ = head_loss(hidden[:1, :1], head, label)
+    loss_sum, valid_count, *_ = head_loss(hidden[:1, :1], head, label)
     torch.testing.assert_close(loss_sum, plain_loss(hidden[:1, :1], head, label)[0])
     assert valid_count == 1
 
 
 def test_all_ignored_is_zero_with_zero_gradients() -> None:
     inputs = draw_inputs(torch.float32)
-    loss_sum, valid_count, z_loss_sum = head_loss(*inputs, torch.full((B, S), IGNORED_LABEL), 4, z_loss_weight=0.1)
+    loss_sum, valid_count, z_loss_sum, *_ = head_loss(*inputs, torch.full((B, S), IGNORED_LABEL), 4, z_loss_weight=0.1)
     assert loss_sum == valid_count == z_loss_sum == 0
     assert all(not gradient.any() for gradient in torch.autograd.grad(loss_sum, inputs))
 
@@ -102,15 +102,31 @@ def test_sums_of_parts_add_up_to_the_sum_of_the_whole() -> None:
     (hidden, head), labels = draw_inputs(), draw_labels()
     whole = head_loss(hidden, head, labels, z_loss_weight=0.1)
     parts = [head_loss(hidden[i : i + 1], head, labels[i : i + 1], z_loss_weight=0.1) for i in range(B)]
-    for of_whole, *of_parts in zip(whole, *parts, strict=True):
+    for of_whole, *of_parts in zip(whole[:3], *(part[:3] for part in parts), strict=True):
         torch.testing.assert_close(sum(of_parts), of_whole)
+    torch.testing.assert_close(torch.cat([part.tokens_BS2 for part in parts]), whole.tokens_BS2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_each_token_keeps_its_loss_and_whether_its_label_is_the_likeliest(grad: bool) -> None:
+    hidden, head = draw_inputs(torch.float32)
+    labels = draw_labels()
+    labels[0, 1] = int(F.linear(hidden, head)[0, 1].argmax())
+    with torch.set_grad_enabled(grad):
+        loss = head_loss(hidden, head, labels, chunk_tokens=4)
+    logits = F.linear(hidden, head).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="none", ignore_index=IGNORED_LABEL)
+    losses_BS, hits_BS = loss.tokens_BS2.unbind(2)
+    torch.testing.assert_close(losses_BS.flatten(), expected)
+    assert torch.equal(hits_BS.bool(), F.linear(hidden, head).argmax(2) == labels) and hits_BS[0, 1] == 1
+    assert not loss.tokens_BS2.requires_grad and loss.objective_sum.requires_grad == grad
 
 
 def test_large_bfloat16_logits_do_not_overflow() -> None:
     head = torch.zeros(V, D, dtype=torch.bfloat16)
     head[3] = 1e4
     hidden = torch.ones(1, 1, D, dtype=torch.bfloat16)
-    loss_sum, _, _ = head_loss(hidden, head, torch.tensor([[3]]))
+    loss_sum, *_ = head_loss(hidden, head, torch.tensor([[3]]))
     assert loss_sum == 0
 
 
@@ -125,7 +141,7 @@ def test_without_gradients_the_loss_is_the_same() -> None:
 @pytest.mark.parametrize("above", [math.nan, math.inf])
 def test_what_comes_from_above_and_is_not_finite_reaches_both_gradients(above: float) -> None:
     inputs = draw_inputs(torch.float32)
-    objective_sum, _, _ = head_loss(*inputs, draw_labels(), 4)
+    objective_sum, *_ = head_loss(*inputs, draw_labels(), 4)
     objective_sum.backward(torch.tensor(above))
     for each in inputs:
         assert each.grad is not None and not each.grad.isfinite().all()
@@ -135,7 +151,7 @@ def test_the_gradient_of_the_head_is_summed_over_chunks_in_float32() -> None:
     """In bfloat16, where 256 + 1 is 256, a sum over 600 chunks would stop growing."""
     hidden = torch.ones(1, 600, 1, dtype=torch.bfloat16, requires_grad=True)
     head = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    loss_sum, _, _ = head_loss(hidden, head, torch.zeros(1, 600, dtype=torch.int64), chunk_tokens=1)
+    loss_sum, *_ = head_loss(hidden, head, torch.zeros(1, 600, dtype=torch.int64), chunk_tokens=1)
     loss_sum.backward()
     assert head.grad is not None and head.grad.flatten().tolist() == [-300, 300]
 
@@ -171,7 +187,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(grad: bool) -> None:
     head = torch.randn(vocab_size, hidden_size, requires_grad=True)
     labels = torch.zeros(2, tokens // 2, dtype=torch.int64)
     with LargestTensor() as largest, torch.set_grad_enabled(grad):
-        objective_sum, _, _ = head_loss(hidden, head, labels, chunk_tokens, z_loss_weight=0.1)
+        objective_sum, *_ = head_loss(hidden, head, labels, chunk_tokens, z_loss_weight=0.1)
         if grad:
             objective_sum.backward()
     assert largest.elements == chunk_tokens * vocab_size
@@ -186,7 +202,7 @@ def test_what_is_saved_for_the_backward_pass_are_the_gradients_and_they_go_with_
 
     inputs = draw_inputs()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        objective_sum, _, _ = head_loss(*inputs, draw_labels(), 4)
+        objective_sum, *_ = head_loss(*inputs, draw_labels(), 4)
     assert sorted(saved) == [V * D, B * S * D]
     objective_sum.backward()
     with pytest.raises(RuntimeError, match="second time"):

@@ -25,6 +25,8 @@ REPORT = Report(
     tokens_seen=51200,
     loss=3.25,
     perplexity=25.8,
+    token_accuracy=0.5,
+    losses={},
     z_loss=0.0,
     learning_rate=3e-4,
     group_learning_rates=(3e-4, 1e-4),
@@ -161,4 +163,6 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_z_loss_is_shown_where_there_is_some() -> None:
     assert "z-loss" not in summary(REPORT, None, verbose=False)
-    assert "loss 3.2500  z-loss 1.2e-02  lr" in summary(replace(REPORT, z_loss=0.0123), None, verbose=False)
+    assert "loss 3.2500  z-loss 1.2e-02  lr" in summary(
+        replace(REPORT, token_accuracy=0.5, losses={}, z_loss=0.0123), None, verbose=False
+    )

@@ -78,6 +78,7 @@ def observe(
         display=recorder,
         trackers=Trackers({"recorder": recorder}),
         stragglers=StragglerWatch(None, Activity()),
+        datasets=("web", "code"),
     )
     if kept:
         observer.load_state_dict(kept)
@@ -95,6 +96,7 @@ def observe(
                     skipped=torch.tensor(index in skipped),
                     learning_rate=0.1,
                     attention_span=spans[index % len(spans)],
+                    scores=torch.tensor([[loss * 4, 3.0, 4.0, 0.0], [loss * 6, 2.0, 6.0, 0.0]], dtype=torch.float64),
                 ),
             )
     return observer
@@ -118,11 +120,30 @@ def test_a_report_after_a_resume_is_that_of_the_run_which_was_not_stopped(stop: 
     later = tuple(index - stop for index in skipped)
     observe(after, losses[stop:], every=4, skipped=later, done=stop, kept=kept)
     reports = before.reports + after.reports
-    seen = {report.step: (report.loss, report.z_loss, report.skipped_updates) for report in reports}
-    expected = {report.step: (report.loss, report.z_loss, report.skipped_updates) for report in whole.reports}
+    seen, expected = (
+        {each.step: (each.loss, each.z_loss, each.skipped_updates, each.losses, each.token_accuracy) for each in given}
+        for given in (reports, whole.reports)
+    )
     assert {step: seen[step] for step in expected} == expected
     assert seen.keys() == expected.keys() | {stop}
     assert after.reports[-1].step_seconds == 2.0  # rates are those of the process
+
+
+def test_a_report_tells_datasets_apart_and_counts_hits() -> None:
+    recorder = Recorder()
+    observe(recorder, [1.0, math.nan, 3.0], every=3, skipped=(1,))
+    assert recorder.reports[0].losses == {"web": 2.0, "code": 2.0}
+    assert recorder.reports[0].token_accuracy == 0.5
+    values = recorder.logged[0][1]
+    assert (values["loss/web"], values["loss/code"], values["token_accuracy"]) == (2.0, 2.0, 0.5)
+    assert "losses" not in values
+
+
+def test_sums_of_an_earlier_version_are_taken_without_datasets() -> None:
+    recorder = Recorder()
+    kept = {"steps": 1, "loss_sum": 10.0, "z_loss_sum": 0.0, "valid_tokens": 10, "skipped_updates": 0}
+    observe(recorder, [3.0], every=2, done=1, kept=kept)
+    assert recorder.reports[0].loss == 2.0 and recorder.reports[0].losses == {"web": 3.0, "code": 3.0}
 
 
 def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:
@@ -202,6 +223,9 @@ def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO, "pretraining")
     recorder = Recorder()
     observer = observe(recorder, [1.0], every=1)
-    observer.after_evaluation(Progress(7, 70), 2.0)
-    assert recorder.logged[-1] == (7, {"tokens_seen": 70, "evaluation_loss": 2.0})
-    assert caplog.messages[-1] == "step 7  evaluation_loss 2.0000  perplexity 7.39"
+    observer.after_evaluation(
+        Progress(7, 70), {"evaluation_loss": 2.0, "evaluation_loss/web": math.nan}, ["one", "two"]
+    )
+    logged = {"tokens_seen": 70, "evaluation_loss": 2.0, "evaluation_loss/web": None}
+    assert recorder.logged[-1] == (7, logged)
+    assert caplog.messages[-2:] == ["step 7  one", "step 7  two"]

@@ -35,7 +35,7 @@ def logits_of(model: Llama, inputs: ModelInputs) -> Tensor:
 
 
 def loss_of(model: Llama, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-    loss_sum, valid, _ = model(inputs.tokens_BS, inputs.labels_BS, inputs.positions_BS, inputs.document_lengths)
+    loss_sum, valid, *_ = model(*inputs)
     return loss_sum, valid
 
 
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_the_sums_of_those_of_each_document_alone(batch: 
     summed = [torch.zeros_like(gradient) for gradient in gradients]
     for _, _, tokens in documents_of(*batch):
         if len(tokens) > 1:
-            alone, labels, _ = model(tokens[None, :-1], tokens[None, 1:])
+            alone, labels, *_ = model(tokens[None, :-1], tokens[None, 1:])
             expected, expected_count = expected + alone.detach(), expected_count + int(labels)
             torch._foreach_add_(summed, gradients_of(model, alone))
     assert int(count) == expected_count

@@ -157,7 +157,7 @@ def test_without_a_scale_small_gradients_would_vanish_in_float16() -> None:
 def test_data_and_model_mean_the_same_by_an_ignored_label() -> None:
     assert data_batch.IGNORED_LABEL == model_loss.IGNORED_LABEL
     labels = torch.tensor([[data_batch.IGNORED_LABEL, 1]])
-    _, count, _ = model_loss.head_loss(torch.zeros(1, 2, 4), torch.zeros(3, 4), labels)
+    _, count, *_ = model_loss.head_loss(torch.zeros(1, 2, 4), torch.zeros(3, 4), labels)
     assert int(count) == 1
 
 

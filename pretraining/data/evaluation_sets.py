@@ -1,0 +1,107 @@
+"""The folders that a run is evaluated on besides its held-out documents: each with token files, and a set of its own.
+
+    --eval_datasets=<folders>  --`find_evaluation_folders`-->  a name and token files for each
+
+They are read with the settings of the training data, all of their documents, and must share no file with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pretraining.config.training import DataConfig
+from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
+from pretraining.errors import ConfigError, DataError
+from pretraining.files import is_folder
+
+
+@dataclass(frozen=True)
+class EvaluationFolder:
+    """A folder of `--eval_datasets`.
+
+    Attributes:
+        name: as many of the last parts of its path as tell it from other sets.
+        config: the settings of the training data, for this folder alone.
+        files: its token files.
+    """
+
+    name: str
+    config: DataConfig
+    files: DatasetFiles
+
+
+def find_evaluation_folders(
+    folders: Sequence[str], config: DataConfig, training: Collection[DatasetFiles]
+) -> list[EvaluationFolder]:
+    """Lists the token files of evaluation folders.
+
+    Args:
+        folders: paths, as they were given.
+        config: of the training data.
+        training: its datasets; their names are those of the held-out sets.
+
+    Raises:
+        ConfigError: a folder is named twice.
+        DataError: a folder is missing, holds no token files, or lies in the training data or around it.
+    """
+    paths = [Path(folder).expanduser().absolute() for folder in folders]
+    real = [Path(os.path.realpath(path)) for path in paths]
+    for path, times in Counter(real).items():
+        if times > 1:
+            raise ConfigError(f"--eval_datasets names {path} {times} times: give it once")
+    for folder, path, resolved in zip(folders, paths, real, strict=True):
+        _check_folder(folder, path, config)
+        _check_apart(path, resolved, training)
+    names = _names_of(paths, {files.name for files in training})
+    return [_list_folder(name, path, config) for name, path in zip(names, paths, strict=True)]
+
+
+def _check_folder(folder: str, path: Path, config: DataConfig) -> None:
+    if is_folder(path):
+        return
+    meant = Path(config.data_path or "", folder)
+    hint = f"; did you mean {meant}?" if meant != path and is_folder(meant) else ""
+    raise DataError(f"--eval_datasets: {path} is not a folder{hint}")
+
+
+def _check_apart(path: Path, resolved: Path, training: Collection[DatasetFiles]) -> None:
+    for files in training:
+        folder = Path(os.path.realpath(files.folder))
+        if resolved == folder or resolved in folder.parents or folder in resolved.parents:
+            raise DataError(
+                f"evaluation set {path} overlaps the training data: dataset '{files.name}' is {files.folder}. Evaluate "
+                "on a folder of its own, leave the dataset out of --datasets, or hold a share of it out "
+                "(--held_out_fraction)"
+            )
+
+
+def _names_of(paths: Sequence[Path], taken: Collection[str]) -> list[str]:
+    """Names each path by as many of its last parts as no other has, and no dataset."""
+    longest = max((len(path.parts) for path in paths), default=0)
+    names = [str(path) for path in paths]
+    for parts in range(longest - 1, 0, -1):
+        ends = ["/".join(path.parts[-parts:]) for path in paths]
+        names = [
+            end if ends.count(end) == 1 and end not in taken and len(path.parts) > parts else name
+            for path, name, end in zip(paths, names, ends, strict=True)
+        ]
+    return names
+
+
+def _list_folder(name: str, path: Path, config: DataConfig) -> EvaluationFolder:
+    alone = replace(
+        config,
+        data_path=str(path.parent),
+        datasets=(path.name,),
+        weights=(),
+        held_out_fraction=0.0,
+        skip_samples=(),
+        use_dummy_dataset=False,
+    )
+    # Of files that say the type of their tokens it is refused, and the training data may need it.
+    (files,) = list_datasets(replace(alone, token_dtype=None))
+    return EvaluationFolder(name, alone, files)

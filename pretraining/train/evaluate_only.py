@@ -1,0 +1,135 @@
+"""`--eval_only`: how well a checkpoint or a Hugging Face folder predicts the evaluation sets. Nothing is written.
+
+weights, laid out as for training --the batches of the run's own evaluations--> a table and a JSON object on stdout
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from pretraining.checkpoint.manifest import check_same_model, tensor_state
+from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, newest_run_path
+from pretraining.config.batch_plan import plan_batch
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import resolve_shape
+from pretraining.distributed.float8 import check_float8
+from pretraining.distributed.host_sync import HostSync
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.errors import ConfigError, DamagedError
+from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, numbers
+from pretraining.model.init import parameter_name
+from pretraining.train.build import build_model, build_run_mesh, use_deterministic_kernels
+from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
+from pretraining.train.preemption import StopRequests, ending, reason_of
+
+
+def of_what_is_evaluated(config: TrainConfig) -> TrainConfig:
+    """Returns settings both of whose paths lead to what is evaluated: `ckpt_load_path`, else `ckpt_save_path`.
+
+    A collective call. Training would go on in `ckpt_save_path`; here, what is named comes first.
+    """
+    checkpoint = config.checkpoint
+    path = on_rank_zero(lambda: checkpoint.ckpt_load_path or newest_run_path(checkpoint.ckpt_save_path))
+    return replace(config, checkpoint=replace(checkpoint, ckpt_save_path=path, ckpt_load_path=path))
+
+
+def evaluate_only(config: TrainConfig, processes: Processes, requests: StopRequests) -> None:
+    """Evaluates on every set, in every process; rank 0 prints.
+
+    Args:
+        config: as `of_what_is_evaluated` returns it, with the dimensions of the model.
+
+    Raises:
+        CheckpointError: there is nothing to evaluate, it is damaged, or of another model.
+        ConfigError, DataError: the sets cannot be opened, or the model was trained on documents held out now.
+        Preempted: a signal came.
+    """
+    shape, device, manifest = resolve_shape(config.model), processes.device, _start(config, {}).manifest
+    check_same_model(manifest, shape, Path(config.checkpoint.ckpt_save_path))
+    on_every_rank(lambda: _check_never_trained_on(config, manifest.data.get("held_out_fraction")))
+    if config.run.deterministic:
+        use_deterministic_kernels()
+    if (scaling := config.parallel.float8) is not None:
+        on_every_rank(lambda: check_float8(scaling, device))
+    data = open_data(config, processes)
+    batch = plan_batch(config.batch, processes.world_size, manifest.global_batch_size or None)
+    sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
+    model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
+    start = _load(config, {parameter_name(name): parameter for name, parameter in model.parameters.items()})
+    table_V = byte_lengths(config, processes, shape.vocab_size)
+    stop = 0
+
+    with HostSync() as host_sync:
+
+        def should_stop() -> bool:
+            nonlocal stop
+            stop = host_sync.exchange(0.0, requests.pending()).stop
+            return stop != 0
+
+        processes.activity.end_step(start.step)  # all is open and restored: from here on `hang_timeout` counts
+        processes.activity.turn_to("evaluation")
+        found = evaluate(model.module, sources, device, should_stop, table_V)
+    if found is None:
+        raise ending(stop, f"in an evaluation ({reason_of(stop)}): nothing was written.")
+    if processes.is_main:
+        for line in table(found):
+            print(line)
+        print(json.dumps({"checkpoint": str(start.path), "step": start.manifest.step, **_document(found)}), flush=True)
+
+
+def _start(config: TrainConfig, damaged: dict[Path, str]) -> CheckpointRef:
+    found = find_checkpoint(config.checkpoint, damaged)
+    assert found is not None  # a load path without a checkpoint is an error
+    return found
+
+
+def _load(config: TrainConfig, parameters: dict[str, nn.Parameter]) -> CheckpointRef:
+    """Reads the weights into place, those of an older checkpoint of a run where the newest is damaged."""
+    damaged: dict[Path, str] = {}
+    while True:
+        start = _start(config, damaged)
+        try:
+            load(start, tensor_state(parameters, None))
+        except DamagedError as error:
+            damaged[start.path] = str(error)
+        else:
+            return start
+
+
+def _check_never_trained_on(config: TrainConfig, before: float | None) -> None:
+    now = config.data.held_out_fraction
+    if before is not None and now > before:
+        raise ConfigError(
+            f"--held_out_fraction={now}: the run has held out {before} of the documents and trained on the rest, so "
+            f"that a larger share is none that it has never seen. Give --held_out_fraction={before}"
+        )
+
+
+def table(found: Evaluation) -> list[str]:
+    """A line a set, and the mean over the tokens of all."""
+    rows = [("set", "tokens", "loss", "perplexity", "token accuracy", "bits a byte")]
+    for name, scores in {**found.sets, MEAN: found.mean}.items():
+        bits = scores.bits_per_byte
+        rows.append(
+            (
+                *(name, f"{scores.tokens:,.0f}", f"{scores.loss:.4f}", f"{scores.perplexity:.2f}"),
+                *(f"{scores.token_accuracy:.4f}", "-" if bits is None else f"{bits:.4f}"),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def _document(found: Evaluation) -> dict[str, object]:
+    sets = {name: {"tokens": int(each.tokens), **_finite(numbers(each))} for name, each in found.sets.items()}
+    return {**_finite({f"evaluation_{name}": value for name, value in numbers(found.mean).items()}), "sets": sets}
+
+
+def _finite(values: dict[str, float | None]) -> dict[str, float | None]:
+    """The same with None, which JSON has, in place of what is not finite."""
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,178 @@
+"""Opens what a job reads: the datasets to train on, and the sets to evaluate on.
+
+    listing (rank 0) -> indices (rank 0, then a process of each node) -> datasets (all) -> loaders
+
+All of these are collective calls, and fail on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.training import DataConfig, TrainConfig
+from pretraining.config.values import did_you_mean
+from pretraining.data.batch import StepBatch
+from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
+from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets
+from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
+from pretraining.data.tokenizer import load_fitting_tokenizer
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.errors import ConfigError, DataError, PretrainError
+from pretraining.evaluation.held_out import EvaluationSource
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """The data of a job.
+
+    Attributes:
+        training: the datasets; None for made-up data, or where nothing is trained and nothing held out of them.
+        folders: those of `--eval_datasets`, open.
+    """
+
+    training: OpenedDatasets | None
+    folders: tuple[tuple[EvaluationFolder, OpenedDatasets], ...] = ()
+
+
+def open_data(config: TrainConfig, processes: Processes) -> OpenedData:
+    """Opens a job's datasets and evaluation folders, in every process."""
+    data = config.data
+    listing: tuple[DatasetFiles, ...] = ()
+    if data.data_path is not None and not data.use_dummy_dataset:
+        # Listing 100,000 files costs a shared file system dearly: one process does it for all.
+        listing = on_rank_zero(lambda: list_datasets(data))
+    paths = config.evaluation.eval_datasets
+    folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing))
+    is_read = bool(listing) and not (config.evaluation.eval_only and data.held_out_fraction == 0)
+    return OpenedData(
+        training=_open(listing, data, processes) if is_read else None,
+        folders=tuple((folder, _open((folder.files,), folder.config, processes)) for folder in folders),
+    )
+
+
+def _open(listing: tuple[DatasetFiles, ...], config: DataConfig, processes: Processes) -> OpenedDatasets:
+    on_rank_zero(lambda: build_indices(listing, config))
+    # Where indices lie in a cache folder, nodes may not see each other's; where they do, this finds rank 0's.
+    is_first_of_node = processes.local_rank == 0
+    on_every_rank(lambda: build_indices(listing, config) if is_first_of_node else None)
+    return on_every_rank(lambda: open_datasets(listing, config))
+
+
+def evaluation_sources(
+    config: TrainConfig, data: OpenedData, batch: BatchPlan, processes: Processes, vocab_size: int
+) -> list[EvaluationSource]:
+    """Opens what is evaluated on: the held-out documents of all datasets, and each folder of `--eval_datasets`.
+
+    At once: too few documents should not show after a thousand steps.
+
+    Raises:
+        DataError: a set has too few tokens for one sample.
+        ConfigError: `--best_by` names no set, or one that `eval_batches` give nothing to.
+    """
+    seed, steps, rank = config.run.seed, config.evaluation.eval_batches, processes.rank
+    sources: list[EvaluationSource] = []
+    counts: dict[str, int] = {}
+    if config.data.held_out_fraction > 0:
+        loader = on_every_rank(
+            lambda: build_loader(
+                *(data.training, config.data, batch, rank, seed, vocab_size), split="held_out", limit_steps=steps
+            )
+        )
+        names = tuple(source.name for source in loader.reader.sources)
+        counts |= loader.reader.mixture.counts_before_step(steps)
+        sources.append(EvaluationSource(names, _opener(loader, processes)))
+    for folder, opened in data.folders:
+        loader = _loader_of_folder(folder, opened, config, batch, rank, vocab_size)
+        sources.append(EvaluationSource((folder.name,), _opener(loader, processes)))
+        counts[folder.name] = 1
+    on_every_rank(lambda: _check_best_by(config, counts))
+    for name in (name for name, count in counts.items() if count == 0):
+        log.info("evaluation set %s gets no sequence of --eval_batches=%d: it has no numbers", name, steps)
+    return sources
+
+
+def _loader_of_folder(
+    folder: EvaluationFolder,
+    opened: OpenedDatasets,
+    config: TrainConfig,
+    batch: BatchPlan,
+    rank: int,
+    vocab_size: int,
+) -> Loader:
+    # Not more than it fills, so that no document counts twice; one where it fills none.
+    full = opened.training_tokens // (config.data.seq_length * batch.global_batch_size)
+    steps = max(1, min(config.evaluation.eval_batches, full))
+    return on_every_rank(
+        lambda: build_loader(
+            *(opened, folder.config, batch, rank, config.run.seed, vocab_size), split="train", limit_steps=steps
+        )
+    )
+
+
+def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:
+    name, batches = config.evaluation.best_by, config.evaluation.eval_batches
+    if name is None:
+        return
+    if name not in counts:
+        hint = did_you_mean(name, list(counts), "; did you mean {}?")
+        raise ConfigError(f"--best_by={name} is no evaluation set; there are {', '.join(counts)}{hint}")
+    if counts[name] == 0:
+        raise ConfigError(
+            f"--best_by={name}: of --eval_batches={batches} global batches, mixed as the training data is, no sequence "
+            "is of it. Give more --eval_batches"
+        )
+
+
+def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> torch.Tensor | None:
+    """Bytes of the text of each token, [V] on the device; None without a tokenizer, or for one that does not say."""
+    path = config.data.tokenizer_path
+    if path is None:
+        return None
+    lengths = on_rank_zero(lambda: load_fitting_tokenizer(path, vocab_size).byte_lengths())
+    if lengths is None:
+        return None
+    table_V = torch.zeros(vocab_size, dtype=torch.int64)
+    table_V[: len(lengths)] = torch.tensor(lengths)
+    return table_V.to(processes.device)
+
+
+def _opener(loader: Loader, processes: Processes) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]]:
+    """Returns what opens a loader's batches, from the first."""
+
+    @contextmanager
+    def open_batches() -> Iterator[Iterable[StepBatch]]:
+        loader.rewind()
+        with closing(batches_of(loader, processes.rank)) as batches:
+            yield processes.activity.watch(batches)
+
+    return open_batches
+
+
+def batches_of(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
+    """Yields the loader's batches until closed; an error in reading them, which no other rank knows of, names the rank.
+
+    An error that ends a reading thread arrives here, too, when its step comes.
+    """
+    try:
+        with loader:
+            yield from loader
+    except PretrainError as error:
+        error.rank = rank
+        raise
+    except Exception as error:  # a bug: it keeps its traceback
+        error.add_note(f"on rank {rank}, reading the batch of step {loader.next_step + 1}")
+        raise
+    except SystemExit as ending:
+        died = DataError(f"a thread that reads data has ended itself ({ending!r}), for step {loader.next_step + 1}")
+        died.rank = rank
+        raise died from ending

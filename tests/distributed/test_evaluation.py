@@ -1,0 +1,58 @@
+"""Evaluations are the same on any number of processes, as a part of training and alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import run_forked
+from helpers import free_ports
+from training_runs import TINY, train_runs, write_dataset, write_two_datasets
+
+SETS = ("first", "second", "books")
+WORKER = Path(__file__).parent / "training_worker.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two datasets to train on, and beside their folder another one."""
+    root = tmp_path_factory.mktemp("evaluated")
+    write_dataset(root / "books", documents=60, seed=2)
+    return write_two_datasets(root / "data")
+
+
+def flags(data: Path) -> list[str]:
+    given = ["num_steps=4", "eval_interval=2", "eval_batches=2", "held_out_fraction=0.2", "global_batch_size=6"]
+    return [*given, "batch_size=2", "weights=3,1", "datasets=first,second", f"eval_datasets={data.parent}/books"]
+
+
+def evaluations(run: Path) -> dict[str, float]:
+    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return {f"{each['step']} {name}": each[name] for each in lines for name in each if name.startswith("evaluation_")}
+
+
+def evaluated_alone(processes: int, data: Path, run: Path) -> dict[str, Any]:
+    common = [*TINY, f"data_path={data}", "sep_token=0", "logical_shards=8", *flags(data)]
+    job = [(free_ports(1)[0], [*common, "eval_only=true", f"ckpt_load_path={run}"])]
+    out = run_forked(WORKER, processes, [json.dumps(job)]).stdout
+    (found,) = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_every_number_of_processes_finds_the_same(data: Path, tmp_path: Path) -> None:
+    for processes, strategy in ((1, "fsdp"), (2, "fsdp"), (4, "hsdp")):
+        more = [f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path}/on_{processes}"]
+        more += ["hsdp_group_size=2"] if strategy == "hsdp" else []
+        train_runs(processes, data, [[*flags(data), *more]])
+    expected = evaluations(tmp_path / "on_1")
+    assert len(expected) == 2 * 3 * (1 + len(SETS))
+    for processes in (2, 4):
+        assert evaluations(tmp_path / f"on_{processes}") == pytest.approx(expected, rel=1e-4), processes
+    for processes in (1, 2):  # on other numbers than the run had, too
+        found = evaluated_alone(processes, data, tmp_path / "on_2")
+        assert found["evaluation_loss"] == pytest.approx(expected["4 evaluation_loss"], rel=1e-4)
+        for name in SETS:
+            assert found["sets"][name]["loss"] == pytest.approx(expected[f"4 evaluation_loss/{name}"], rel=1e-4)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from training_runs import write_dataset
+
+from pretraining.config.training import DataConfig
+from pretraining.data.evaluation_sets import find_evaluation_folders
+from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.errors import DataError, PretrainError
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    for name in ("web", "code"):
+        write_dataset(tmp_path / "train" / name, documents=3)
+    return DataConfig(
+        data_path=str(tmp_path / "train"), datasets=("web", "code"), weights=(1, 2), held_out_fraction=0.5
+    )
+
+
+def found(data: DataConfig, *folders: Path | str) -> list[str]:
+    return [each.name for each in find_evaluation_folders([str(each) for each in folders], data, list_datasets(data))]
+
+
+def test_a_set_has_the_name_of_its_folder_and_all_of_its_documents(data: DataConfig, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "books", documents=3)
+    (folder,) = find_evaluation_folders([str(tmp_path / "books")], data, list_datasets(data))
+    assert folder.name == "books" and folder.files.folder == str(tmp_path / "books")
+    assert folder.config.held_out_fraction == 0 and folder.config.weights == ()
+
+
+def test_sets_are_named_by_as_much_of_their_paths_as_tells_them_apart(data: DataConfig, tmp_path: Path) -> None:
+    for name in ("a/valid", "b/valid", "valid/web", "deep/valid/web", "books"):
+        write_dataset(tmp_path / name, documents=3)
+    names = found(data, *(tmp_path / name for name in ("a/valid", "b/valid", "valid/web", "deep/valid/web", "books")))
+    assert names[:2] == ["a/valid", "b/valid"] and names[3:] == ["deep/valid/web", "books"]
+    assert names[2] == f"{tmp_path.name}/valid/web"
+
+
+@pytest.mark.parametrize("place", ["train/web", "train/web/deeper", "train", "link"])
+def test_a_set_that_overlaps_the_training_data_is_refused(data: DataConfig, tmp_path: Path, place: str) -> None:
+    (tmp_path / "train/web/deeper").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "train/web")
+    with pytest.raises(DataError, match=r"evaluation set .* overlaps the training data: dataset '(web|code)' is"):
+        found(data, tmp_path / place)
+
+
+def test_a_sub_folder_of_the_root_that_is_not_trained_on_is_no_overlap(data: DataConfig, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "train/books", documents=3)
+    assert found(data, tmp_path / "train/books") == ["books"]
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (["gone"], r"--eval_datasets: .*gone is not a folder$"),
+        (["code"], r"code is not a folder; did you mean .*train/code\?"),
+        (["books", "./books"], r"--eval_datasets names .*books 2 times: give it once"),
+        (["empty"], r"dataset 'empty' has no .* files in"),
+        (["other/web", "/web"], r"--eval_datasets: /web is not a folder"),
+    ],
+)
+def test_what_cannot_be_a_set_is_refused(
+    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "books", documents=3)
+    write_dataset(tmp_path / "other/web", documents=3)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PretrainError, match=message):
+        found(data, *folders)
