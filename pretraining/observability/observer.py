@@ -3,8 +3,8 @@
     StepOutcome of each step --sums on the device--> Report --> display, metrics.jsonl, trackers
 
 Between reports everything stays on the device: adding to running sums needs no answer from it. A report is the one
-place where the host waits: one all-reduce of the sums, one of the peaks of memory, and the numbers go to the display
-and the trackers of rank 0.
+place where the host waits, once: one all-reduce of the sums, one over the shards for the norm of the parameters, one of
+the peaks of memory, and the numbers go to the display and the trackers of rank 0.
 
 A checkpoint between two reports keeps the sums since the first of them, so the second one has the same loss whether the
 run was stopped in between or not. Rates are those of this process: time that it did not train does not count.

@@ -11,6 +11,7 @@ import pytest
 from helpers import ROOT, run_command
 from training_runs import TINY
 
+from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.observability import mlflow_tracker
@@ -191,6 +192,15 @@ def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path: Path, store: Fake
     except ValueError:
         trackers.close()
     assert store.runs == {"run-0": "FAILED"}
+
+
+def test_a_run_says_at_its_end_how_to_look_at_its_curves(
+    tmp_path: Path, store: FakeStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*(flag for flag in TINY if not flag.startswith("tracker")), "use_dummy_dataset=true", "num_steps=2"]
+    main(["train", *flags, "tracker=mlflow", f"ckpt_save_path={tmp_path}"])
+    assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/logs/mlflow.db" in capsys.readouterr().out
+    assert [step for step, _ in store.metrics] == [1, 2] and store.runs == {"run-0": "FINISHED"}
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
