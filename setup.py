@@ -55,7 +55,7 @@ setup(
             "types-PyYAML",
         ],
         # Foreign tools that slow tests try the results in.
-        "slow": ["gguf>=0.17", "xllamacpp"],
+        "slow": ["gguf>=0.17", "lm-eval[hf]>=0.4.9", "xllamacpp"],
     },
     entry_points={"console_scripts": ["pretrain = pretraining.cli:run_console_script"]},
 )
