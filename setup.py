@@ -62,7 +62,7 @@ setup(
         ],
         # Foreign tools that slow tests try the results in.
         # (Not mlflow, which wants an older pyarrow: its slow tests are skipped without it.)
-        "slow": ["gguf>=0.17", "wandb>=0.21", "xllamacpp"],
+        "slow": ["gguf>=0.17", "lm-eval[hf]>=0.4.9", "wandb>=0.21", "xllamacpp"],
     },
     entry_points={"console_scripts": ["pretrain = pretraining.cli:run_console_script"]},
 )

@@ -38,10 +38,9 @@ class EarlyStopping:
     def end_if_due(self, state: TrainState) -> None:
         """Ends the run if there were as many in a row as end it, be it in an earlier invocation."""
         if 0 < self.limit <= self.in_a_row:
-            wanted = "was finite" if self.best_loss is None else f"was below {self.best_loss:.4f}"
-            state.end_early(
-                f"no loss of {self.in_a_row} evaluations in a row {wanted}, --early_stopping_evaluations={self.limit}"
-            )
+            wanted = "finite loss" if self.best_loss is None else f"loss below {self.best_loss:.4f}"
+            where = "the last evaluation" if self.in_a_row == 1 else f"{self.in_a_row} evaluations in a row"
+            state.end_early(f"no {wanted} in {where}, --early_stopping_evaluations={self.limit}")
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON-able: nothing that is as it was in earlier versions."""

@@ -121,9 +121,9 @@ def evaluate(
                 for host_batch in batch.micro_batches:
                     micro_batch = host_batch.to(device, non_blocking=True)
                     inputs = micro_batch.model_inputs()
-                    loss = model(*inputs)
-                    loss_sum += loss.objective_sum.double() - loss.z_loss_sum
-                    totals += score(loss, inputs.labels_BS, micro_batch, len(source.sets), byte_lengths_V)
+                    objective_sum, _, z_loss_sum, tokens_BS2 = model(*inputs)
+                    loss_sum += objective_sum.double() - z_loss_sum
+                    totals += score(tokens_BS2, inputs.labels_BS, micro_batch, len(source.sets), byte_lengths_V)
         if stopped:
             break
     reshard_model(model)

@@ -82,6 +82,7 @@ class Observer:
 
     def __post_init__(self) -> None:
         self._start = self._reported = self.state.progress  # of this process, and of the last report
+        self._unreported: StepOutcome | None = None  # of the last step
         self._clear_sums()
 
     def __enter__(self) -> Observer:
@@ -91,6 +92,8 @@ class Observer:
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        if raised[0] is None and self.state.early_end and self._unreported is not None:
+            self._report(self.state.progress, self._unreported)  # its evaluation has made the last step the last one
         self.stragglers.stop()
         self.display.__exit__(*raised)
         self.trackers.close()
@@ -108,8 +111,10 @@ class Observer:
         self._attention_spans += outcome.attention_span
         self.display.advance(state.step)
         is_due = self.interval.is_due(state)
-        if is_due or state.stopping:
+        is_reported = is_due or state.stopping
+        if is_reported:
             self._report(state.progress, outcome)
+        self._unreported = None if is_reported else outcome
         if is_due:  # the sums of a report that comes early, at an invocation's end, go on in the next one's
             self._clear_sums()
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretraining.data.batch import IGNORED_LABEL, MicroBatch, send
-from pretraining.model.loss import HeadLoss
 
 
 class Scores(NamedTuple):
@@ -59,19 +58,19 @@ class Scores(NamedTuple):
 
 
 def score(
-    loss: HeadLoss, labels_BS: Tensor, micro_batch: MicroBatch, datasets: int, byte_lengths_V: Tensor | None = None
+    tokens_BS2: Tensor, labels_BS: Tensor, micro_batch: MicroBatch, datasets: int, byte_lengths_V: Tensor | None = None
 ) -> Tensor:
     """Sums over a micro-batch, [datasets, fields of `Scores`] float64, without waiting for the device.
 
     Args:
-        loss: of the micro-batch.
+        tokens_BS2: what stays of its tokens (`HeadLoss`).
         labels_BS: its labels.
         micro_batch: knows which dataset each row is of.
         datasets: how many there are.
         byte_lengths_V: of the text of each token; None = not known.
     """
     counted_BS = labels_BS != IGNORED_LABEL
-    sums = [*loss.tokens_BS2.unbind(2), counted_BS]
+    sums = [*tokens_BS2.unbind(2), counted_BS]
     if byte_lengths_V is not None:
         sums.append(byte_lengths_V[labels_BS.where(counted_BS, 0)] * counted_BS)
     sums_BF = torch.stack([each.sum(1, dtype=torch.float64) for each in sums], 1)

@@ -68,16 +68,16 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     scale = 1.0 if context.scaler is None else context.scaler.scale
     for index, micro_batch in enumerate(micro_batches):
         context.model.next_backward(is_last=index == len(micro_batches) - 1)
-        loss = context.model.module(*inputs[index])
+        objective_sum, _, micro_z_loss_sum, tokens_BS2 = context.model.module(*inputs[index])
         if counting is not None:
             wait_for(counting)  # it was under way during the first forward
             counting = None
         # The gradient of the mean over the global batch is 1 / valid tokens. A loss that is not finite adds NaN to it,
         # which the backward pass spreads: no rank makes an update of it, whatever way it came about.
-        loss.objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * loss.objective_sum.detach())
-        loss_sum += loss.objective_sum.detach() - loss.z_loss_sum
-        z_loss_sum += loss.z_loss_sum
-        scores = scores + score(loss, inputs[index].labels_BS, micro_batch, len(batch.datasets))
+        objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * objective_sum.detach())
+        loss_sum += objective_sum.detach() - micro_z_loss_sum
+        z_loss_sum += micro_z_loss_sum
+        scores = scores + score(tokens_BS2, inputs[index].labels_BS, micro_batch, len(batch.datasets))
     context.model.finish_gradients()
     gradients = local_gradients(context.model.parameters.values())
     norm = gradient_norm(gradients, context.shard_group) / scale

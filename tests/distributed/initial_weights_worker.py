@@ -84,7 +84,7 @@ def assert_same_training(model: Llama, plain: Llama) -> None:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
     for _ in range(2):
         for each, batch in ((model, mine), (plain, tokens)):
-            loss_sum, valid_count, _ = each(batch[:, :-1], batch[:, 1:])
+            loss_sum, valid_count, *_ = each(batch[:, :-1], batch[:, 1:])
             (loss_sum / valid_count).backward()
         for optimizer in optimizers:
             optimizer.step()

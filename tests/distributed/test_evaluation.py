@@ -42,6 +42,15 @@ def evaluated_alone(processes: int, data: Path, run: Path) -> dict[str, Any]:
     return found
 
 
+def test_all_processes_stop_early_together_and_stay_stopped(data: Path, tmp_path: Path) -> None:
+    more = ["early_stopping_evaluations=1", "best_by=books", "learning_rate=0", "num_steps=9", "run_steps=8"]
+    train_runs(2, data, [[*flags(data), *more, f"ckpt_save_path={tmp_path}"]] * 2)
+    status = json.loads((tmp_path / "run_status.json").read_text())
+    assert (status["status"], status["step"], status["starts"]) == ("finished", 4, 2)
+    assert status["reason"].startswith("stopped early at step 4 of 9: no loss below")
+    assert "in the last evaluation, --early_stopping_evaluations=1" in status["reason"]
+
+
 def test_every_number_of_processes_finds_the_same(data: Path, tmp_path: Path) -> None:
     for processes, strategy in ((1, "fsdp"), (2, "fsdp"), (4, "hsdp")):
         more = [f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path}/on_{processes}"]

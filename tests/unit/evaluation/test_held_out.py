@@ -125,7 +125,7 @@ def test_a_run_ends_early_where_its_evaluations_get_no_better() -> None:
         state.advance(0.0)
         evaluator.maybe_run(state)
     assert state.step == 9 and state.finished and not state.preempted
-    assert "no loss of 2 evaluations in a row was below 3.0000" in state.early_end
+    assert "no loss below 3.0000 in 2 evaluations in a row" in state.early_end
 
 
 def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run() -> None:

@@ -21,7 +21,7 @@ def loss_of(labels: torch.Tensor) -> HeadLoss:
 
 def test_scores_are_the_sums_over_the_labels_of_each_dataset() -> None:
     loss = loss_of(LABELS)
-    sums = score(loss, LABELS, ROWS, 3, torch.tensor([0, 1, 2, 5]))
+    sums = score(loss.tokens_BS2, LABELS, ROWS, 3, torch.tensor([0, 1, 2, 5]))
     of_tokens = loss.tokens_BS2.double()
     expected = [
         [float(of_tokens[1, :, 0].sum()), float(of_tokens[1, :, 1].sum()), 3, 10],
@@ -34,7 +34,7 @@ def test_scores_are_the_sums_over_the_labels_of_each_dataset() -> None:
 
 def test_rows_of_a_single_dataset_need_no_numbers_and_bytes_may_be_unknown() -> None:
     loss = loss_of(LABELS)
-    sums = score(loss, LABELS, MicroBatch(ROWS.tokens_BT), 1)
+    sums = score(loss.tokens_BS2, LABELS, MicroBatch(ROWS.tokens_BT), 1)
     assert sums.shape == (1, 4) and sums[0, 2:].tolist() == [5, 0]
     assert Scores(*sums[0].tolist()).bits_per_byte is None
 
@@ -42,7 +42,7 @@ def test_rows_of_a_single_dataset_need_no_numbers_and_bytes_may_be_unknown() -> 
 def test_a_loss_that_is_not_finite_stays_with_its_dataset() -> None:
     loss = loss_of(LABELS)
     loss.tokens_BS2[0, 0, 0] = math.nan
-    sums = score(loss, LABELS, ROWS, 2)
+    sums = score(loss.tokens_BS2, LABELS, ROWS, 2)
     assert sums[0].isfinite().all() and math.isnan(sums[1, 0])
 
 

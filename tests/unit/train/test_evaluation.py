@@ -163,15 +163,21 @@ def test_a_run_stops_early_and_says_so_and_goes_on_when_it_is_told_to(
     start(run, data, *still, "run_steps=4")  # nothing is learned: the first is the best
     assert status(run)["status"] == "finished" and "as many as --run_steps" in status(run)["reason"]
     start(run, data, *still)
-    reason = "no loss of 2 evaluations in a row was below"
+    reason = "no loss below"
     assert f"Stopped early at step 6 of 20: {reason}" in capsys.readouterr().out
     assert status(run)["status"] == "finished" and f"stopped early at step 6 of 20: {reason}" in status(run)["reason"]
     assert read_manifest(run / "checkpoints" / "step_6_ckp").kind == "final"
     start(run, data, *still)
-    assert "nothing was trained. It stopped early: no loss of 2" in capsys.readouterr().out
+    assert "nothing was trained. It stopped early: no loss below" in capsys.readouterr().out
     assert status(run)["step"] == 6
     start(run, data, *still[1:], "early_stopping_evaluations=0", "run_steps=2")
     assert status(run)["step"] == 8
+
+
+def test_the_end_of_a_run_that_stops_early_is_reported(data: Path, tmp_path: Path) -> None:
+    start(tmp_path, data, "early_stopping_evaluations=2", "num_steps=20", "learning_rate=0", "report_interval=4")
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [4, 6]
 
 
 @pytest.mark.parametrize(
