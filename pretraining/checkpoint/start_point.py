@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 VOCABULARY_MULTIPLE = 128
-SAVE_PATH, LOAD_PATH = "--ckpt_save_path", "--ckpt_load_path"
+SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume_from_checkpoint"
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
@@ -178,6 +178,7 @@ class CheckpointRef:
         is_own: whether it is of this run, and not of another one that this one starts from.
         passed_over: newer ones that are damaged, and how, a line each.
         weights_only: whether a run takes nothing but the weights from it, and begins at step 0.
+        going_back: whether the run goes back to it, although it may have newer ones.
     """
 
     path: Path
@@ -185,6 +186,7 @@ class CheckpointRef:
     is_own: bool = True
     passed_over: tuple[str, ...] = ()
     weights_only: bool = False
+    going_back: bool = False
 
     @property
     def step(self) -> int:
@@ -193,7 +195,7 @@ class CheckpointRef:
 
 
 def find_checkpoint(
-    config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})
+    config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({}), back_to: Path | None = None
 ) -> CheckpointRef | None:
     """Finds the checkpoint to start from; None for a new run. A collective call, or one of a process alone.
 
@@ -201,12 +203,13 @@ def find_checkpoint(
 
     Args:
         damaged: checkpoints that are known not to be good, and what is wrong with them.
+        back_to: the only one that will do, of the run's own; None = the newest good one.
 
     Raises:
         CheckpointError: a load path was named and holds no checkpoint, or there are some and all are damaged.
     """
-    flag, paths = _on_rank_zero(lambda: _candidates(config))
-    is_own = flag == SAVE_PATH
+    flag, paths = _on_rank_zero(lambda: _candidates(config)) if back_to is None else (RESUME, [back_to])
+    is_own = flag == SAVE_PATH or back_to is not None
     faults: list[str] = []
     for path in paths:
         try:
@@ -217,10 +220,10 @@ def find_checkpoint(
             faults.append(str(error))
         else:
             weights_only = not manifest.data or (config.weights_only and not is_own)
-            return CheckpointRef(path, manifest, is_own, tuple(faults), weights_only)
+            return CheckpointRef(path, manifest, is_own, tuple(faults), weights_only, back_to is not None)
     if not faults:
         return None
-    source = Path(config.ckpt_save_path if is_own else _load_path(config)[1] or "")
+    source = back_to or Path(config.ckpt_save_path if is_own else _load_path(config)[1] or "")
     if paths == [source]:  # the user named this one, so that no other will do
         raise CheckpointError(f"{faults[0]}. Name another checkpoint with {flag}.")
     lines = "\n".join(f"  {line}" for line in faults)
@@ -253,7 +256,7 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
 def _load_path(config: CheckpointConfig) -> tuple[str, str | None]:
     """What a run without checkpoints starts from, and the flag that says so."""
     if config.ckpt_load_path is None and config.resume_from_checkpoint is not None:
-        return "--resume_from_checkpoint", config.resume_from_checkpoint
+        return RESUME, config.resume_from_checkpoint
     return LOAD_PATH, config.ckpt_load_path
 
 

@@ -437,7 +437,9 @@ class CheckpointConfig:
         "sharded: each process writes its part, as safetensors; full: four unsharded .pt files, written by one process",
     )
     load_optimizer: bool = setting(
-        True, "take the optimizer's state from ckpt_load_path, too; false = its moments start from zero"
+        True,
+        "take the optimizer's state from ckpt_load_path or resume_from_checkpoint, too; false = it begins anew there, "
+        "and where the run's own newest checkpoint is of another optimizer",
     )
     checkpoint_interval: Duration = setting(
         Duration(1000, "steps"), "how often to save, 0 = only at the end; where an invocation ends is always saved"

@@ -55,7 +55,7 @@ from pretraining.train.memory import check_memory
 from pretraining.train.messages import announce
 from pretraining.train.open_data import batches_of, byte_lengths, evaluation_sources, open_data
 from pretraining.train.preemption import StopRequests
-from pretraining.train.restore import choose_start_point, restore, take_threads
+from pretraining.train.restore import choose_start_point, restore, settle_going_back, take_threads
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
@@ -150,6 +150,9 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
         initialize_parameters(plan.parameters, plan.shape, config.run.seed, processes.device)
     run = _assemble(plan, job)
     on_every_rank(job.stop_requests.end_before_training)
+    if plan.start is not None and plan.start.going_back:
+        start = plan.start
+        on_rank_zero(lambda: settle_going_back(config.checkpoint, start, job.status))
     if job.status is not None:
         job.status.training(plan.state)
     if job.memory is not None:

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from pretraining.checkpoint.manifest import (
+    CHECKPOINTS,
     MANIFEST,
     check_same_model,
     committed_checkpoints,
-    read_manifest,
     step_of,
     tensor_state,
 )
@@ -38,7 +38,7 @@ from pretraining.files import exists, file_checksum
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
-from pretraining.train.run_status import RunStatus, StatusKeeper
+from pretraining.train.run_status import STATUS_FILE, RunStatus, StatusKeeper
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ def choose_start_point(
         CheckpointError: as `find_checkpoint`; or it is of another model, or the run has crashed there too often, or
             `init_from` and `resume_from_checkpoint` ask for what is not there.
     """
-    on_rank_zero(lambda: _go_back(config.checkpoint, status))
-    start = find_checkpoint(config.checkpoint, damaged)
+    back_to = on_rank_zero(lambda: _checkpoint_to_go_back_to(config.checkpoint, status))
+    start = find_checkpoint(config.checkpoint, damaged, back_to)
     on_rank_zero(lambda: _check_beginning(config.checkpoint, start))
     if start is not None:
         check_same_model(start.manifest, resolve_shape(config.model), start.path)
@@ -62,57 +62,96 @@ def choose_start_point(
     def begin() -> None:
         make_run_folder(run)
         if status is not None:
-            status.begin(run, step)
+            status.begin(
+                *(run, step),
+                goes_back=start is not None and start.going_back,
+                is_to_go_back=config.checkpoint.resume_from_checkpoint is not None,
+            )
 
     on_rank_zero(begin)
     return start
 
 
-def _go_back(config: CheckpointConfig, status: StatusKeeper | None) -> None:
-    """Makes the checkpoint that `resume_from_checkpoint` names the newest of the run, unless a start has done so.
-
-    Newer ones are moved before that is noted: killed in between, the next start does the rest.
+def _checkpoint_to_go_back_to(config: CheckpointConfig, status: StatusKeeper | None) -> Path | None:
+    """The checkpoint of the run's own that `resume_from_checkpoint` names, unless a start has gone back to it.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or newer ones cannot be moved.
+        CheckpointError: the run has no such checkpoint.
     """
     request, run = config.resume_from_checkpoint, Path(config.ckpt_save_path)
     named = request or config.ckpt_load_path
     own = committed_checkpoints(run) if named is not None else []
     if named is None or not own:
-        return  # a run without checkpoints starts from what was named
+        return None  # a run without checkpoints starts from what was named
+    found = _named_in(own, named)
+    is_starting = status is None or not status.is_training  # else the run goes back by itself
     if request is None:
-        if _named_in(own, named) not in (None, own[-1]):
+        if found not in (None, own[-1]) and is_starting:
             log.info(
                 "--ckpt_load_path=%s is a checkpoint of this run, which goes on from its newest: "
                 "--resume_from_checkpoint would go back to it",
                 named,
             )
-        return
-    found = _named_in(own, request)
+        return None
     before = status.before(run) if status is not None else RunStatus()
-    checksum = "" if found is None else file_checksum(found / MANIFEST)[0]
-    if before.went_back_to == request and (found is None or before.went_back_checksum == checksum):
-        log.info(
-            "--resume_from_checkpoint=%s was done by an earlier start: this one goes on from what came after it",
-            request,
+    if before is None:
+        log.warning(
+            "%s is damaged: whether the run has gone back to %s is not known, and it goes on from its newest. A start "
+            "without --resume_from_checkpoint, and then one with it, goes back",
+            *(run / STATUS_FILE, request),
         )
-        return
-    if found is None:
-        if not exists(Path(request)):
-            there = ", ".join(path.name for path in own)
-            raise CheckpointError(
-                f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds {there}"
+        return None
+    if before.went_back_to and (
+        before.went_back_to == request or (found is not None and before.went_back_checksum == _checksum_of(found))
+    ):
+        if is_starting:
+            log.info(
+                "--resume_from_checkpoint=%s was done by an earlier start: this one goes on from what came after it",
+                request,
             )
+        return None
+    if found is None and not exists(Path(request)):
+        there = ", ".join(path.name for path in own)
+        raise CheckpointError(
+            f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds {there}"
+        )
+    if found is None and run.resolve() in (Path(request).resolve(), *Path(request).resolve().parents):
+        raise CheckpointError(
+            f"--resume_from_checkpoint={request} is in the run's folder, and none of its checkpoints: name one of "
+            f"those in {run / CHECKPOINTS} (what was set aside can be moved back there)"
+        )
+    if found is None:
         log.info("--resume_from_checkpoint=%s is not of this run, which goes on from its own newest", request)
-        return
-    step = read_manifest(found).step
-    newer = [path for path in own if step_of(path) > step or (step_of(path) == step and path != found)]
+    elif config.weights_only:
+        raise CheckpointError(
+            f"--resume_from_checkpoint={request} goes on with this run, and --weights_only=true begins a new one: give "
+            "--ckpt_load_path and another --ckpt_save_path instead"
+        )
+    return found
+
+
+def settle_going_back(config: CheckpointConfig, start: CheckpointRef, status: StatusKeeper | None) -> None:
+    """Moves what is newer than the checkpoint that a run has gone back to, and notes that this was done; on rank 0.
+
+    Call it once nothing can refuse the start any more. Killed in between, the next start does the rest.
+
+    Raises:
+        CheckpointError: a newer one cannot be moved, or it cannot be noted.
+    """
+    run = Path(config.ckpt_save_path)
+    newer = [path for path in committed_checkpoints(run) if step_of(path) > start.manifest.step]
     aside = set_aside(run, newer)
     for path in newer:
-        log.info("%s is newer than %s: moved to %s", path.name, found.name, aside)
-    if status is not None:
-        status.went_back(run, request, checksum)
+        log.info("%s is newer than %s: moved to %s", path.name, start.path.name, aside)
+    if status is not None and config.resume_from_checkpoint is not None:
+        status.went_back(run, config.resume_from_checkpoint, _checksum_of(start.path))
+
+
+def _checksum_of(checkpoint: Path) -> str:
+    try:
+        return file_checksum(checkpoint / MANIFEST)[0]
+    except OSError:  # it has lost its manifest
+        return ""
 
 
 def _named_in(own: list[Path], request: str) -> Path | None:
@@ -203,6 +242,8 @@ def _load(
     if not start.weights_only:
         materialise_state(optimizer)
         wanted = optimizer if _takes_optimizer(start, config) else None
+        if wanted is None:
+            log.info("optimizer   begins anew (--load_optimizer=false): its state in %s is left behind", start.path)
     load(start, tensor_state(parameters, wanted))
 
 
@@ -228,4 +269,5 @@ def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
             f"{start.path} has the state of --optimizer={was}, which {is_now} cannot go on from. Give the optimizer of "
             "before, or --load_optimizer=false: parameters and position in the data stay, the optimizer begins anew"
         )
-    return config.checkpoint.load_optimizer or (start.is_own and not changes)
+    # A restarted job repeats its command line, and goes on with what it has made of the new optimizer.
+    return config.checkpoint.load_optimizer or (start.is_own and not changes and not start.going_back)

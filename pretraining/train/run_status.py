@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
-from pretraining.files import checked_values, read_json, with_checksum, write_atomic
+from pretraining.files import checked_values, exists, read_json, with_checksum, write_atomic
 from pretraining.observability.events import Events
 from pretraining.progress import TrainState
 from pretraining.train.preemption import is_out_of_time, reason_of
@@ -78,39 +78,48 @@ class StatusKeeper:
     def __enter__(self) -> StatusKeeper:
         return self
 
-    def before(self, run: Path) -> RunStatus:
-        """Returns what the start before this one has left in a run's folder."""
-        self._path = run / STATUS_FILE
-        if self._begun is None:
-            self._previous = read_status(self._path) or RunStatus()
-        return self._previous
+    @property
+    def is_training(self) -> bool:
+        """Whether training has begun; what comes to a start after that is the run going back by itself."""
+        return self._state is not None
+
+    def before(self, run: Path) -> RunStatus | None:
+        """Returns what the start before this one has left in a run's folder; None where that is damaged."""
+        if self._begun is not None:
+            return self._begun
+        path = run / STATUS_FILE
+        return read_status(path) if exists(path) else RunStatus()
 
     def went_back(self, run: Path, request: str, checksum: str) -> None:
-        """Notes that the run has gone back to a checkpoint; what it crashed on before counts no more.
+        """Notes that the run has gone back to a checkpoint.
 
         Raises:
             CheckpointError: the file cannot be written.
         """
-        if not self._is_writer:
-            return
-        noted = replace(self.before(run), went_back_to=request, went_back_checksum=checksum, starts_without_progress=0)
-        self._write_or_raise(noted)
-        self._previous = noted
+        if self._is_writer and self._begun is not None:
+            self._begun = replace(self._begun, went_back_to=request, went_back_checksum=checksum)
+            self._write_or_raise(self._begun)
 
-    def begin(self, run: Path, restored_step: int) -> None:
+    def begin(self, run: Path, restored_step: int, *, goes_back: bool = False, is_to_go_back: bool = False) -> None:
         """Counts a start; call it again if the checkpoint is damaged and the start goes on from an older one.
 
         Args:
             run: the folder, which this job may write into.
             restored_step: of the checkpoint that the start goes on from.
+            goes_back: whether that is an older one: what the run crashed on before counts no more.
+            is_to_go_back: whether that was asked for, be it by an earlier start; else such a note is forgotten.
 
         Raises:
             CheckpointError: too many starts in a row have crashed at this step, or the file cannot be written.
         """
         if not self._is_writer or self._state is not None:  # a run that goes back begins no new start
             return
-        previous = self.before(run)
-        crashes = previous.starts_without_progress if restored_step <= previous.started_at_step else 0
+        self._path = run / STATUS_FILE
+        if self._begun is None:
+            self._previous = read_status(self._path) or RunStatus()
+        previous = self._previous
+        gets_nowhere = restored_step <= previous.started_at_step and not goes_back
+        crashes = previous.starts_without_progress if gets_nowhere else 0
         if 0 < self._limit <= crashes:
             if self._begun is not None:  # from a checkpoint that is damaged: this start was none
                 self._begun = None
@@ -125,6 +134,8 @@ class StatusKeeper:
             starts=previous.starts + 1,
             starts_without_progress=crashes + 1,
             started_at_step=restored_step,
+            went_back_to=previous.went_back_to if is_to_go_back else "",
+            went_back_checksum=previous.went_back_checksum if is_to_go_back else "",
         )
         self._write_or_raise(self._begun)
         if is_first_choice and self._events is not None:

@@ -294,12 +294,76 @@ def test_going_back_to_what_is_not_there_names_what_is(
         error = capsys.readouterr().err
         assert f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}" in error
         assert "which holds step_2_ckp, step_4_ckp" in error
-    damage(checkpoint(run, 2))
-    (checkpoint(run, 2) / "manifest.json").write_text("{}")
+    for folder in (run, run / "checkpoints", run / "checkpoints" / "set_aside_1" / "step_2_ckp"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(SystemExit):
+            start(run, f"resume_from_checkpoint={folder}")
+        assert f"{folder} is in the run's folder, and none of its checkpoints" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        start(run, "resume_from_checkpoint=step_2_ckp")
-    assert "manifest.json" in capsys.readouterr().err
-    assert checkpoint(run, 4).exists()
+        start(run, "resume_from_checkpoint=2", "weights_only=true")
+    assert "goes on with this run, and --weights_only=true begins a new one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["content", "manifest"])
+def test_nothing_is_moved_for_a_start_that_is_refused(
+    part: str, begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(begun, tmp_path)
+    for flags in (["optimizer=sgdm"], ["seq_length=16"], ["hidden_size=16"]):
+        with pytest.raises(SystemExit):
+            start(run, "resume_from_checkpoint=2", *flags)
+        assert "error:" in capsys.readouterr().err
+    if part == "content":
+        damage(checkpoint(run, 2))
+    else:
+        (checkpoint(run, 2) / "manifest.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        start(run, "resume_from_checkpoint=2")
+    error = capsys.readouterr().err
+    assert str(checkpoint(run, 2)) in error and "Name another checkpoint with --resume_from_checkpoint." in error
+    assert checkpoint(run, 4).exists() and not list((run / "checkpoints").glob("set_aside_*"))
+    start(run, "run_steps=1")
+    assert f"start       from {checkpoint(run, 4)}, step 4" in capsys.readouterr().out
+
+
+def test_what_is_saved_anew_under_the_name_that_was_asked_for_does_not_bring_the_run_back(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(begun, tmp_path)
+    (run / "checkpoints" / "best").unlink(missing_ok=True)
+    (run / "checkpoints" / "best").symlink_to("step_2_ckp")
+    back = [f"resume_from_checkpoint={run}/checkpoints/best", "checkpoint_interval=1", "learning_rate=2e-3"]
+    start(run, *back, "run_steps=1")
+    assert f"start       from {checkpoint(run, 2)}, step 2" in capsys.readouterr().out
+    (run / "checkpoints" / "best").unlink(missing_ok=True)
+    (run / "checkpoints" / "best").symlink_to("step_3_ckp")
+    start(run, *back, "run_steps=1")
+    assert f"start       from {checkpoint(run, 3)}, step 3" in capsys.readouterr().out
+    # Another name of the same checkpoint asks for nothing new; a start without the flag, and one with it, does.
+    start(run, "resume_from_checkpoint=2", "run_steps=1", "checkpoint_interval=1")
+    assert f"start       from {checkpoint(run, 4)}, step 4" in capsys.readouterr().out
+    start(run, "run_steps=1", "checkpoint_interval=1")
+    start(run, "resume_from_checkpoint=2", "run_steps=1", "checkpoint_interval=1", "load_optimizer=false")
+    said = capsys.readouterr().out
+    assert f"start       from {checkpoint(run, 2)}, step 2" in said and "optimizer   begins anew" in said
+
+
+def test_where_it_is_not_known_whether_the_run_went_back_it_goes_on(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(begun, tmp_path)
+    (run / "run_status.json").write_text("{")
+    start(run, "resume_from_checkpoint=2", "run_steps=1")
+    said = capsys.readouterr()
+    assert "whether the run has gone back to 2 is not known" in said.out + said.err
+    assert f"start       from {checkpoint(run, 4)}, step 4" in said.out
+
+
+def test_copies_of_the_step_stay_where_they_are(begun: Path, tmp_path: Path) -> None:
+    run = copy_of(begun, tmp_path)
+    shutil.copytree(checkpoint(run, 2), run / "checkpoints" / "mine")
+    start(run, "resume_from_checkpoint=2", "run_steps=1")
+    assert (run / "checkpoints" / "mine").exists() and not checkpoint(run, 4).exists()
 
 
 def test_checkpoints_that_cannot_be_moved_are_named(
