@@ -232,7 +232,7 @@ class SweepSettings:
 
 @dataclass(frozen=True)
 class SweepConfig(TrainConfig):
-    """A grid of runs: settings with several values, a comma list (between semicolons, where a value is a list)."""
+    """A grid of runs: settings with several values, a comma list; values that are lists or text between semicolons."""
 
     sweep: SweepSettings = SweepSettings()
 

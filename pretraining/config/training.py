@@ -323,7 +323,15 @@ class OptimizerConfig:
     def resolved(self) -> OptimizerConfig:
         """Returns the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
         own = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
-        return replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
+        chosen = replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
+        if self.optimizer != "muon":
+            return chosen
+        rate, decay = self.muon_adam_learning_rate, self.muon_adam_weight_decay
+        return replace(
+            chosen,
+            muon_adam_learning_rate=chosen.learning_rate if rate is None else rate,
+            muon_adam_weight_decay=chosen.weight_decay if decay is None else decay,
+        )
 
     @property
     def peak_learning_rate(self) -> float:

@@ -100,10 +100,10 @@ class HangDetector:
             return None
         return Hang(self._seconds, now, _silent(earlier, now))
 
-    def hear_of_hang(self) -> Hang:
-        """Returns what is wrong where another process has found that the job hangs."""
+    def hear_of_hang(self, seconds: float) -> Hang:
+        """Returns what is wrong where another process has found that the job hangs, for so many seconds."""
         now = self._ask()
-        return Hang(self._seconds, now, _silent(self._earlier or {}, now or {}))
+        return Hang(max(seconds, self._seconds), now, _silent(self._earlier or {}, now or {}))
 
 
 def _silent(earlier: dict[int, Heartbeat], now: dict[int, Heartbeat]) -> list[int]:
@@ -125,7 +125,7 @@ class Watchdog:
         self._heartbeats: Heartbeats | None = None
         self._threads: list[threading.Thread] = []
         self._progress = self._events = self._bytes = 0
-        self._computed = 0.0
+        self._computed = self._hung_seconds = 0.0
 
     def __enter__(self) -> Watchdog:
         if self._is_on:
@@ -154,7 +154,7 @@ class Watchdog:
             timeout = self._timeout if self._processes.activity.warm else self._first_timeout
             hang = detector.look(seconds, self._measure_progress(seconds), timeout)
             if hang is None and self._heard.is_set():
-                hang = detector.hear_of_hang()
+                hang = detector.hear_of_hang(self._hung_seconds)
             if hang is not None and not self._stopped.is_set():
                 self._end_process(hang)
 
@@ -166,8 +166,9 @@ class Watchdog:
             try:
                 self._heartbeats.publish(self._progress, activity.step, activity.doing)
                 if self._ending.is_set():
-                    self._heartbeats.tell_of_hang()
-                elif self._heartbeats.is_told_of_hang():
+                    self._heartbeats.tell_of_hang(self._hung_seconds)
+                elif (told := self._heartbeats.told_of_hang()) is not None:
+                    self._hung_seconds = told
                     self._heard.set()
             except RuntimeError:  # the store is gone, and with it the process that serves it
                 return
@@ -189,6 +190,7 @@ class Watchdog:
         return self._progress
 
     def _end_process(self, hang: Hang) -> None:
+        self._hung_seconds = hang.seconds
         self._ending.set()
         # Past Python's buffers, whose locks the thread that hangs may hold.
         faulthandler.dump_traceback(STDERR, all_threads=True)
@@ -288,13 +290,13 @@ class Heartbeats:
         beat = Heartbeat(self._count, progress, step, doing, self._host)
         self._telling.set(str(self._rank), json.dumps(asdict(beat)))
 
-    def tell_of_hang(self) -> None:
-        """Tells all processes that the job hangs; may block as `publish` does."""
-        self._telling.set(_HANG, "")
+    def tell_of_hang(self, seconds: float) -> None:
+        """Tells all processes that the job hangs, for so long; may block as `publish` does."""
+        self._telling.set(_HANG, str(seconds))
 
-    def is_told_of_hang(self) -> bool:
-        """Returns whether a process has told of one; may block as `publish` does."""
-        return bool(self._telling.check([_HANG]))
+    def told_of_hang(self) -> float | None:
+        """Returns for how many seconds the job hangs, if a process has told so; may block as `publish` does."""
+        return float(self._telling.get(_HANG)) if self._telling.check([_HANG]) else None
 
     def of_others(self) -> dict[int, Heartbeat] | None:
         """Returns the newest heartbeat of each other process that gave one; None where the store does not answer."""

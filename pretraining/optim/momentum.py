@@ -13,6 +13,9 @@ from pretraining.distributed.grad_norm import is_sharded
 from pretraining.optim.optimizer import parameter_groups
 from pretraining.optim.selecting import SelectingOptimizer, members_of
 
+EPSILON = 1e-12
+"""Added to a norm: updates of momentum that has died away stay small."""
+
 
 class SGD(SelectingOptimizer):
     """Gradient descent by the rule of `torch.optim.SGD`; weight decay is added to the gradient.
@@ -39,7 +42,7 @@ class SGD(SelectingOptimizer):
 class NormalizedSGDM(SelectingOptimizer):
     """Momentum that is divided by its norm over the whole model (Cutkosky and Mehta, 2020, arXiv:2002.03305).
 
-    Each update has the length `lr`, whatever the gradient's is; weight decay is decoupled.
+    Each update has the length `lr`, whatever the gradient's is, down to norms of `EPSILON`; weight decay is decoupled.
     """
 
     @torch.no_grad()
@@ -57,7 +60,7 @@ class NormalizedSGDM(SelectingOptimizer):
         parameter = groups[0][1][0]
         if is_sharded(parameter):
             dist.all_reduce(squared, group=parameter.device_mesh["shard"].get_group())
-        inverse = squared.sqrt().clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
+        inverse = (squared.sqrt() + EPSILON).reciprocal()
         for (group, members), each in zip(groups, moments, strict=True):
             self.apply(group, members, list(torch._foreach_mul(each, inverse)), group["weight_decay"])
 

@@ -260,23 +260,23 @@ def muon(
     momentum: float,
     nesterov: bool,
     muon_ns_steps: int,
-    muon_adam_learning_rate: float | None,
-    muon_adam_weight_decay: float | None,
+    muon_adam_learning_rate: float,
+    muon_adam_weight_decay: float,
     adam_beta1: float,
     adam_beta2: float,
     adam_epsilon: float,
 ) -> torch.optim.Optimizer:
-    """Makes Muon for the matrices of blocks, and AdamW for embedding, head and norms, with settings of its own.
-
-    The settings of AdamW's part are Muon's where they are None.
-    """
+    """Makes Muon for the matrices of blocks, and AdamW for embedding, head and norms, with settings of its own."""
     hidden = {name: each for name, each in parameters.items() if is_hidden_matrix(name, each.dim())}
     rest = {name: each for name, each in parameters.items() if name not in hidden}
-    adam_rate = learning_rate if muon_adam_learning_rate is None else muon_adam_learning_rate
-    adam_decay = weight_decay if muon_adam_weight_decay is None else muon_adam_weight_decay
     groups = [{"params": list(hidden.values()), "weight_decay": weight_decay}]
     defaults = {"lr": learning_rate, "momentum": momentum, "nesterov": nesterov, "ns_steps": muon_ns_steps}
     return OptimizerPair(
         Muon(groups, defaults),
-        fused_adamw(parameter_groups(rest, adam_decay), adam_rate, (adam_beta1, adam_beta2), adam_epsilon),
+        fused_adamw(
+            parameter_groups(rest, muon_adam_weight_decay),
+            muon_adam_learning_rate,
+            (adam_beta1, adam_beta2),
+            adam_epsilon,
+        ),
     )

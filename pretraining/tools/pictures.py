@@ -37,6 +37,7 @@ def draw_sweep(
     curves: Mapping[str, Sequence[tuple[float, float]]],
     rows: Sequence[Mapping[str, Any]],
     varied: Sequence[str],
+    kind: str,
     path: Path,
 ) -> None:
     """Draws the losses of a sweep's runs over tokens, and beside it the last ones over the first number that varies.
@@ -45,6 +46,7 @@ def draw_sweep(
         curves: (tokens, loss) of each run, by its name.
         rows: of the sweep's table.
         varied: names of the settings that vary.
+        kind: the column of the loss.
         path: of the picture.
 
     Raises:
@@ -63,7 +65,7 @@ def draw_sweep(
     axes[0].set_xlabel("tokens")
     axes[0].set_ylabel("loss")
     if numeric is not None:
-        for name, points in _last_losses(rows, varied, numeric).items():
+        for name, points in _last_losses(rows, varied, numeric, kind).items():
             axes[1].plot(*zip(*points, strict=True), marker="o", label=name)
         values = [float(parse_number(str(row[numeric])) or 0) for row in rows]
         if min(values) > 0:
@@ -73,12 +75,12 @@ def draw_sweep(
 
 
 def _last_losses(
-    rows: Sequence[Mapping[str, Any]], varied: Sequence[str], numeric: str
+    rows: Sequence[Mapping[str, Any]], varied: Sequence[str], numeric: str, kind: str
 ) -> dict[str, list[tuple[float, float]]]:
     """(value, last loss, mean over seeds) of the finished runs, by the other settings that vary."""
     found: dict[str, dict[float, list[float]]] = {}
     for row in rows:
-        loss = row["evaluation_loss"] if row["evaluation_loss"] is not None else row["loss"]
+        loss = row[kind]
         if row["status"] == "finished" and loss is not None:
             others = ", ".join(f"{name}={row[name]}" for name in varied if name not in (numeric, "seed"))
             found.setdefault(others, {}).setdefault(float(parse_number(str(row[numeric])) or 0), []).append(loss)

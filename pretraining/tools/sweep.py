@@ -5,9 +5,9 @@
         runs/lr/…/outcome.json                          how it ended: a combination that has one is not started again
         runs/lr/sweep.csv, sweep.png                    a row and a curve a combination, made anew after each run
 
-Several values of a setting are a comma list; of a setting that is a list itself, they stand between semicolons. Runs
-are processes of their own: one that diverges or crashes is a row, and the next one begins. A sweep that is killed takes
-its run with it, and the same command goes on with that run.
+Several values of a setting are a comma list; of a setting that is a list itself, or free text, they stand between
+semicolons. Runs are processes of their own: one that diverges or crashes is a row, and the next one begins. A sweep
+that is killed takes its run with it, and the same command goes on with that run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,14 @@ from pretraining.observability.display import format_seconds
 
 log = logging.getLogger(__name__)
 
-OUTCOME_FILE, OUTPUT_FILE = "outcome.json", "output.log"
+ARGUMENTS_FILE, OUTCOME_FILE, OUTPUT_FILE, STATUS_FILE = (
+    "arguments.json",
+    "outcome.json",
+    "output.log",
+    "run_status.json",
+)
+KILLED = "killed"
+"""By a signal, or for want of memory: such a run goes on when the sweep is started again."""
 LONGEST_NAME = 120
 SEED = "seed"
 
@@ -110,16 +117,17 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
     settings, combinations = read_sweep(overrides, flags)
     if settings.print_slurm:
         words = [*overrides, *(f"--{name}={value}" for name, value in flags.items())]
-        words = [word for word in words if "print_slurm" not in word.replace("-", "_")]
+        words = [word for word in words if _name_in(word) != "print_slurm"]
         print(
             SLURM_SCRIPT.format(last=len(combinations) - 1, command=shlex.join(["pretrain", "sweep", *words])), end=""
         )
         return
     folder = Path(settings.sweep_path)
+    _check_arguments(combinations, folder)
     chosen = combinations if settings.only is None else [combinations[settings.only]]
     for combination in [] if settings.collect else chosen:
         run = folder / combination.name
-        if _outcome(run) is None or (settings.retry_failed and _outcome(run) != "finished"):
+        if _outcome(run) in (None, KILLED) or (settings.retry_failed and _outcome(run) == "failed"):
             log.info("%d of %d  %s", combination.number + 1, len(combinations), combination.name)
             _train(combination, run, settings.processes)
             rows = [row_of(each, folder) for each in combinations]
@@ -127,11 +135,32 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
             log.info("        %s, %s", row["status"], row["reason"] or _in_words(row))
             if settings.only is None:
                 write_table(folder, rows)
+    if settings.only is not None and not settings.collect:
+        return  # other jobs may be at it: `--collect` sums up
     rows = [row_of(each, folder) for each in combinations]
     write_table(folder, rows)
     for line in summary(rows):
         log.info(line)
     draw(rows, folder)
+    killed = sum(row["status"] == KILLED for row in rows)
+    if killed:
+        log.info("%d stopped from outside: the same command goes on with them", killed)
+
+
+def _check_arguments(combinations: Sequence[Combination], folder: Path) -> None:
+    """Raises a ConfigError where a folder has a run of other settings than the combination's."""
+    for combination in combinations:
+        run = folder / combination.name
+        before = _read_json(run / ARGUMENTS_FILE).get("arguments")
+        if before is not None and sorted(before) != sorted(combination.arguments):
+            differ = sorted(set(before) ^ set(combination.arguments))
+            raise ConfigError(
+                f"{run} is a run of other settings ({', '.join(differ)}): give another --sweep_path, or remove it"
+            )
+
+
+def _name_in(word: str) -> str:
+    return word.lstrip("-").partition("=")[0].rpartition(".")[2].replace("-", "_")
 
 
 def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[SweepSettings, list[Combination]]:
@@ -150,8 +179,11 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
                 problems.append(f"{given.where}: a value comes twice")
         else:
             fixed.append(given)
-    if any(given.section_and_name[1] == "ckpt_save_path" for given in fixed):
+    names = {given.section_and_name[1] for given in assignments}
+    if "ckpt_save_path" in names:
         problems.append("--ckpt_save_path is set by the sweep, a folder a run under --sweep_path: leave it out")
+    if "run_steps" in names:
+        problems.append("--run_steps ends runs before they are done, and a sweep compares their ends: leave it out")
     if not varied and not problems:
         problems.append("nothing varies: give one setting several values, as in --learning_rate=1e-4,3e-4")
     if problems:
@@ -183,7 +215,8 @@ def _values_of(given: Assignment) -> tuple[str, list[str]]:
     raw = given.raw if isinstance(given.raw, str) else ",".join(given.raw or [])
     if setting is None or setting.section == "sweep" or given.name in RECIPE_NAMES:
         return name, [raw]
-    values = [value.strip() for value in raw.split(";" if setting.many else ",")]
+    is_text = setting.base is str and not setting.choices and not setting.pluggable
+    values = [value.strip() for value in raw.split(";" if setting.many or is_text else ",")]
     return name, [value for value in values if value]
 
 
@@ -204,65 +237,83 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
     command = [sys.executable, *program, *combination.arguments, f"ckpt_save_path={run}"]
     try:
         run.mkdir(parents=True, exist_ok=True)
+        write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
         output = (run / OUTPUT_FILE).open("ab")
     except OSError as error:
         raise path_error(error, run) from None
-    with output:
-        begun = time.monotonic()
+    with output, _handing_signals_on() as (received, children):
+        begun, printed = time.monotonic(), output.seek(0, os.SEEK_END)
         child = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent
         )
-        with _handing_signals_to(child) as received:
-            code = child.wait()
+        children.append(child)
+        for number in received:  # one that came while it was started
+            child.send_signal(number)
+        code = child.wait()
     if received:
         ending = Interrupted if received[0] == signal.SIGINT else Preempted
         raise ending(
             f"{combination.name} was told to end ({signal.Signals(received[0]).name}): the same command goes on with it"
         )
-    if code in (0, 1):
-        outcome = {
-            "status": "failed" if code else "finished",
-            "reason": _last_error(run / OUTPUT_FILE) if code else "",
-            "seconds": round(time.monotonic() - begun, 1),
-        }
-        write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
+    status = _status_of(code, run)
+    outcome = {
+        "status": status,
+        "reason": "" if status == "finished" else _last_error(run / OUTPUT_FILE, printed, code),
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+    write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
+
+
+def _status_of(code: int, run: Path) -> str:
+    """What an exit code means: finished, failed by itself, or stopped from outside, as torchrun does not tell."""
+    if code == 0:
+        return "finished"
+    return "failed" if code == 1 and _read_json(run / STATUS_FILE).get("status") in (None, "failed") else KILLED
 
 
 @contextmanager
-def _handing_signals_to(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """For the time of a `with` block, signals that ask for an early end go to a process; yields those that came."""
+def _handing_signals_on() -> Iterator[tuple[list[int], list[subprocess.Popen[bytes]]]]:
+    """For the time of a `with` block, signals that ask for an early end go to processes.
+
+    Yields the signals that came, and a list of the processes, to be filled.
+    """
     received: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        child.send_signal(number)
+        for child in children:
+            child.send_signal(number)
 
     before = {number: signal.signal(number, hand_on) for number in (*PREEMPTION_SIGNALS, signal.SIGINT)}
     try:
-        yield received
+        yield received, children
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _outcome(run: Path) -> str | None:
-    """How a run ended; None: it has not, or was stopped from outside, and is to go on."""
-    return _read_outcome(run).get("status")
+    """How a run ended; None: it has not."""
+    return _read_json(run / OUTCOME_FILE).get("status")
 
 
-def _read_outcome(run: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """What a file of a run says; nothing where it is not there or cannot be read."""
     try:
-        outcome = json.loads((run / OUTCOME_FILE).read_text())
+        document = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return outcome if isinstance(outcome, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
-def _last_error(output: Path) -> str:
-    """What a run said as it failed: its last error, or its last line."""
-    lines = output.read_text(errors="replace").splitlines() or ["it said nothing"]
+def _last_error(output: Path, begin: int, code: int) -> str:
+    """What a run said as it ended, from a place of its output on: its last error, or its last line."""
+    lines = output.read_bytes()[begin:].decode(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error:")]
-    return errors[-1].removeprefix("error:").strip() if errors else lines[-1].strip()
+    if errors:
+        return errors[-1].removeprefix("error:").strip()
+    return f"signal {-code}" if code < 0 else lines[-1].strip() if lines else f"exit code {code}"
 
 
 # What came of them
@@ -272,10 +323,10 @@ def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
     """A combination's row of the table; None for what is not known of it."""
     run = folder / combination.name
     reports = _reports(run / "logs" / "metrics.jsonl")
-    outcome = _read_outcome(run)
+    outcome = _read_json(run / OUTCOME_FILE)
 
     def newest(name: str) -> Any:
-        return next((report[name] for report in reversed(reports) if report.get(name) is not None), None)
+        return next((report[name] for report in reversed(reports) if name in report), None)
 
     return {
         "number": combination.number,
@@ -315,9 +366,15 @@ def write_table(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         raise path_error(error, folder) from None
 
 
-def loss_of(row: Mapping[str, Any]) -> float | None:
-    """What a run is judged by: its newest held-out loss, or without one its newest training loss."""
-    loss: float | None = row["evaluation_loss"] if row["evaluation_loss"] is not None else row["loss"]
+def judged_by(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What runs are judged by: the newest held-out loss, or the newest training loss where a finished one has none."""
+    ended = [row for row in rows if row["status"] == "finished"]
+    return "evaluation_loss" if ended and all(row["evaluation_loss"] is not None for row in ended) else "loss"
+
+
+def loss_of(row: Mapping[str, Any], kind: str) -> float | None:
+    """The loss of that kind; None without one, or where it is not finite."""
+    loss: float | None = row[kind]
     return loss
 
 
@@ -328,17 +385,18 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
         groups.setdefault(tuple(f"{name}={row[name]}" for name in varied if name != SEED), []).append(row)
     judged = []
+    kind = judged_by(rows)
     for names, members in groups.items():
-        losses = [loss for row in members if row["status"] == "finished" and (loss := loss_of(row)) is not None]
+        losses = [loss for row in members if row["status"] == "finished" and (loss := loss_of(row, kind)) is not None]
         text = "  ".join(names)
-        failed = [row for row in members if row["status"] != "finished"]
+        failed = [row for row in members if row["status"] != "finished" or loss_of(row, kind) is None]
         if losses:
             spread = f" ({min(losses):.4f} to {max(losses):.4f}, {len(losses)} seeds)" if len(members) > 1 else ""
             judged.append((statistics.fmean(losses), f"{statistics.fmean(losses):.4f}{spread}  {text}"))
         for row in failed:
-            judged.append((float("inf"), f"{row['status']}  {text}  {row['reason']}"))
-    kind = "held-out loss" if any(row["evaluation_loss"] is not None for row in rows) else "training loss"
-    yield f"{kind} at the end:"
+            status = "no finite loss" if row["status"] == "finished" else row["status"]
+            judged.append((float("inf"), f"{status}  {text}  {row['reason']}"))
+    yield f"{'held-out' if kind == 'evaluation_loss' else 'training'} loss at the end:"
     yield from (f"  {line}" for _, line in sorted(judged))
 
 
@@ -349,7 +407,7 @@ def varied_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _in_words(row: Mapping[str, Any]) -> str:
-    loss = loss_of(row)
+    loss = loss_of(row, judged_by([row]))
     took = "" if row["seconds"] is None else f" in {format_seconds(row['seconds'])}"
     return "no report" if loss is None else f"loss {loss:.4f} after {row['tokens_seen']:,} tokens{took}"
 
@@ -357,9 +415,9 @@ def _in_words(row: Mapping[str, Any]) -> str:
 def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Draws sweep.png; a line says so where matplotlib is missing or nothing has been reported."""
     curves = {}
+    name = judged_by(rows)
     for row in rows:
         reports = _reports(Path(row["run"]) / "logs" / "metrics.jsonl")
-        name = "evaluation_loss" if row["evaluation_loss"] is not None else "loss"
         points = [(each["tokens_seen"], each[name]) for each in reports if each.get(name) is not None]
         if points:
             curves[", ".join(f"{setting}={row[setting]}" for setting in varied_settings(rows))] = points
@@ -368,7 +426,9 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     from pretraining.tools.pictures import draw_sweep
 
     try:
-        draw_sweep(curves, rows, varied_settings(rows), folder / "sweep.png")
+        unfinished = folder / ".sweep.tmp.png"
+        draw_sweep(curves, rows, varied_settings(rows), name, unfinished)
+        unfinished.replace(folder / "sweep.png")
         log.info("table and picture: %s, %s", folder / "sweep.csv", folder / "sweep.png")
     except ImportError:
         log.info("table: %s; for a picture pip install 'pretraining[report]'", folder / "sweep.csv")

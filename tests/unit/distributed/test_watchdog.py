@@ -91,9 +91,9 @@ def test_what_another_has_found_is_a_hang_here_too_with_those_known_to_be_silent
     answers = Answers({1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3), 2: beat(count=9)})
     detector = HangDetector(3, answers)
     assert look(detector, 7) is None
-    hang = detector.hear_of_hang()
+    hang = detector.hear_of_hang(5.0)
     assert (hang.seconds, hang.silent) == (6.0, [1])
-    assert HangDetector(3, Answers(None)).hear_of_hang() == Hang(0.0, None, [])
+    assert HangDetector(3, Answers(None)).hear_of_hang(30.0) == Hang(30.0, None, [])
 
 
 def test_one_that_gets_on_is_waited_for_as_long_as_it_does() -> None:

@@ -168,6 +168,17 @@ def test_all_updates_of_normalized_sgdm_are_equally_long() -> None:
         assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.5, rel=1e-4)
 
 
+def test_momentum_that_has_died_away_makes_no_jump() -> None:
+    parameters = make_parameters()
+    optimizer = build_optimizer(parameters, OptimizerConfig("normalized_sgdm", learning_rate=0.5))
+    before = [parameter.detach().clone() for parameter in parameters.values()]
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 1e-24)
+    update(optimizer, torch.tensor(False))
+    moved = [now - was for now, was in zip(parameters.values(), before, strict=True)]
+    assert float(torch.nn.utils.get_total_norm(moved)) <= 0.5
+
+
 @pytest.mark.parametrize("config", EACH, ids=name_of)
 @pytest.mark.parametrize("updates_before", [0, 3])
 def test_a_skipped_update_changes_no_bit(config: OptimizerConfig, updates_before: int) -> None:
@@ -253,6 +264,8 @@ def test_none_stands_for_the_optimizers_own() -> None:
     chosen = config.resolved()
     assert (chosen.learning_rate, chosen.weight_decay, chosen.momentum, chosen.nesterov) == (0.1, 0.01, 0.9, False)
     assert OptimizerConfig(optimizer="my.module:Own").peak_learning_rate == 3e-4
+    chosen = OptimizerConfig("muon", learning_rate=0.01, muon_adam_weight_decay=0.0).resolved()
+    assert (chosen.muon_adam_learning_rate, chosen.muon_adam_weight_decay, chosen.weight_decay) == (0.01, 0.0, 0.1)
 
 
 @pytest.mark.parametrize("config", EACH, ids=name_of)

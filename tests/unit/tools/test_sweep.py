@@ -46,7 +46,7 @@ def test_settings_that_are_lists_vary_between_semicolons() -> None:
 
 
 def test_names_are_those_of_folders_and_differ(tmp_path: Path) -> None:
-    paths = [f"data_path=/data/{'x' * 200}/a,/data/{'x' * 200}/b"]
+    paths = [f"data_path=/data/{'x' * 200}/a;/data/{'x' * 200}/b", "sample_prompt=one, and no other"]
     _, found = sweep.read_sweep([*TINY[1:], *paths], {})
     assert len({each.name for each in found}) == 2
     assert all("/" not in each.name and len(each.name) < 200 for each in found)
@@ -60,6 +60,8 @@ def test_names_are_those_of_folders_and_differ(tmp_path: Path) -> None:
         (["learning_rate=1e-3,fast"], "learning_rate=fast"),
         (["learning_rat=1e-3,1e-4"], "learning_rate"),
         (["seed=1,2", "ckpt_save_path=runs/a"], "--ckpt_save_path is set by the sweep"),
+        (["ckpt_save_path=a;b"], "--ckpt_save_path is set by the sweep"),
+        (["seed=1,2", "run_steps=2"], "--run_steps ends runs before they are done"),
         (["seed=1,2", "only=2"], "--only=2: the combinations are numbered 0 to 1"),
         (["seed=1,2", "alone"], "'alone' sets nothing"),
         (["optimizer=adamw,muon", "muon_ns_steps=3"], "optimizer=adamw: --muon_ns_steps is for --optimizer=muon"),
@@ -99,8 +101,10 @@ def test_a_run_that_fails_is_a_row_and_only_what_has_not_ended_is_trained(
     assert trained == []
     main([*command, "retry_failed=true"])
     assert trained == ["learning_rate=1e38"]
+    (folder / "sweep.csv").unlink()
     main([*command, "retry_failed=true", "only=0"])
     assert trained == ["learning_rate=1e38"]
+    assert not (folder / "sweep.csv").exists()  # jobs of an array do not write over each other
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     capsys.readouterr()
@@ -116,9 +120,9 @@ def test_a_run_that_fails_is_a_row_and_only_what_has_not_ended_is_trained(
 def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     command = [sys.executable, "-m", "pretraining", "sweep", *TINY, "seed=1,2", "processes=2", f"sweep_path={folder}"]
-    long = [each.replace("num_steps=4", "num_steps=100000") for each in command]
+    long = [each.replace("num_steps=4", "num_steps=100000").replace(str(folder), f"{folder}_long") for each in command]
     options: dict[str, Any] = {"cwd": ROOT, "env": plain_environment(), "text": True}
-    first = folder / "seed=1"
+    first = tmp_path / "sweep_long" / "seed=1"
     for number, status in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         killed = subprocess.Popen([*long, "checkpoint_interval=2"], **options)
         deadline = time.monotonic() + 120
@@ -132,6 +136,9 @@ def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_o
         while json.loads(status_file.read_text())["status"] == "running":  # its processes end by themselves
             assert time.monotonic() < deadline + 60
             time.sleep(0.1)
+    assert "start       from " in (first / "output.log").read_text()
+    refused = subprocess.run([*long, "checkpoint_interval=2", "batch_size=4"], capture_output=True, **options)
+    assert f"{first} is a run of other settings (batch_size=2, batch_size=4)" in refused.stderr
     done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["status"] for row in rows_of(folder)] == ["finished", "finished"]
@@ -139,10 +146,10 @@ def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_o
 
 
 def test_a_script_for_slurm_has_a_job_a_combination(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    main(["sweep", *TINY, "seed=1,2,3", "--print_slurm=true", f"sweep_path={tmp_path}/a folder"])
+    main(["sweep", *TINY, "seed=1,2,3", "--print-slurm=true", f"sweep_path={tmp_path}/a print_slurm"])
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-2" in script and '--only="$SLURM_ARRAY_TASK_ID" &' in script
-    assert f"'sweep_path={tmp_path}/a folder'" in script and "print_slurm" not in script
+    assert f"'sweep_path={tmp_path}/a print_slurm'" in script and "slurm=true" not in script
     checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
     assert list(tmp_path.iterdir()) == []
@@ -166,6 +173,63 @@ def test_seeds_are_summed_up_by_mean_and_range() -> None:
     ]
 
 
+def test_a_run_without_a_finite_loss_is_said_so_and_unlike_losses_are_not_compared() -> None:
+    rows = [row(0, 1, "1", 3.0), row(1, 1, "2", None)]
+    assert list(sweep.summary(rows))[2] == "  no finite loss  learning_rate=2  "
+    one_evaluated = [{**rows[0], "evaluation_loss": 9.0}, row(1, 1, "2", 4.0)]
+    assert list(sweep.summary(one_evaluated)) == [
+        "training loss at the end:",
+        "  3.0000  learning_rate=1",
+        "  4.0000  learning_rate=2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "expected"),
+    [
+        (0, None, "finished"),
+        (1, "failed", "failed"),
+        (1, None, "failed"),
+        (1, "running", "killed"),
+        (1, "preempted", "killed"),
+        (-9, "running", "killed"),
+        (75, "preempted", "killed"),
+        (124, "running", "killed"),
+    ],
+)
+def test_what_was_stopped_from_outside_is_no_failure(
+    code: int, status: str | None, expected: str, tmp_path: Path
+) -> None:
+    if status is not None:
+        (tmp_path / "run_status.json").write_text(json.dumps({"status": status}))
+    assert sweep._status_of(code, tmp_path) == expected
+
+
+def test_a_run_that_was_killed_is_told_and_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["sweep", *TINY, "seed=1,2", f"sweep_path={tmp_path}"]
+    ends = iter(["kill -9 $$", "exit 1", "echo error: out of luck; exit 1"])
+    program = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def next_program() -> None:
+        program.write_text(f"#!/bin/sh\n{next(ends)}\n")
+        program.chmod(0o755)
+
+    next_program()
+    main([*command, "only=0"])
+    assert "killed, signal 9" in capsys.readouterr().out
+    main([*command, "collect=true"])
+    assert "1 stopped from outside: the same command goes on with them" in capsys.readouterr().out
+    next_program()
+    main([*command, "only=0"])
+    assert "failed, exit code 1" in capsys.readouterr().out
+    next_program()
+    main([*command, "only=0", "retry_failed=true"])
+    assert "failed, out of luck" in capsys.readouterr().out
+
+
 def test_what_cannot_be_read_is_no_outcome(tmp_path: Path) -> None:
     for text in ("[", "[]", "{}"):
         (tmp_path / "outcome.json").write_text(text)
@@ -187,7 +251,7 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytes
 def test_curves_of_what_diverges_and_of_words_are_drawn(tmp_path: Path) -> None:
     rows = [row(0, 1, "0", 3.0), row(1, 1, "2", 2.0)]
     curves = {"a": [(1.0, 4.0), (2.0, float("inf"))], "b": [(1.0, 4.0), (2.0, 2.0)]}
-    pictures.draw_sweep(curves, rows, ["learning_rate"], tmp_path / "numbers.png")
+    pictures.draw_sweep(curves, rows, ["learning_rate"], "loss", tmp_path / "numbers.png")
     worded = [{**each, "learning_rate": name} for each, name in zip(rows, ("cosine", "wsd"), strict=True)]
-    pictures.draw_sweep(curves, worded, ["learning_rate"], tmp_path / "words.svg")
+    pictures.draw_sweep(curves, worded, ["learning_rate"], "loss", tmp_path / "words.svg")
     assert (tmp_path / "numbers.png").stat().st_size > 5000 and "</svg>" in (tmp_path / "words.svg").read_text()
