@@ -24,7 +24,7 @@ from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.observability.observer import Observer
-from pretraining.observability.scores import Scores, score
+from pretraining.observability.scores import Scores, format_perplexity, score
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, TrainState
 
@@ -85,7 +85,7 @@ def numbers(scores: Scores) -> dict[str, float | None]:
 
 
 def _in_words(scores: Scores) -> str:
-    text = f"evaluation_loss {scores.loss:.4f}  perplexity {scores.perplexity:.2f}"
+    text = f"evaluation_loss {scores.loss:.4f}  perplexity {format_perplexity(scores.perplexity)}"
     text += f"  accuracy {scores.token_accuracy:.4f}"
     return text if scores.bits_per_byte is None else f"{text}  bits a byte {scores.bits_per_byte:.4f}"
 

@@ -31,7 +31,7 @@ from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.observability.display import Display, Report, choose_display
 from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import peak_bytes
-from pretraining.observability.scores import Scores
+from pretraining.observability.scores import Scores, perplexity_of
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
@@ -299,8 +299,3 @@ def build_observer(
 def _finite(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON does not have, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def perplexity_of(loss: float) -> float:
-    """Returns exp(loss); infinity where no float is as large."""
-    return math.exp(loss) if not loss > 700 else math.inf

@@ -43,8 +43,8 @@ class Scores(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss, at most e^100."""
-        return math.exp(min(self.loss, 100.0))
+        """The exponential of the loss."""
+        return perplexity_of(self.loss)
 
     @property
     def token_accuracy(self) -> float:
@@ -81,3 +81,13 @@ def score(
     is_of_BN = send(numbers_B[:, None] == torch.arange(datasets), labels_BS.device)
     # Selected, not multiplied: a loss that is not finite stays with its dataset.
     return torch.where(is_of_BN[:, :, None], sums_BF[:, None], 0.0).sum(0)
+
+
+def perplexity_of(loss: float) -> float:
+    """Returns exp(loss); infinity where no float is as large."""
+    return math.exp(loss) if not loss > 700 else math.inf
+
+
+def format_perplexity(perplexity: float) -> str:
+    """Writes two decimals, or of a huge one its size."""
+    return f"{perplexity:.2f}" if perplexity < 1e6 else f"{perplexity:.1e}"

@@ -23,6 +23,7 @@ from pretraining.distributed.processes import Processes, on_every_rank, on_rank_
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, numbers
 from pretraining.model.init import parameter_name
+from pretraining.observability.scores import format_perplexity
 from pretraining.train.build import build_model, build_run_mesh, use_deterministic_kernels
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
 from pretraining.train.preemption import StopRequests, ending, reason_of
@@ -117,7 +118,7 @@ def table(found: Evaluation) -> list[str]:
         bits = scores.bits_per_byte
         rows.append(
             (
-                *(name, f"{scores.tokens:,.0f}", f"{scores.loss:.4f}", f"{scores.perplexity:.2f}"),
+                *(name, f"{scores.tokens:,.0f}", f"{scores.loss:.4f}", format_perplexity(scores.perplexity)),
                 *(f"{scores.token_accuracy:.4f}", "-" if bits is None else f"{bits:.4f}"),
             )
         )

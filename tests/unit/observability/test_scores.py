@@ -7,7 +7,7 @@ import torch
 
 from pretraining.data.batch import IGNORED_LABEL, MicroBatch
 from pretraining.model.loss import HeadLoss, head_loss
-from pretraining.observability.scores import Scores, score
+from pretraining.observability.scores import Scores, format_perplexity, score
 
 LABELS = torch.tensor([[1, 2, IGNORED_LABEL], [3, 3, 0], [IGNORED_LABEL] * 3])
 ROWS = MicroBatch(torch.zeros(3, 4, dtype=torch.int32), datasets_B=torch.tensor([1, 0, 1]))
@@ -55,3 +55,8 @@ def test_means_over_a_total_weigh_each_token_alike() -> None:
 
 def test_nothing_has_no_mean() -> None:
     assert math.isnan(Scores().loss) and math.isnan(Scores().token_accuracy) and Scores().bits_per_byte is None
+
+
+def test_a_huge_perplexity_is_written_by_its_size() -> None:
+    written = [format_perplexity(Scores(loss, 0, 1).perplexity) for loss in (0.0, 3.0, 214.0, 1e4)]
+    assert written == ["1.00", "20.09", "8.7e+92", "inf"]
