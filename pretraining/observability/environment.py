@@ -28,7 +28,8 @@ import torch
 from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes, gather_from_every_rank
-from pretraining.files import read_json, write_atomic
+from pretraining.errors import PathError
+from pretraining.files import entries_of, read_json, write_atomic
 from pretraining.launch.machine import usable_cores
 from pretraining.observability.report_file import written_time
 from pretraining.observability.throughput import device_name
@@ -175,8 +176,8 @@ def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for folder in sys.path:
         try:
-            names = sorted(path.name for path in Path(folder).iterdir())  # the empty one is the working folder
-        except OSError:  # an archive, or nothing
+            names = sorted(path.name for path in entries_of(Path(folder)))  # the empty one is the working folder
+        except PathError:  # an archive, or nothing
             continue
         for name in names:
             if match := _INSTALLED.fullmatch(name):
