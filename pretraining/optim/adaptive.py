@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,11 @@ def fused_adamw(
     groups: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float], epsilon: float
 ) -> torch.optim.Optimizer:
     """Makes AdamW over groups that know their weight decay."""
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+    return _fused(torch.optim.AdamW, groups, lr=learning_rate, betas=betas, eps=epsilon)
+
+
+def _fused(make: Callable[..., torch.optim.Optimizer], *arguments: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer = make(*arguments, **options, fused=True)
     optimizer.skips_on_device = True  # type: ignore[attr-defined]
     return optimizer
 
@@ -49,9 +53,7 @@ def adam(
 ) -> torch.optim.Optimizer:
     """Makes Adam (Kingma and Ba, 2015) with PyTorch's fused kernel; weight decay is added to the gradient."""
     groups, betas = parameter_groups(parameters, weight_decay), (adam_beta1, adam_beta2)
-    optimizer = torch.optim.Adam(groups, lr=learning_rate, betas=betas, eps=adam_epsilon, fused=True)
-    optimizer.skips_on_device = True  # type: ignore[attr-defined]
-    return optimizer
+    return _fused(torch.optim.Adam, groups, lr=learning_rate, betas=betas, eps=adam_epsilon)
 
 
 class NAdamW(SelectingOptimizer):
@@ -74,8 +76,7 @@ class NAdamW(SelectingOptimizer):
         product = products[0] * now
         torch._foreach_mul_(products, self.factor(now, first))
 
-        torch._foreach_mul_(means, self.factor(beta1, first))
-        torch._foreach_add_(means, gradients, alpha=1.0 - beta1)
+        self.accumulate(means, beta1, gradients, 1.0 - beta1)
         torch._foreach_mul_(squares, self.factor(beta2, first))
         torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - beta2)
         roots = torch._foreach_sqrt(squares)
@@ -120,8 +121,7 @@ class RMSprop(SelectingOptimizer):
         torch._foreach_div_(gradients, roots)
         if momentum:
             moments = self.state_of(members, "momentum_buffer")
-            torch._foreach_mul_(moments, self.factor(momentum, moments[0]))
-            torch._foreach_add_(moments, self.select(gradients))
+            self.accumulate(moments, momentum, self.select(gradients))
             torch._foreach_copy_(gradients, moments)
         self.apply(group, members, gradients)
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pretraining.distributed.grad_norm import is_sharded
+from pretraining.distributed.grad_norm import gradient_norm, is_sharded
 from pretraining.optim.optimizer import parameter_groups
 from pretraining.optim.selecting import SelectingOptimizer, members_of
 
@@ -30,8 +29,7 @@ class SGD(SelectingOptimizer):
         momentum = group["momentum"]
         if momentum:
             moments = self.state_of(members, "momentum_buffer")
-            torch._foreach_mul_(moments, self.factor(momentum, moments[0]))
-            torch._foreach_add_(moments, gradients)
+            self.accumulate(moments, momentum, gradients)
             if group["nesterov"]:
                 torch._foreach_add_(gradients, moments, alpha=momentum)
             else:
@@ -52,15 +50,15 @@ class NormalizedSGDM(SelectingOptimizer):
         moments = []
         for group, members in groups:
             moments.append(self.state_of(members, "momentum_buffer"))
-            torch._foreach_mul_(moments[-1], self.factor(group["momentum"], moments[-1][0]))
-            torch._foreach_add_(moments[-1], self.gradients(members), alpha=1.0 - group["momentum"])
+            self.accumulate(moments[-1], group["momentum"], self.gradients(members), 1.0 - group["momentum"])
         if not groups:
             return
-        squared = torch.nn.utils.get_total_norm([moment for each in moments for moment in each]).square()
-        parameter = groups[0][1][0]
+        flat, parameter = [moment for each in moments for moment in each], groups[0][1][0]
         if is_sharded(parameter):
-            dist.all_reduce(squared, group=parameter.device_mesh["shard"].get_group())
-        inverse = (squared.sqrt() + EPSILON).reciprocal()
+            norm = gradient_norm(flat, parameter.device_mesh["shard"].get_group())
+        else:
+            norm = torch.nn.utils.get_total_norm(flat)
+        inverse = (norm + EPSILON).reciprocal()
         for (group, members), each in zip(groups, moments, strict=True):
             self.apply(group, members, list(torch._foreach_mul(each, inverse)), group["weight_decay"])
 

@@ -206,8 +206,7 @@ class Muon(SelectingOptimizer):
         """Updates the parameters of a group that have gradients; a collective call."""
         gradients, momentum = self.gradients(members), group["momentum"]
         moments = self.state_of(members, "momentum_buffer")
-        torch._foreach_mul_(moments, self.factor(momentum, moments[0]))
-        torch._foreach_add_(moments, gradients, alpha=1.0 - momentum)
+        self.accumulate(moments, momentum, gradients, 1.0 - momentum)
         if group["nesterov"]:
             torch._foreach_mul_(gradients, 1.0 - momentum)
             torch._foreach_add_(gradients, moments, alpha=momentum)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretraining.distributed.grad_norm import local_part
+from pretraining.distributed.grad_norm import local_gradients, local_part
 
 
 class SelectingOptimizer(torch.optim.Optimizer):
@@ -41,7 +41,7 @@ class SelectingOptimizer(torch.optim.Optimizer):
 
     def gradients(self, members: list[nn.Parameter], decay: float = 0.0) -> list[torch.Tensor]:
         """Returns this rank's parts of the gradients, plus `decay` times the parameters; -0.0 in a skipped update."""
-        gradients = [local_part(parameter.grad) for parameter in members if parameter.grad is not None]
+        gradients = local_gradients(members)
         if decay:
             torch._foreach_add_(gradients, local_parts(members), alpha=decay)
         return self.select(gradients)
@@ -50,6 +50,13 @@ class SelectingOptimizer(torch.optim.Optimizer):
         """Returns a scalar on the device of `like`: the value, or 1 in a skipped update."""
         given = value if isinstance(value, torch.Tensor) else torch.full((), value, device=like.device)
         return given if self.found_inf is None else torch.where(self.found_inf != 0, torch.ones_like(given), given)
+
+    def accumulate(
+        self, moments: list[torch.Tensor], decay: float, gradients: list[torch.Tensor], weight: float = 1.0
+    ) -> None:
+        """Multiplies moments by `decay` and adds `weight` times the gradients; not in a skipped update."""
+        torch._foreach_mul_(moments, self.factor(decay, moments[0]))
+        torch._foreach_add_(moments, gradients, alpha=weight)
 
     def apply(
         self, group: dict[str, Any], members: list[nn.Parameter], updates: list[torch.Tensor], decay: float = 0.0

@@ -230,11 +230,10 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
         Preempted: a signal came, and was handed on.
         PathError: the run's folder cannot be written.
     """
-    program = ["-c", "from pretraining.cli import run_console_script as run; run()", "train"]
+    command = [sys.executable, "-m", "pretraining", "train", *combination.arguments, f"ckpt_save_path={run}"]
     if processes > 1:
-        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        program += ["--no-python", sys.executable, "-m", "pretraining", "train"]
-    command = [sys.executable, *program, *combination.arguments, f"ckpt_save_path={run}"]
+        torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python")
+        command = [sys.executable, "-m", *torchrun, *command]
     try:
         run.mkdir(parents=True, exist_ok=True)
         write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
@@ -372,12 +371,6 @@ def judged_by(rows: Sequence[Mapping[str, Any]]) -> str:
     return "evaluation_loss" if ended and all(row["evaluation_loss"] is not None for row in ended) else "loss"
 
 
-def loss_of(row: Mapping[str, Any], kind: str) -> float | None:
-    """The loss of that kind; None without one, or where it is not finite."""
-    loss: float | None = row[kind]
-    return loss
-
-
 def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The combinations by their loss, the lowest first, a line each; over several seeds mean and range."""
     varied = varied_settings(rows)
@@ -387,9 +380,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     judged = []
     kind = judged_by(rows)
     for names, members in groups.items():
-        losses = [loss for row in members if row["status"] == "finished" and (loss := loss_of(row, kind)) is not None]
+        losses = [loss for row in members if row["status"] == "finished" and (loss := row[kind]) is not None]
         text = "  ".join(names)
-        failed = [row for row in members if row["status"] != "finished" or loss_of(row, kind) is None]
+        failed = [row for row in members if row["status"] != "finished" or row[kind] is None]
         if losses:
             spread = f" ({min(losses):.4f} to {max(losses):.4f}, {len(losses)} seeds)" if len(members) > 1 else ""
             judged.append((statistics.fmean(losses), f"{statistics.fmean(losses):.4f}{spread}  {text}"))
@@ -407,7 +400,7 @@ def varied_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _in_words(row: Mapping[str, Any]) -> str:
-    loss = loss_of(row, judged_by([row]))
+    loss = row[judged_by([row])]
     took = "" if row["seconds"] is None else f" in {format_seconds(row['seconds'])}"
     return "no report" if loss is None else f"loss {loss:.4f} after {row['tokens_seen']:,} tokens{took}"
 
