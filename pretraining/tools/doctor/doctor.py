@@ -30,7 +30,7 @@ from pretraining.tools.doctor.diagnosis import (
     find_what_is_slow,
     slow_bfloat16,
 )
-from pretraining.tools.doctor.environment import facts_of, warnings_across, warnings_of
+from pretraining.tools.doctor.machine_facts import facts_of, warnings_across, warnings_of
 from pretraining.tools.doctor.measure import barrier, measure_collectives, measure_device, measure_disk, measure_links
 
 LARGEST_MIB = {"cpu": 16, "cuda": 256}

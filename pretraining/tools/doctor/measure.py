@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.errors import ConfigError
 from pretraining.launch.machine import machine_memory
-from pretraining.tools.doctor.environment import last_level_cache_bytes
+from pretraining.tools.doctor.machine_facts import last_level_cache_bytes
 
 GIB = 2.0**30
 MIB = 2**20

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.tools.doctor import environment
-from pretraining.tools.doctor.environment import facts_of, last_level_cache_bytes, warnings_across, warnings_of
+from pretraining.tools.doctor import machine_facts
+from pretraining.tools.doctor.machine_facts import facts_of, last_level_cache_bytes, warnings_across, warnings_of
 
 CPU = torch.device("cpu")
 
@@ -22,9 +22,9 @@ def test_facts_name_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    monkeypatch.setattr(environment, "_shared_memory_bytes", lambda: 2**34)
-    monkeypatch.setattr(environment, "usable_cores", lambda: 64)
-    monkeypatch.setattr(environment, "_text_of", lambda path: "")
+    monkeypatch.setattr(machine_facts, "_shared_memory_bytes", lambda: 2**34)
+    monkeypatch.setattr(machine_facts, "usable_cores", lambda: 64)
+    monkeypatch.setattr(machine_facts, "_text_of", lambda path: "")
 
 
 @pytest.mark.usefixtures("good_machine")
@@ -48,7 +48,7 @@ def test_a_good_machine_has_no_warnings() -> None:
 def test_what_is_bad_on_a_machine_is_named(
     name: str, value: object, warning: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, name, value)
+    monkeypatch.setattr(machine_facts, name, value)
     assert any(sentence.startswith(warning) for sentence in warnings_of(CPU, 8, {}))
 
 
@@ -92,8 +92,8 @@ def test_a_cache_that_cores_share_counts_once_and_only_those_of_cores_that_may_b
         write_cache(tmp_path / f"cpu{core}", 2, 2, "1024K", str(core))
         write_cache(tmp_path / f"cpu{core}", 3, 3, "32768K", shared)
     write_cache(tmp_path / "cpu6", 0, 2, "2048K", "6")  # a small core, without the large cache
-    monkeypatch.setattr(environment, "CORES_FOLDER", str(tmp_path))
-    monkeypatch.setattr(environment, "_allowed_cores", lambda: {0, 1, 3, 6})
+    monkeypatch.setattr(machine_facts, "CORES_FOLDER", str(tmp_path))
+    monkeypatch.setattr(machine_facts, "_allowed_cores", lambda: {0, 1, 3, 6})
     assert last_level_cache_bytes() == 66 * 2**20
-    monkeypatch.setattr(environment, "CORES_FOLDER", str(tmp_path / "missing"))
+    monkeypatch.setattr(machine_facts, "CORES_FOLDER", str(tmp_path / "missing"))
     assert last_level_cache_bytes() == 0
