@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from pretraining.launch import machine
@@ -42,21 +42,22 @@ CONTENDED = 0.10
 
 
 @contextmanager
-def leaving_cores_to_others(threads: Callable[[], int], environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+def leaving_cores_to_others(threads: int, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """For the time of a `with` block, has threads wait briefly for each other while other programs want the cores.
 
     Does nothing where the user has said how threads wait, or where the system does not say how long they wait for a
     core.
 
     Args:
-        threads: how many of this process compute together; one has none to wait for.
+        threads: how many of this process compute together; one has none to wait for. torch.get_num_threads() of the
+            thread that computes: in another one it is what any thread has set last, such as a loader's 1.
     """
     openmp = find_openmp()
-    if openmp is None or not seconds_waited() or any(environ.get(name) for name in WAITING):
+    if threads == 1 or openmp is None or not seconds_waited() or any(environ.get(name) for name in WAITING):
         yield
         return
     ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(openmp, threads, ended), name="shared cores", daemon=True)
+    watch = threading.Thread(target=_watch, args=(openmp, ended), name="shared cores", daemon=True)
     watch.start()
     try:
         yield
@@ -85,18 +86,14 @@ def seconds_waited() -> dict[str, float]:
 
 
 class IdleTeam:
-    """A team of OpenMP's threads that do nothing: while it is there, libgomp has more threads than there are CPUs.
+    """A team of OpenMP's threads that do nothing: while it is there, libgomp has more threads than there are CPUs."""
 
-    Args:
-        threads: of the team that computes; both together are one more than the CPUs.
-    """
-
-    def __init__(self, openmp: ctypes.CDLL, threads: int) -> None:
+    def __init__(self, openmp: ctypes.CDLL) -> None:
         self._openmp = openmp
         self._ended = threading.Event()
         ready = threading.Event()
         # A thread that begins a parallel region has a team of its own; libgomp counts all of it but this thread.
-        size = max(2, len(allowed_cpus()) - threads + 2)
+        size = len(allowed_cpus()) + 1
         self._owner = threading.Thread(target=self._hold, args=(size, ready), name="idle team", daemon=True)
         self._owner.start()
         ready.wait()
@@ -114,20 +111,20 @@ class IdleTeam:
         self._owner.join()
 
 
-def _watch(openmp: ctypes.CDLL, threads: Callable[[], int], ended: threading.Event) -> None:
+def _watch(openmp: ctypes.CDLL, ended: threading.Event) -> None:
     is_said = False
     before, began = seconds_waited(), time.monotonic()
     while not ended.wait(LOOK_SECONDS):
         now, looked = seconds_waited(), time.monotonic()
         waited = sum(now[thread] - before[thread] for thread in now.keys() & before.keys())
-        if waited > CONTENDED * (looked - began) and threads() > 1:
+        if waited > CONTENDED * (looked - began):
             if not is_said:
                 log.info(
                     "others want these cores, too: while they do, threads that wait for each other sleep at once "
                     "(OMP_WAIT_POLICY=ACTIVE keeps them awake)"
                 )
             is_said = True
-            team = IdleTeam(openmp, threads())
+            team = IdleTeam(openmp)
             ended.wait(ASLEEP_SECONDS)
             team.end()
             now, looked = seconds_waited(), time.monotonic()

@@ -68,7 +68,7 @@ def train(
             patience=Patience(timedelta(seconds=waiting), end_at_signal),
         ) as processes,
         Watchdog(config.guard, processes),
-        leaving_cores_to_others(torch.get_num_threads) if processes.device.type == "cpu" else nullcontext(),
+        leaving_cores_to_others(torch.get_num_threads()) if processes.device.type == "cpu" else nullcontext(),
     ):
         if config.evaluation.eval_only:
             with naming_the_flag(processes.rank if processes.world_size > 1 else None):

@@ -54,7 +54,7 @@ torch.ones(1_000_000).sum()
 openmp = find_openmp()
 assert openmp is not None
 before = threads()
-team = IdleTeam(openmp, torch.get_num_threads())
+team = IdleTeam(openmp)
 print(threads() - before, torch.get_num_threads())
 team.end()
 torch.ones(1_000_000).sum()
@@ -73,14 +73,14 @@ def test_with_the_idle_team_there_are_more_threads_than_cpus_and_those_that_comp
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    # The team's first thread is Python's, the second one counts; with the `cpus` that compute it is one too many.
-    assert result.stdout.split() == ["2", str(cpus), str(cpus)]
+    # The team's first thread is Python's; the others count, and with the one that computes they are one too many.
+    assert result.stdout.split() == [str(cpus + 1), str(cpus), str(cpus)]
 
 
 class Team:
     """In place of an idle team: says that it is there, and that it has ended."""
 
-    def __init__(self, openmp: object, threads: int) -> None:
+    def __init__(self, openmp: object) -> None:
         events.put("comes")
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ def next_events(*wanted: str) -> None:
 @pytest.mark.usefixtures("contended")
 def test_a_run_leaves_the_cores_to_others_looks_again_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pretraining")
-    with leaving_cores_to_others(lambda: 2, {}):
+    with leaving_cores_to_others(2, {}):
         next_events("comes", "goes", "look", "comes")
     last = [events.get_nowait() for _ in range(events.qsize())]
     assert [event for event in last if event != "look"][-1:] == ["goes"]  # none is left behind
@@ -126,22 +126,28 @@ def test_a_run_leaves_the_cores_to_others_looks_again_and_says_so_once(caplog: p
 
 
 @pytest.mark.usefixtures("contended")
-@pytest.mark.parametrize(("waits", "threads"), [(0.0, 2), (60.0, 1)], ids=["quiet cores", "a single thread"])
-def test_threads_stay_awake_where_nobody_else_wants_the_cores_or_there_is_one(
-    waits: float, threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_threads_stay_awake_where_nobody_else_wants_the_cores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
-    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(waits))
-    with leaving_cores_to_others(lambda: threads, {}):
+    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(0.0))
+    with leaving_cores_to_others(2, {}):
         next_events(*["look"] * 5)
     assert "comes" not in [events.get_nowait() for _ in range(events.qsize())] and not caplog.messages
+
+
+@pytest.mark.usefixtures("contended")
+def test_a_single_thread_has_none_to_wait_for() -> None:
+    before = threading.active_count()
+    with leaving_cores_to_others(1, {}):
+        assert threading.active_count() == before
 
 
 @pytest.mark.usefixtures("contended")
 @pytest.mark.parametrize("name", shared_cores.WAITING)
 def test_the_user_decides_how_threads_wait(name: str) -> None:
     before = threading.active_count()
-    with leaving_cores_to_others(lambda: 2, {name: "1"}):
+    with leaving_cores_to_others(2, {name: "1"}):
         assert threading.active_count() == before
 
 
@@ -152,5 +158,5 @@ def test_nothing_is_watched_where_the_system_does_not_tell(
 ) -> None:
     monkeypatch.setattr(shared_cores, name, lambda: found)
     before = threading.active_count()
-    with leaving_cores_to_others(lambda: 2, {}):
+    with leaving_cores_to_others(2, {}):
         assert threading.active_count() == before
