@@ -28,6 +28,7 @@ from pretraining.config.commands import (
     PrepareConfig,
     SampleConfig,
     SweepConfig,
+    TranslateConfig,
     VerifyConfig,
 )
 from pretraining.config.help import help_text
@@ -54,6 +55,8 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     if torch_is_imported():
         log.info("torch is imported already: it keeps its number of threads")
     threads = set_threads(config.run.cpu_threads, layout)
+    if config.parallel.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that nothing of PyTorch takes memory on a GPU
     with leave_at_interrupt(_interrupted("train")):  # torch is imported only when there is something to train
         from pretraining.train.preemption import stop_requests
         from pretraining.train.run import train
@@ -137,6 +140,14 @@ def sweep_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     sweep(overrides, flags)
 
 
+def translate_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Turns another system's settings into a recipe."""
+    config = parse_config(TranslateConfig, overrides, flags)
+    from pretraining.tools.translate import translate
+
+    translate(config)
+
+
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Checks checkpoints or token files."""
     config = parse_config(VerifyConfig, overrides, flags)
@@ -169,11 +180,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
     "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
     "sweep": (sweep_command, SweepConfig, "train every combination of the values that settings are given"),
+    "translate": (translate_command, TranslateConfig, "turn another system's file of settings into a recipe"),
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
     "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
 }
 
-LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample")
+LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample", "translate")
 """What they print may be piped to a program that stops reading, such as head."""
 
 # Of commands that change something.

@@ -5,26 +5,65 @@
 #   bash scripts/train.sh --model_variant=1b --data_path=/data/tokens --seq_length=2048
 #   bash scripts/train.sh --help
 #
-# Flags go to main_training.py. Without one that chooses a recipe, data or a model, the demo is prepared and trained.
+# Flags go to main_training.py: those of the block below, then those of the command line, which win. As it stands, the
+# block is the demo. Edit it to train something else; while it is unedited, it is left out where the command line names
+# a recipe, data or a model.
 # Several machines: run it on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, or use train.slurm.
 # NPROC sets the number of processes on this machine; by default one a GPU. MAX_RESTARTS=3 starts them again up to three
 # times when one fails; NNODES=2:4 then goes on with two to four machines, whichever are there.
 # Exit code 75: the run was told to end and is saved; the same command goes on.
 set -euo pipefail
 
-# Flags of your own runs, one a line. What is given on the command line comes after them and wins
-# over the same flag.
-FLAGS=(
-    # --model_variant=1b
-    # --data_path=/data/tokens
-    # --seq_length=2048
-    # --batch_size=4
-    # --global_batch_size=512
-    # --num_steps=20Btok
-    # --ckpt_save_path=runs/my-first-1b
-)
-
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# One flag a line; behind # is what fms-fsdp, whose flags these are, has there by default. Its own block, MODEL_ARGS="…",
+# may be pasted below in place of these lines.
+FLAGS=(
+    --model_variant=demo                            # 7b
+    --ckpt_load_path=none                           # a folder, commonly that of ckpt_save_path
+    --ckpt_save_path="$root/runs/demo"              # a folder
+    --use_dummy_dataset=false                       # false
+    --data_path="$root/data/demo"                   # a folder
+    --datasets=stdlib                               # lang=en/dataset=commoncrawl,lang=en/dataset=webhose,...
+    --weights=1                                     # 7725,500,550,28,17,22,25,8,100,500,175,250,100
+    --tokenizer_path="$root/data/demo/tokenizer.json" # a folder
+    --file_type=auto                                # arrow
+    --col_name=tokens                               # tokens
+    --seq_length=256                                # 4096
+    --bos_token=none                                # none
+    --sep_token=0                                   # 1 (its eos_token: 0)
+    --strip_tokens=                                 # empty
+    --logical_shards=256                            # 1024 (older: 768)
+    --num_workers=1                                 # 1
+    --held_out_fraction=0.05                        # it does not evaluate
+    --eval_interval=175                             # it does not evaluate
+    --eval_batches=16                               # it does not evaluate
+    --sharding_strategy=fsdp                        # hsdp
+    --hsdp_group_size=none                          # none (its sharding_group_size)
+    --mixed_precision=false                         # true
+    --mp_dtype=bfloat16                             # bfloat16
+    --fsdp_activation_checkpointing=false           # false
+    --selective_checkpointing=1                     # 1
+    --low_cpu_fsdp=true                             # false
+    --use_torch_compile=false                       # true (older: false)
+    --seed=2023                                     # 2023
+    --batch_size=4                                  # 2
+    --num_steps=700                                 # 1000000 (older: 2000000)
+    --learning_rate=1.5e-3                          # 3e-4
+    --min_lr_ratio=0.05                             # 0.1
+    --grad_clip_thresh=1                            # 1
+    --training_stage=initial                        # initial
+    --report_interval=25                            # 100 (older: 200)
+    --checkpoint_interval=350                       # 10000 (older: 20000)
+    --use_profiler=false                            # false
+    --profiler_rank0_only=true                      # true
+    --tracker=tensorboard                           # none; wandb, aim
+    --tracker_dir=none                              # a folder
+    --tracker_project_name=none                     # llama
+    --tracker_run_id=none                           # none
+)
+MODEL_ARGS=""
+
 # shellcheck source=scripts/setup.sh
 source "$root/scripts/setup.sh" ""
 
@@ -32,6 +71,7 @@ source "$root/scripts/setup.sh" ""
 gives() {
     local wanted=" $1 " argument name
     shift
+    shopt -s nocasematch
     for argument in "$@"; do
         [[ $argument == -* || $argument == *=* ]] || continue
         name=${argument%%=*}
@@ -39,10 +79,27 @@ gives() {
         name=${name#-}
         name=${name#-}
         if [[ $wanted == *" ${name//-/_} "* ]]; then
+            shopt -u nocasematch
             return 0
         fi
     done
+    shopt -u nocasematch
     return 1
+}
+
+# Whether the first argument is a file of settings.
+is_recipe() {
+    [[ $1 != -* && $1 != *=* && $1 =~ \.(ya?ml|json|toml|py)$ ]]
+}
+
+# A flag's name with the others that mean the same setting.
+names_of() {
+    local names
+    for names in "num_steps max_tokens" "sep_token eos_token" "hsdp_group_size sharding_group_size" \
+        "tracker report_to" "keep_last save_total_limit" "ckpt_load_path resume_from_checkpoint"; do
+        [[ " $names " != *" $1 "* ]] || { echo "$names"; return; }
+    done
+    echo "$1"
 }
 
 count_gpus() {
@@ -57,25 +114,39 @@ count_gpus() {
 }
 
 # The form with + lets an empty list pass `set -u` on old bash.
-arguments=(${FLAGS[@]+"${FLAGS[@]}"} "$@")
-
-if gives "help h" ${arguments[@]+"${arguments[@]}"}; then
-    exec python "$root/main_training.py" "${arguments[@]}"
+if gives "help h" "$@"; then
+    exec python "$root/main_training.py" "$@"
 fi
 
-if ! gives "recipe config data_path use_dummy_dataset model_variant" ${arguments[@]+"${arguments[@]}"}; then
-    echo "train: no recipe, data or model chosen: this is the demo (bash scripts/train.sh --help lists the flags)" >&2 || true
-    if [[ ! -f $root/data/demo/stdlib/prepare.json ]]; then
-        pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo" >&2 # like all set-up
-    fi
-    arguments=(
-        --recipe=demo
-        --data_path="$root/data/demo"
-        --tokenizer_path="$root/data/demo/tokenizer.json"
-        --ckpt_save_path="$root/runs/demo"
-        ${arguments[@]+"${arguments[@]}"}
-    )
+# What `cksum` makes of the block as it stands above, without the path of this checkout.
+DEMO_BLOCK=3912190593
+checksum=$(printf '%s\n' ${FLAGS[@]+"${FLAGS[@]//"$root"/}"} | cksum)
+is_demo=false
+[[ ${checksum%% *} != "$DEMO_BLOCK" ]] || is_demo=true
+if [[ -n $MODEL_ARGS ]]; then
+    read -r -d '' -a pasted <<<"$MODEL_ARGS" || true
+    [[ $is_demo == false ]] || FLAGS=()
+    is_demo=false
+    FLAGS+=("${pasted[@]}")
+elif [[ $is_demo == true ]] && { gives "recipe config data_path use_dummy_dataset model_variant" "$@" || is_recipe "${1-}"; }; then
+    echo "train: a recipe, data or a model is chosen: the block of flags in train.sh, which is the demo, is left out" >&2 || true
+    is_demo=false
+    FLAGS=()
 fi
+
+# Of one flag, in whatever spelling, the command line's counts.
+arguments=()
+for flag in ${FLAGS[@]+"${FLAGS[@]}"}; do
+    name=${flag%%=*}
+    gives "$(names_of "${name#--}")" "$@" || arguments+=("$flag")
+done
+arguments+=("$@")
+
+demo_data=$root/data/demo
+if [[ " ${arguments[*]-} " == *" --data_path=$demo_data "* && ! -f $demo_data/stdlib/prepare.json ]]; then
+    pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$demo_data" >&2 # like all set-up
+fi
+[[ $is_demo == false ]] || echo "train: no recipe, data or model chosen: this is the demo (bash scripts/train.sh --help lists the flags)" >&2 || true
 
 processes=${NPROC:-$(count_gpus)}
 [[ ${processes:=1} != 0 ]] || processes=1

@@ -253,6 +253,31 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     return flag, found[::-1]
 
 
+def without_own_load_path(config: AnyTrainConfig) -> AnyTrainConfig:
+    """Returns settings whose load path is left out where it leads into the run's own folder, and nothing is there yet.
+
+    A script may name one folder as both paths, for its first start and for all later ones. A collective call.
+    """
+    load_path, run = config.checkpoint.ckpt_load_path, Path(config.checkpoint.ckpt_save_path)
+    if load_path is None or not _on_rank_zero(lambda: _is_still_empty(run, Path(load_path))):
+        return config
+    log.info("--ckpt_load_path=%s is in the run's own folder and holds no checkpoint yet: a new run begins", load_path)
+    return replace(config, checkpoint=replace(config.checkpoint, ckpt_load_path=None))
+
+
+def _is_still_empty(run: Path, source: Path) -> bool:
+    """Whether a path is a run's folder or below it, and neither holds a checkpoint."""
+    if is_checkpoint(source) or committed_checkpoints(run) or committed_checkpoints(run_of(source)):
+        return False
+    return is_within(source, run)
+
+
+def is_within(path: Path, folder: Path) -> bool:
+    """Whether a path is a folder or below it, links followed."""
+    resolved = path.resolve()
+    return folder.resolve() in (resolved, *resolved.parents)
+
+
 def _load_path(config: CheckpointConfig) -> tuple[str, str | None]:
     """What a run without checkpoints starts from, and the flag that says so."""
     if config.ckpt_load_path is None and config.resume_from_checkpoint is not None:

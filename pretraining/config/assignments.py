@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pretraining.config.fields import Setting, build, sections_of, settings_of
-from pretraining.config.values import Raw, did_you_mean, parse_value
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import NONE_WORDS, Raw, did_you_mean, parse_value
 from pretraining.progress import MULTIPLIERS
 
 T = TypeVar("T")
@@ -37,12 +38,19 @@ class Alias:
     translate: Callable[[str], str] = str
 
 
+# Names of other systems' flags that are taken where they ask for nothing, and why they are refused where they do.
+WITHOUT_EQUIVALENT = {
+    "bol_token": "no token is put at the beginning of every sequence; bos_token begins every document",
+    "eol_token": "no token is put at the end of every sequence; sep_token ends every document",
+}
+
+
 @dataclass(frozen=True)
 class Assignment:
     """A name given a value somewhere.
 
     Attributes:
-        name: as written; dashes count as underscores, and a section may stand in front (`optimizer.learning_rate`).
+        name: as written; case does not count, dashes are underscores, and a section may stand in front (`optimizer.learning_rate`).
         raw: the text, or from a recipe a list of texts or None.
         where: how the user finds it again: `--learning_rate=abc` or `a.yaml: learning_rate: abc`.
         flag: the name in the form of this source: `--learning_rate` or `a.yaml: learning_rate`.
@@ -57,8 +65,8 @@ class Assignment:
 
     @property
     def section_and_name(self) -> tuple[str, str]:
-        """The parts of the name, with underscores; without a section that is ""."""
-        section, _, name = self.name.replace("-", "_").rpartition(".")
+        """The parts of the name, in lower case and with underscores; without a section that is ""."""
+        section, _, name = self.name.replace("-", "_").lower().rpartition(".")
         return section, name
 
 
@@ -117,6 +125,10 @@ class Reader(Generic[T]):
     def _find(self, assignment: Assignment) -> Setting | None:
         """Returns the setting that a name means; None, with a problem, where there is none."""
         section, name = assignment.section_and_name
+        if name in WITHOUT_EQUIVALENT and issubclass(self.root, TrainConfig):
+            if isinstance(assignment.raw, str) and assignment.raw.strip().lower() not in NONE_WORDS:
+                self.problems.append(f"{assignment.where}: {WITHOUT_EQUIVALENT[name]}")
+            return None
         name = self.aliases[name].target if name in self.aliases else name
         setting = self.settings.get(name)
         if setting is not None and section in ("", setting.section):
@@ -154,7 +166,10 @@ def _tokens(text: str) -> str:
 
 ALIASES: dict[str, Alias] = {
     "max_tokens": Alias("num_steps", "num_steps in tokens: --max_tokens=5B is --num_steps=5Btok", _tokens),
+    "sharding_group_size": Alias("hsdp_group_size", "the same as hsdp_group_size"),
+    "eos_token": Alias("sep_token", "the same as sep_token"),
     "report_to": Alias("tracker", "the same as tracker"),
+    "from": Alias("kind", "of translate: the same as kind"),
     "save_total_limit": Alias("keep_last", "the same as keep_last"),
     "resume_from_checkpoint": Alias("ckpt_load_path", "of other commands than train: the same as ckpt_load_path"),
 }

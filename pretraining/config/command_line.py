@@ -10,20 +10,26 @@ Settings come from defaults < recipes, left to right < command line; then the ru
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
 from pretraining.config.fields import settings_of
-from pretraining.config.recipes import RECIPE_SUFFIXES, read_recipe
+from pretraining.config.foreign.translation import ACCEPT_LLAMA
+from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, format_value, split_list
+from pretraining.config.values import Raw, format_value, parse_bool, split_list
 from pretraining.errors import ConfigError
 from pretraining.files import exists
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+ABOUT_RECIPES = (*RECIPE_NAMES, ACCEPT_LLAMA)
+"""Names on a command line that are no settings: which recipes are read, and how."""
 
 
 def load_train_config(overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -39,7 +45,8 @@ def parse_config(
 ) -> T:
     """Reads a command line into a dataclass of settings, and checks that they fit each other.
 
-    Where the settings are those of training, the flag `recipe` (or `config`) names recipes, a comma list.
+    Where the settings are those of training, the flag `recipe` (or `config`, or a path as the first word) names
+    recipes, a comma list; what became of the settings of another system's file is logged.
 
     Args:
         root: the dataclass.
@@ -53,11 +60,14 @@ def parse_config(
         ConfigError: carries every problem found, of recipes, flags and rules.
     """
     assignments, problems = read_arguments(_name_first_word(root, overrides), flags or {})
-    recipe_names = RECIPE_NAMES if issubclass(root, TrainConfig) else ()
-    recipes, problems_of_recipes = _read_recipes([given for given in assignments if given.name in recipe_names])
-    reader = Reader(root, also_known=recipe_names)
-    for source in (beneath, *recipes, [given for given in assignments if given.name not in recipe_names]):
+    reads_recipes = issubclass(root, TrainConfig)
+    recipes, given, problems_of_recipes = _read_recipes(assignments) if reads_recipes else ([], assignments, [])
+    reader = Reader(root, also_known=ABOUT_RECIPES if reads_recipes else ())
+    for source in (beneath, *(recipe.assignments for recipe in recipes), given):
         reader.read(source)
+    on_command_line = {assignment.section_and_name[1] for assignment in given}
+    if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line and reads_recipes:
+        reader.values.pop("use_dummy_dataset", None)  # a recipe's: the command line's data wins over it
     config = reader.build()
     problems += problems_of_recipes + reader.problems
     # Without its recipe a run looks incomplete in ways that it is not.
@@ -65,31 +75,39 @@ def parse_config(
         problems += find_problems(config, reader.unreadable)
     if config is None or problems:
         raise ConfigError(problems)
+    for recipe in recipes:
+        if recipe.translation is not None:
+            lines = "\n".join(recipe.translation.table())
+            log.info("%s is read as settings of another system (%s):\n%s", recipe.name, recipe.translation.kind, lines)
     return config
 
 
 def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
     """Returns what the command line alone sets a setting of training to; None without a readable value."""
-    assignments, _ = read_arguments(overrides, flags)
     reader = Reader(TrainConfig)
-    reader.read([given for given in assignments if given.name not in RECIPE_NAMES])
+    reader.read(_settings_among(read_arguments(overrides, flags)[0]))
     return reader.values.get(name)
 
 
 def value_given(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
     """Returns what recipes and the command line set a setting of training to; None without a readable value."""
-    assignments, _ = read_arguments(overrides, flags)
-    recipes, _ = _read_recipes([given for given in assignments if given.name in RECIPE_NAMES])
+    recipes, given, _ = _read_recipes(read_arguments(_name_first_word(TrainConfig, overrides), flags)[0])
     reader = Reader(TrainConfig)
-    for source in (*recipes, [given for given in assignments if given.name not in RECIPE_NAMES]):
+    for source in (*(recipe.assignments for recipe in recipes), given):
         reader.read(source)
     return reader.values.get(name)
+
+
+def _settings_among(assignments: Sequence[Assignment]) -> list[Assignment]:
+    return [given for given in assignments if given.section_and_name[1] not in ABOUT_RECIPES]
 
 
 def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
     """Returns the overrides, the first of them with its name where it is a path alone."""
     first, *others = overrides or [""]
     names = [setting.name for setting in settings_of(root).values() if setting.first_word]
+    if issubclass(root, TrainConfig) and not names and first.endswith(RECIPE_SUFFIXES):
+        names = [RECIPE_NAMES[0]]
     is_path = bool(names and first) and ("=" not in first or exists(Path(first)))
     return [f"{names[0]}={first}", *others] if is_path else list(overrides)
 
@@ -125,28 +143,54 @@ def _read_flag(name: str, value: Any) -> Assignment:
     return Assignment(name, text, where=f"--{name}={text}", flag=f"--{name}", valueless=text in ("True", "False"))
 
 
-def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[list[Assignment]], list[str]]:
-    """Returns the settings of each named recipe, left to right, and what is wrong with others."""
-    if len(assignments) > 1:
-        given = " and ".join(assignment.where for assignment in assignments)
-        return [], [f"recipes are named twice, {given}: write one comma list, read left to right"]
-    if assignments and assignments[0].valueless:
-        return [], [f"{assignments[0].flag} is given no value: write {assignments[0].flag}=…"]
-    recipes = []
+def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[Recipe], list[Assignment], list[str]]:
+    """Returns the recipes that a command line names, left to right, its settings, and what is wrong with recipes."""
+    settings = _settings_among(assignments)
+    named = [given for given in assignments if given.section_and_name[1] in RECIPE_NAMES]
+    recipes: list[Recipe] = []
     problems: list[str] = []
-    raw = assignments[0].raw if assignments else None
     try:
-        names = [raw] if isinstance(raw, str) and _is_one_path(raw) else split_list(raw)
-    except ValueError as error:
-        return [], [f"{assignments[0].where}: {error}"]
+        names, accept_llama = _names_of_recipes(named), _accepts_llama(assignments)
+    except ConfigError as error:
+        return [], settings, error.problems
     for name in names:
         try:
-            recipes.append(read_recipe(name))
+            recipe = read_recipe(name, {given.name: given.raw for given in settings}, accept_llama)
         except ConfigError as error:
             problems += error.problems
-    if problems and isinstance(raw, str) and len(names) > 1:
+            continue
+        used = recipe.translation.used_overrides if recipe.translation else ()
+        settings = [given for given in settings if given.name not in used]
+        recipes.append(recipe)
+    if problems and len(names) > 1 and isinstance(named[0].raw, str):
         problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
-    return recipes, problems
+    if accept_llama and not problems and not any(recipe.translation for recipe in recipes):
+        problems.append(f"--{ACCEPT_LLAMA} is about recipes of other systems, and none is given")
+    return recipes, settings, problems
+
+
+def _names_of_recipes(named: Sequence[Assignment]) -> list[str]:
+    if not named:
+        return []
+    if len(named) > 1:
+        given = " and ".join(assignment.where for assignment in named)
+        raise ConfigError(f"recipes are named twice, {given}: write one comma list, read left to right")
+    if named[0].valueless:
+        raise ConfigError(f"{named[0].flag} is given no value: write {named[0].flag}=…")
+    raw = named[0].raw
+    try:
+        return [raw] if isinstance(raw, str) and _is_one_path(raw) else split_list(raw)
+    except ValueError as error:
+        raise ConfigError(f"{named[0].where}: {error}") from error
+
+
+def _accepts_llama(assignments: Sequence[Assignment]) -> bool:
+    """Returns the value of the switch; a ConfigError where it is neither true nor false."""
+    given = [assignment for assignment in assignments if assignment.section_and_name[1] == ACCEPT_LLAMA]
+    try:
+        return bool(given) and parse_bool(str(given[-1].raw))
+    except ValueError as error:
+        raise ConfigError(f"{given[-1].where}: {error}") from None
 
 
 def _is_one_path(text: str) -> bool:

@@ -173,6 +173,21 @@ class SampleConfig:
 
 
 @dataclass(frozen=True)
+class TranslateConfig:
+    """Turn another system's file of settings into a recipe, and say what became of each setting.
+
+    `pretrain train --recipe=FILE` reads such a file as well, without this step.
+    """
+
+    input_path: str = required("the file; also as the first word", first_word=True)
+    kind: str | None = setting(None, "what it is: one of the kinds in docs/recipes.md; none = what its keys say")
+    output_path: str | None = setting(None, "recipe to write; none = printed")
+    accept_llama: bool = setting(
+        False, "where it describes another model (GELU, dropout, biases, …), take a Llama of the same shape"
+    )
+
+
+@dataclass(frozen=True)
 class ListConfig:
     """Show the checkpoints of a run. Their content is not read: `pretrain verify` does that."""
 

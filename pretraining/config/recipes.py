@@ -1,37 +1,32 @@
 """Recipes: files of settings, and the resolved configuration written as one.
 
 A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), named by its
-path or, in this package's recipes folder, by its bare name. Scalars keep the text of the file, and the parser of flags
-decides what they mean: YAML alone would take 1e-3 for a string, `on` for a boolean and 010 for eight.
+path or, in this package's recipes folder, by its bare name. A file of another system is a recipe, too, and is
+translated as it is read (`foreign/`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pretraining.config.assignments import Assignment, Reader
+from pretraining.config.assignments import ALIASES, Assignment, Reader
 from pretraining.config.fields import sections_of, settings_of, values_of
+from pretraining.config.foreign.kinds import recognise, translate
+from pretraining.config.foreign.translation import Source, Translation
+from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, format_value
 from pretraining.errors import ConfigError
-from pretraining.files import exists, parse_json, read_file
+from pretraining.files import exists
 from pretraining.progress import Duration
 
-RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
+RECIPE_SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
 SHIPPED = Path(__file__).parent / "recipes"
-
-LARGEST_RECIPE_BYTES = 2**20
-"""Names and weights of thousands of datasets."""
-DEEPEST_YAML = 32
-"""Lists and mappings inside each other; settings need two."""
-_MOST_VALUES = 2**14
-"""As many take the parser a second."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -39,35 +34,61 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
 
 
-def read_recipe(name: str) -> list[Assignment]:
-    """Returns the settings of a recipe, a path or the name of a shipped one, as raw text.
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe's settings as raw text, and where they come from another system's file, what became of it."""
+
+    name: str
+    assignments: list[Assignment]
+    translation: Translation | None = None
+
+
+def read_recipe(name: str, overrides: Mapping[str, Raw] | None = None, accept_llama: bool = False) -> Recipe:
+    """Reads a recipe, a path or the name of a shipped one.
+
+    Args:
+        overrides: what the command line gives besides, by name; a file of another system may read some of them.
+        accept_llama: take a file that describes another model for a Llama of the same shape.
 
     Raises:
-        ConfigError: there is no such recipe, it is not valid YAML or JSON, or it is no mapping of settings.
+        ConfigError: there is no such recipe, it is not valid, it is no mapping of settings, or of another system and
+            cannot be translated.
     """
     path = _find(name)
-    try:
-        content = read_file(path, LARGEST_RECIPE_BYTES).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"recipe {name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return parse_recipe(content, name, is_json=path.suffix == ".json")
+    content = read_text(path, name)
+    tree = parse_tree(content, name, path.suffix)
+    if isinstance(tree, dict) and not _is_of_ours(tree):
+        source = Source(name, path, content, tree, overrides or {})
+        if recognise(source, path.suffix) or path.suffix in (".toml", ".py"):
+            return _foreign_recipe(source, path.suffix, accept_llama)
+    return Recipe(name, _settings_of_tree(tree, name))
 
 
-def parse_recipe(content: str, name: str, is_json: bool = False) -> list[Assignment]:
-    """Returns the settings in the content of a recipe as raw text; messages call it by `name`.
+def translate_file(name: str, kind: str | None = None, accept_llama: bool = False) -> Recipe:
+    """Reads a file of another system's settings; arguments are as in `read_recipe` and `translate`.
+
+    Raises:
+        ConfigError: there is no such file, it is of no known kind, or cannot be translated.
+    """
+    path = Path(name)
+    if not exists(path):
+        raise ConfigError(f"{name}: there is no such file")
+    content = read_text(path, name)
+    tree = parse_tree(content, name, path.suffix)
+    if not isinstance(tree, dict) or not tree:
+        raise ConfigError(f"{name} holds no settings")
+    if kind is None and _is_of_ours(tree):
+        raise ConfigError(f"{name} is a recipe of this project already: train with --recipe={name}")
+    return _foreign_recipe(Source(name, path, content, tree), path.suffix, accept_llama, kind)
+
+
+def parse_recipe(content: str, name: str) -> list[Assignment]:
+    """Returns the settings in the content of a YAML recipe as raw text; messages call it by `name`.
 
     Raises:
         ConfigError: it is not valid, or no mapping of settings.
     """
-    try:
-        tree = _read_json(content) if is_json else _read_yaml(content)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"recipe {name} is not valid {'JSON' if is_json else 'YAML'}: {error}") from error
-    if tree is None:
-        return []
-    if not isinstance(tree, dict):
-        raise ConfigError(f"recipe {name} holds no settings: write name: value on each line")
-    return _assignments(name, tree, "")
+    return _settings_of_tree(parse_tree(content, name), name)
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -76,7 +97,7 @@ def load_config(path: str | Path) -> TrainConfig:
     Raises:
         ConfigError: carries every problem of the file.
     """
-    config, problems = _read_config(read_recipe(str(path)))
+    config, problems = _read_config(read_recipe(str(path)).assignments)
     if problems:
         raise ConfigError(problems)
     return config
@@ -127,6 +148,37 @@ def _find(name: str) -> Path:
     return shipped[name]
 
 
+def _settings_of_tree(tree: Any, name: str) -> list[Assignment]:
+    if tree is None:
+        return []
+    if not isinstance(tree, dict):
+        raise ConfigError(f"recipe {name} holds no settings: write name: value on each line")
+    return _assignments(name, tree, "")
+
+
+def _is_of_ours(tree: Mapping[str, Any]) -> bool:
+    """Whether every key is a setting of training, under a section or not."""
+    settings = settings_of(TrainConfig)
+    names = {name: name for name in settings} | {name: alias.target for name, alias in ALIASES.items()}
+    for key in Source("", None, "", tree).flattened():
+        section, _, name = key.replace("-", "_").rpartition(".")
+        if key not in sections_of(TrainConfig) and (
+            name not in names or section not in ("", settings[names[name]].section)
+        ):
+            return False
+    return True
+
+
+def _foreign_recipe(source: Source, suffix: str, accept_llama: bool, kind: str | None = None) -> Recipe:
+    translation = translate(source, suffix, kind, accept_llama)
+    assignments = []
+    for setting, text in translation.settings.items():
+        note = translation.note_of(setting)
+        place = f"{source.name}{f':{note.line}' if note.line else ''}: {note.key}"
+        assignments.append(Assignment(setting, text, where=f"{place}: {note.value}", flag=place))
+    return Recipe(source.name, assignments, translation)
+
+
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:
     """Flattens a mapping; names carry the keys above them."""
     assignments = []
@@ -156,79 +208,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Duration):
         return value.amount if value.unit == "steps" else str(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _read_json(content: str) -> Any:
-    """Parses JSON with numbers left as they are written."""
-    return parse_json(
-        content,
-        parse_int=str,
-        parse_float=str,
-        parse_constant=str,
-        object_pairs_hook=lambda pairs: _refuse_repeats(pairs, ""),
-    )
-
-
-def _read_yaml(content: str) -> Any:
-    """Parses YAML that may come from anywhere, its scalars as text.
-
-    Raises:
-        yaml.YAMLError: it is not valid.
-        ValueError: it is too large, nested too deep, or its aliases make too much of it.
-    """
-    if len(content) > LARGEST_RECIPE_BYTES:
-        raise ValueError(f"it has more than {LARGEST_RECIPE_BYTES:,} characters")
-    return yaml.load(content, Loader=_TextLoader)
-
-
-def _refuse_repeats(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
-    """Makes a mapping of pairs; a repeated key would silently hide the first."""
-    mapping: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise ValueError(f"{key} stands there twice{place}")
-        mapping[key] = value
-    return mapping
-
-
-class _TextLoader(yaml.BaseLoader):
-    """YAML whose scalars are text, except null."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._depth = 0
-        self._sizes: dict[yaml.Node, int] = {}  # of nodes whose end was read, with their aliases written out
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Reads a node; a ValueError where it is nested too deep, or too large once its aliases are written out."""
-        self._depth += 1
-        if self._depth > DEEPEST_YAML:
-            raise ValueError(f"lists and mappings are nested more than {DEEPEST_YAML} deep")
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self._depth -= 1
-        if node is not None and node not in self._sizes:
-            self._sizes[node] = 1 + sum(self._sizes.get(child, 0) for child in _children_of(node))
-            if max(self._sizes[node], len(self._sizes)) > _MOST_VALUES:
-                raise ValueError(f"with its aliases written out it holds more than {_MOST_VALUES:,} values")
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Builds a mapping, refusing repeated keys."""
-        pairs = [
-            (str(self.construct_object(key)), self.construct_object(value, deep=True)) for key, value in node.value
-        ]
-        return _refuse_repeats(pairs, f" (mapping from line {node.start_mark.line + 1})")
-
-
-# An empty value, ~ and null are null; everything else stays text.
-_TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_TextLoader.add_constructor("tag:yaml.org,2002:null", lambda loader, node: None)
-
-
-def _children_of(node: yaml.Node) -> Iterable[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return chain.from_iterable(node.value)
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 class _FlowListDumper(yaml.SafeDumper):

@@ -115,6 +115,22 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
     return problems
 
 
+def remarks(config: TrainConfig) -> list[str]:
+    """Returns a line for each setting that another one leaves without an effect, so that one flag can be flipped."""
+    lines = []
+    data, parallel = config.data, config.parallel
+    unread = {name: getattr(data, name) for name in ("data_path", "datasets", "weights") if getattr(data, name)}
+    if data.use_dummy_dataset and unread:
+        given = ", ".join(f"{name}={format_value(value)}" for name, value in unread.items())
+        lines.append(f"use_dummy_dataset=true: tokens are made up, and {given} not read")
+    if parallel.selective_checkpointing != ALL_BLOCKS and not parallel.fsdp_activation_checkpointing:
+        lines.append(
+            f"selective_checkpointing={parallel.selective_checkpointing} has no effect: fsdp_activation_checkpointing, "
+            "whose blocks it chooses, is off"
+        )
+    return lines
+
+
 def _rule(*more: str, root: type = TrainConfig, unit: str | None = None) -> Callable[[Check], Check]:
     """Adds a rule to the list; the arguments are those of `Rule`."""
 
@@ -143,11 +159,6 @@ def _there_is_one_source_of_data(
 ) -> Problems:
     if data_path is None and not use_dummy_dataset and not (eval_only and eval_datasets):
         yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
-    if data_path is not None and use_dummy_dataset:
-        yield (
-            f"two sources of data: --data_path={data_path} and --use_dummy_dataset=true, which makes its tokens "
-            "up; give --data_path=none or --use_dummy_dataset=false"
-        )
 
 
 @_rule()
@@ -170,13 +181,6 @@ def _epochs_need_a_dataset(use_dummy_dataset: bool, **durations: Duration | None
     for name, duration in durations.items():
         if use_dummy_dataset and isinstance(duration, Duration) and duration.unit == "epochs":
             yield f"--{name}={duration} counts passes over a dataset, and made-up data has no end: give steps or tokens"
-
-
-@_rule()
-def _made_up_data_has_no_datasets(use_dummy_dataset: bool, datasets: tuple[str, ...]) -> Problems:
-    if use_dummy_dataset and datasets:
-        given = f"--datasets={format_value(datasets)}"
-        yield f"{given} names folders, and --use_dummy_dataset=true reads none; leave one out"
 
 
 @_rule()
@@ -372,6 +376,20 @@ def _a_tracker_reads_what_is_given(tracker: tuple[str, ...], **options: str | No
 
 
 @_rule()
+def _the_backend_is_of_the_device(device: str, backend: str) -> Problems:
+    if backend == "gloo" and device == "cuda":
+        yield "--backend=gloo is for CPUs, and --device=cuda asks for GPUs, which talk by NCCL: leave one of them out"
+    if backend == "nccl" and device == "cpu":
+        yield "--backend=nccl is for GPUs, and --device=cpu asks for CPUs, which talk by gloo: leave one of them out"
+
+
+@_rule()
+def _float8_is_of_gpus(device: str, float8: str | None) -> Problems:
+    if device == "cpu" and float8 is not None:
+        yield f"--float8={float8} needs a GPU, and --device=cpu leaves those alone: leave one of them out"
+
+
+@_rule()
 def _groups_belong_to_hsdp(hsdp_group_size: int | None, sharding_strategy: str) -> Problems:
     if hsdp_group_size is not None and not sharding_strategy.startswith("hsdp"):
         yield (
@@ -402,11 +420,6 @@ def _checkpointed_blocks_exist(
         share_of_blocks(selective_checkpointing)
     if fsdp_activation_checkpointing and layers is not None:
         checkpointed_blocks(selective_checkpointing, layers)
-    if not fsdp_activation_checkpointing and selective_checkpointing != ALL_BLOCKS:
-        yield (
-            f"--selective_checkpointing={selective_checkpointing} says which blocks --fsdp_activation_checkpointing is "
-            "for, and that is off: add --fsdp_activation_checkpointing=true, or leave --selective_checkpointing out"
-        )
 
 
 @_rule()

@@ -159,7 +159,10 @@ class DataConfig:
         "when a sample cannot be read (damaged file, token beyond the vocabulary): stop and name it, or quarantine: "
         "go on without its labels and say so; no other sample moves",
     )
-    use_dummy_dataset: bool = setting(False, "made-up tokens, no files: for quick tests and performance benchmarks")
+    use_dummy_dataset: bool = setting(
+        False,
+        "made-up tokens, for quick tests and performance benchmarks: data_path, datasets and weights are not read",
+    )
 
     @property
     def skipped_ranges(self) -> list[tuple[int, int]]:
@@ -225,6 +228,12 @@ class RunConfig:
 class ParallelConfig:
     """How parameters, gradients and optimizer state are laid out over GPUs, and what is recomputed to save memory."""
 
+    device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "what trains. auto: GPUs where there are any, else the CPU; cuda: refused without a GPU"
+    )
+    backend: Literal["auto", "nccl", "gloo"] = setting(
+        "auto", "how processes talk. auto: by NCCL on GPUs, by gloo on CPUs; the others say so, and are refused elsewhere"
+    )
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
         "ddp (zero0): everything everywhere; zero2: gradients and optimizer state sharded; fsdp (zero3): parameters "

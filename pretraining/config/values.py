@@ -81,6 +81,17 @@ def split_list(raw: Raw) -> list[str]:
     return items
 
 
+def parse_bool(text: str) -> bool:
+    """Returns what a word for true or false means.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if text.strip().lower() not in _BOOL_WORDS:
+        raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
+    return _BOOL_WORDS[text.strip().lower()]
+
+
 def parse_range(text: str, smallest: int) -> tuple[int, int]:
     """Returns the first and the last number of `A-B`, both included, or of `A` alone.
 
@@ -155,9 +166,7 @@ def _parse_one(setting: Setting, text: str) -> Any:
         except ConfigError as error:
             raise ValueError(str(error)) from error
     if setting.base is bool:
-        if text.strip().lower() not in _BOOL_WORDS:
-            raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
-        return _BOOL_WORDS[text.strip().lower()]
+        return parse_bool(text)
     return text if setting.base is str else _parse_number(setting.base, text)
 
 

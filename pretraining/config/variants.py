@@ -117,6 +117,7 @@ VARIANTS: dict[str, LlamaShape] = {
     "350m": _research(1024, 16, 24),
     "760m": _research(1536, 16, 24),
     "1b": _research(2048, 16, 24),
+    "demo": _shape(192, 4, 4, 4, 512, 2048, 1e4, 4096),  # of the recipe of this name
 }
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from pretraining.config.training import ParallelConfig
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, Patience, Place, meet
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
 
@@ -98,6 +99,7 @@ def join_processes(
     environment: dict[str, str],
     timeout: timedelta = COLLECTIVE_TIMEOUT,
     patience: Patience | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> Iterator[Processes]:
     """Joins the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
 
@@ -107,11 +109,13 @@ def join_processes(
         environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
         timeout: after which a process that waits in a collective gives up.
         patience: with processes that have not come yet; None = as long as in a collective.
+        parallel: says on which kind of device; None = on GPUs where there are any.
 
     Raises:
-        LaunchError: the processes do not find each other; more processes than GPUs on a node, or two on one GPU.
+        LaunchError: the processes do not find each other; more processes than GPUs on a node, or two on one GPU; the
+            device or backend that is asked for is not there.
     """
-    device = _device_of(local_rank, local_world_size)
+    device = _device_of(local_rank, local_world_size, ParallelConfig() if parallel is None else parallel)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -221,9 +225,14 @@ def _portable(error: BaseException) -> PretrainError:
     return PretrainError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
 
-def _device_of(local_rank: int, local_world_size: int) -> torch.device:
-    if not torch.cuda.is_available():
+def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig) -> torch.device:
+    if parallel.device == "cpu" or not torch.cuda.is_available():
+        flag = "--device=cuda" if parallel.device == "cuda" else "--backend=nccl" if parallel.backend == "nccl" else ""
+        if flag:
+            raise LaunchError(f"{flag} needs a GPU, and PyTorch sees none on {socket.gethostname()}: leave it out")
         return torch.device("cpu")
+    if parallel.backend == "gloo":
+        raise LaunchError("--backend=gloo is for CPUs, and this machine has GPUs: leave it out, or give --device=cpu")
     visible = torch.cuda.device_count()
     # One visible GPU may be a launcher that gives each task its own (srun --gpus-per-task=1); whether it is the same
     # one for all can only be told once the processes know each other.

@@ -27,7 +27,14 @@ from pretraining.checkpoint.manifest import (
     tensor_state,
 )
 from pretraining.checkpoint.retention import set_aside
-from pretraining.checkpoint.start_point import CONFIG_FILE, CheckpointRef, find_checkpoint, load, make_run_folder
+from pretraining.checkpoint.start_point import (
+    CONFIG_FILE,
+    CheckpointRef,
+    find_checkpoint,
+    is_within,
+    load,
+    make_run_folder,
+)
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import load_config, settings_in
 from pretraining.config.training import CheckpointConfig, ParallelConfig, TrainConfig
@@ -92,6 +99,12 @@ def _checkpoint_to_go_back_to(config: CheckpointConfig, status: StatusKeeper | N
                 "--resume_from_checkpoint would go back to it",
                 named,
             )
+        elif found is None and is_starting and not is_within(Path(named), run):
+            log.info(
+                "the run in %s goes on from its own newest checkpoint, not from --ckpt_load_path=%s: another "
+                "--ckpt_save_path would begin one from there",
+                *(run, named),
+            )
         return None
     before = status.before(run) if status is not None else RunStatus()
     if before is None:
@@ -115,7 +128,7 @@ def _checkpoint_to_go_back_to(config: CheckpointConfig, status: StatusKeeper | N
         raise CheckpointError(
             f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds {there}"
         )
-    if found is None and run.resolve() in (Path(request).resolve(), *Path(request).resolve().parents):
+    if found is None and is_within(Path(request), run):
         raise CheckpointError(
             f"--resume_from_checkpoint={request} is in the run's folder, and none of its checkpoints: name one of "
             f"those in {run / CHECKPOINTS} (what was set aside can be moved back there)"

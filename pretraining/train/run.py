@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.start_point import adopt_model, settle_run_path
+from pretraining.checkpoint.start_point import adopt_model, settle_run_path, without_own_load_path
+from pretraining.config.rules import remarks
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import load_fitting_tokenizer, load_tokenizer
@@ -53,6 +54,8 @@ def train(
         Preempted: the run was told to end before it was done, and is saved; `Interrupted` if it was Ctrl-C.
         PretrainError: any mistake of the user; the message says what to change.
     """
+    for line in remarks(config):
+        log.info(line)
     requests = StopRequests() if stop_requests is None else stop_requests
     # Whether the time limit leaves room for a start is asked once the start is counted.
     end_at_signal = replace(requests, deadline=None).end_before_training
@@ -66,6 +69,7 @@ def train(
             layout.as_environment(),
             timeout=collective_timeout(config.guard),
             patience=Patience(timedelta(seconds=waiting), end_at_signal),
+            parallel=config.parallel,
         ) as processes,
         Watchdog(config.guard, processes),
         leaving_cores_to_others(torch.get_num_threads()) if processes.device.type == "cpu" else nullcontext(),
@@ -74,7 +78,7 @@ def train(
             with naming_the_flag(processes.rank if processes.world_size > 1 else None):
                 evaluate_only(adopt_model(of_what_is_evaluated(config)), processes, requests)
             return
-        config = adopt_model(config)
+        config = adopt_model(without_own_load_path(config))
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
         on_every_rank(end_at_signal)
         run_path = on_rank_zero(lambda: settle_run_path(config))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import Setting, build, settings_of
-from pretraining.config.recipes import LARGEST_RECIPE_BYTES, dump_config, load_config, read_recipe, shipped_recipes
+from pretraining.config.recipes import dump_config, load_config, read_recipe, shipped_recipes
+from pretraining.config.settings_files import LARGEST_FILE_BYTES
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import NONE_WORDS
 from pretraining.errors import ConfigError
@@ -134,7 +135,7 @@ def test_a_recipe_may_repeat_itself_by_aliases(tmp_path: Path) -> None:
 def test_what_a_recipe_is_not_read_from_is_said(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").mkdir()
-    (tmp_path / "c.yaml").write_text("#" * (LARGEST_RECIPE_BYTES + 1))
+    (tmp_path / "c.yaml").write_text("#" * (LARGEST_FILE_BYTES + 1))
     said = ("it is a pipe, not a file", "Is a directory", "it has more than 1,048,576 bytes")
     for name, reason in zip("abc", said, strict=True):
         assert f"cannot be read: {reason}" in problems_of(str(tmp_path / f"{name}.yaml"))[0]

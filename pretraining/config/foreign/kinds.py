@@ -1,0 +1,87 @@
+"""The kinds of foreign files, and which of them a file is: by its suffix, and by keys that only this kind has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pretraining.config.foreign import stub
+from pretraining.config.foreign.translation import Source, Translating, Translation
+from pretraining.config.values import did_you_mean
+from pretraining.errors import ConfigError
+
+YAML = (".yaml", ".yml")
+JSON = (".json",)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A form of files that is understood.
+
+    Attributes:
+        what: it is, in a few words.
+        suffixes: of its files.
+        signs: keys or sections, one of which is in each file of the kind, and in no file of another.
+        read: translates a file.
+    """
+
+    what: str
+    suffixes: tuple[str, ...]
+    signs: tuple[str, ...]
+    read: Callable[[Translating], None]
+
+
+KINDS = {
+    "stub": Kind("one YAML of a training stub (dist, model.hf_config, …)", YAML, stub.SIGNS, stub.read),
+}
+
+
+def recognise(source: Source, suffix: str) -> list[str]:
+    """Returns the kinds that a file may be."""
+    keys = source.flattened()
+    return [
+        name
+        for name, kind in KINDS.items()
+        if suffix in kind.suffixes
+        and any(key == sign or key.startswith(f"{sign}.") for sign in kind.signs for key in keys)
+    ]
+
+
+def translate(source: Source, suffix: str, kind: str | None = None, accept_llama: bool = False) -> Translation:
+    """Translates a file of settings of another system.
+
+    Args:
+        suffix: of the file, with its dot.
+        kind: what it is; None = what its keys say.
+
+    Raises:
+        ConfigError: it is of no known kind or fits several, or holds values that cannot be translated.
+    """
+    if kind is None:
+        kinds = recognise(source, suffix)
+        if len(kinds) != 1:
+            raise ConfigError(_undecided(source, kinds))
+        kind = kinds[0]
+    elif kind not in KINDS:
+        hint = did_you_mean(kind, KINDS, "did you mean {}? ")
+        raise ConfigError(f"--from={kind} is not known: {hint}There are {', '.join(KINDS)}")
+    translating = Translating(kind, source, accept_llama)
+    KINDS[kind].read(translating)
+    return translating.finish()
+
+
+def _undecided(source: Source, kinds: list[str]) -> str:
+    if kinds:
+        signs = "; ".join(f"{name}: {_signs_in(source, name)}" for name in kinds)
+        return f"{source.name} may be {' or '.join(kinds)} ({signs}): say which with --from, or part the file"
+    looked_for = "\n".join(
+        f"  {name}: {kind.what}, {' or '.join(kind.suffixes)}, with {', '.join(kind.signs[:4])}"
+        for name, kind in KINDS.items()
+    )
+    return f"{source.name} is of no known kind. These are known, by the keys named:\n{looked_for}"
+
+
+def _signs_in(source: Source, kind: str) -> str:
+    keys = source.flattened()
+    found = [sign for sign in KINDS[kind].signs if any(key == sign or key.startswith(f"{sign}.") for key in keys)]
+    return ", ".join(found)

@@ -1,0 +1,72 @@
+"""`pretrain translate`: a file of settings of another system, as a recipe of this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from pretraining.config.assignments import Reader
+from pretraining.config.commands import TranslateConfig
+from pretraining.config.fields import settings_of
+from pretraining.config.foreign.kinds import KINDS
+from pretraining.config.foreign.translation import Note, Translation
+from pretraining.config.recipes import translate_file
+from pretraining.config.training import TrainConfig
+from pretraining.errors import ConfigError
+from pretraining.files import output_errors, write_atomic
+
+
+def translate(config: TranslateConfig) -> None:
+    """Prints what became of each setting, then the recipe, or writes it where the user wants it.
+
+    Raises:
+        ConfigError: the file is of no known kind, or holds what cannot be translated.
+        PathError: the recipe cannot be written.
+    """
+    recipe = translate_file(config.input_path, config.kind, config.accept_llama)
+    assert recipe.translation is not None
+    reader = Reader(TrainConfig)
+    reader.read(recipe.assignments)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    translation = recipe.translation
+    print(f"{config.input_path}: {KINDS[translation.kind].what}\n")
+    print("\n".join(translation.table()))
+    text = recipe_text(config.input_path, translation)
+    if config.output_path is None:
+        print(f"\n{text}", end="")
+        return
+    with output_errors(Path(config.output_path)):
+        Path(config.output_path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(config.output_path), text)
+    print(f"\nwritten to {config.output_path}. Train with it:\n  pretrain train --recipe={config.output_path}")
+
+
+def recipe_text(name: str, translation: Translation) -> str:
+    """Returns a recipe by sections, each setting with what it was made of behind it."""
+    lines = [f"# Translated from {name} ({KINDS[translation.kind].what})."]
+    section = None
+    for setting in settings_of(TrainConfig).values():
+        if setting.name not in translation.settings:
+            continue
+        if setting.section != section:
+            section = setting.section
+            lines.append(f"{section}:")
+        note = translation.note_of(setting.name)
+        value = _as_yaml(translation.settings[setting.name])
+        lines.append(f"  {setting.name}: {value}  # {_explained(note)}")
+    without = [note for note in translation.notes if not note.settings]
+    if without:
+        lines += ["# Without a setting here:", *(f"#   {_explained(note)}" for note in without)]
+    return "\n".join(lines) + "\n"
+
+
+def _explained(note: Note) -> str:
+    text = f"{note.key}: {note.value}" + (f" ({note.remark})" if note.remark else "")
+    return " ".join(text.split())  # a line of comment, whatever the value holds
+
+
+def _as_yaml(text: str) -> str:
+    written: str = yaml.safe_dump(text, width=10**6, allow_unicode=True)
+    return written.removesuffix("...\n").strip()
