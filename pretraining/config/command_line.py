@@ -152,7 +152,7 @@ def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[Recipe], list
     try:
         names, accept_llama = _names_of_recipes(named), _accepts_llama(assignments)
     except ConfigError as error:
-        return [], settings, error.problems
+        return [], settings, list(error.problems)
     for name in names:
         try:
             recipe = read_recipe(name, {given.name: given.raw for given in settings}, accept_llama)

@@ -420,6 +420,7 @@ def _checkpointed_blocks_exist(
         share_of_blocks(selective_checkpointing)
     if fsdp_activation_checkpointing and layers is not None:
         checkpointed_blocks(selective_checkpointing, layers)
+    return ()
 
 
 @_rule()

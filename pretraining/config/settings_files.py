@@ -27,6 +27,7 @@ DEEPEST_YAML = 32
 """Lists and mappings inside each other; settings need two."""
 _MOST_VALUES = 2**14
 """As many take the parser a second."""
+_PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "null", "bool", "int", "float", "seq", "map"))
 
 
 def read_text(path: Path, name: str) -> str:
@@ -107,6 +108,8 @@ class _TextLoader(yaml.BaseLoader):
         if self._depth > DEEPEST_YAML:
             raise ValueError(f"lists and mappings are nested more than {DEEPEST_YAML} deep")
         node: yaml.Node | None = super().compose_node(parent, index)
+        if node is not None and not node.tag.startswith(_PLAIN_TAGS):
+            raise ValueError(f"line {node.start_mark.line + 1}: {node.tag} would build an object; write plain values")
         self._depth -= 1
         if node is not None and node not in self._sizes:
             self._sizes[node] = 1 + sum(self._sizes.get(child, 0) for child in _children_of(node))
@@ -192,7 +195,9 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_evaluate(item, names) for item in items]
         case ast.Dict(keys=keys, values=values) if None not in keys:
-            return {str(_evaluate(key, names)): _evaluate(value, names) for key, value in zip(keys, values, strict=True)}
+            return {
+                str(_evaluate(key, names)): _evaluate(value, names) for key, value in zip(keys, values, strict=True)
+            }
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             number = _number(node, _evaluate(operand, names))
             return -number if isinstance(sign, ast.USub) else number

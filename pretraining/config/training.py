@@ -232,7 +232,8 @@ class ParallelConfig:
         "auto", "what trains. auto: GPUs where there are any, else the CPU; cuda: refused without a GPU"
     )
     backend: Literal["auto", "nccl", "gloo"] = setting(
-        "auto", "how processes talk. auto: by NCCL on GPUs, by gloo on CPUs; the others say so, and are refused elsewhere"
+        "auto",
+        "how processes talk. auto: by NCCL on GPUs, by gloo on CPUs; the others say so, and are refused elsewhere",
     )
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",

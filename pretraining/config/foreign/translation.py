@@ -52,7 +52,9 @@ class Source:
         """Returns the line that a dotted key stands on, by a search for its parts in order; None if not found."""
         start, found = 0, None
         for part in key.split("."):
-            match = re.compile(rf"(?m)^.*?(?<![\w.])[\"']?{re.escape(part)}[\"']?\s*[:=\].]").search(self.content, start)
+            match = re.compile(rf"(?m)^.*?(?<![\w.])[\"']?{re.escape(part)}[\"']?\s*[:=\].]").search(
+                self.content, start
+            )
             if match is not None:
                 found = start = match.end() - 1
         return None if found is None else self.content.count("\n", 0, found) + 1
@@ -224,7 +226,9 @@ class Translating:
         """
         for key, value in self.values.items():
             if key not in self._notes:
-                reason = "not given" if value is None or value == {} else f"not known to the reader of {self._kind} files"
+                reason = (
+                    "not given" if value is None or value == {} else f"not known to the reader of {self._kind} files"
+                )
                 self._note(key, {}, reason)
         if self._problems:
             raise ConfigError(self._problems)

@@ -120,7 +120,10 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--max_tokens"], "--max_tokens is given no value: write --max_tokens=…"),
         (["--recipe"], "--recipe is given no value: write --recipe=…"),
         (["demo"], "'demo' sets nothing: write name=value or --name=value"),
-        (["mine.yaml"], "'mine.yaml' sets nothing: write --recipe=mine.yaml"),
+        (["mine.yaml"], "--recipe=mine.yaml: there is no such file"),
+        (["seed=1", "mine.yaml"], "'mine.yaml' sets nothing: write --recipe=mine.yaml"),
+        (["--accept_llama"], "--accept_llama is about recipes of other systems, and none is given"),
+        (["--accept_llama=perhaps"], "--accept_llama=perhaps: true or false is needed (also yes, no, on, off, 1, 0)"),
         (["--num_steps=10", "--max_tokens=5B"], "two run lengths, --num_steps=10 and --max_tokens=5B: keep one"),
         (["seed=1", "--seed=2"], "two values for seed, seed=1 and --seed=2: keep one"),
         (["--seed=1", "--run.seed=2"], "two values for seed, --seed=1 and --run.seed=2: keep one"),
@@ -194,7 +197,7 @@ def test_later_recipes_win_and_flags_win_over_all(tmp_path: Path) -> None:
 
 
 def test_a_recipe_may_be_named_positionally() -> None:
-    assert load_train_config(["recipe=demo"]).model.vocab_size == 4096
+    assert load_train_config(["recipe=demo"]).model.model_variant == "demo"
 
 
 def test_a_run_length_of_a_recipe_may_be_replaced_under_its_other_name() -> None:

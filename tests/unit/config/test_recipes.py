@@ -20,6 +20,7 @@ from pretraining.config.recipes import dump_config, load_config, read_recipe, sh
 from pretraining.config.settings_files import LARGEST_FILE_BYTES
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import NONE_WORDS
+from pretraining.config.variants import resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
@@ -128,7 +129,7 @@ def test_a_file_that_is_no_text_says_so(tmp_path: Path) -> None:
 
 
 def test_a_recipe_may_repeat_itself_by_aliases(tmp_path: Path) -> None:
-    settings = read_recipe(str(recipe(tmp_path, "seed: &a 5\nbatch: {batch_size: *a}")))
+    settings = read_recipe(str(recipe(tmp_path, "seed: &a 5\nbatch: {batch_size: *a}"))).assignments
     assert [(each.name, each.raw) for each in settings] == [("seed", "5"), ("batch.batch_size", "5")]
 
 
@@ -164,7 +165,7 @@ def test_a_shipped_recipe_can_be_trained_with(name: str) -> None:
 
 def test_the_demo_is_a_small_model_on_its_own_text() -> None:
     config = load_train_config(["recipe=demo"])
-    assert config.model.model_variant == "tiny" and config.model.vocab_size == 4096
+    assert config.model.model_variant == "demo" and resolve_shape(config.model).vocab_size == 4096
     assert config.data.seq_length == 256 and config.data.sep_token == 0 and config.data.held_out_fraction > 0
     assert not config.parallel.mixed_precision
 

@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import build, settings_of
-from pretraining.config.rules import RULES, check_config, find_problems
+from pretraining.config.rules import RULES, check_config, find_problems, remarks
 from pretraining.config.training import DataConfig, RunConfig, TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.errors import ConfigError
@@ -30,13 +30,12 @@ def config_of(**values: Any) -> TrainConfig:
     [
         ({"data_path": None}, "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"),
         (
-            {"data_path": "d", "use_dummy_dataset": True},
-            "two sources of data: --data_path=d and --use_dummy_dataset=true, which makes its tokens up; give "
-            "--data_path=none or --use_dummy_dataset=false",
+            {"device": "cuda", "backend": "gloo"},
+            "--backend=gloo is for CPUs, and --device=cuda asks for GPUs, which talk by NCCL: leave one of them out",
         ),
         (
-            {"use_dummy_dataset": True, "datasets": ("a",)},
-            "--datasets=a names folders, and --use_dummy_dataset=true reads none; leave one out",
+            {"device": "cpu", "backend": "nccl"},
+            "--backend=nccl is for GPUs, and --device=cpu asks for CPUs, which talk by gloo: leave one of them out",
         ),
         (
             {"datasets": ("a", "b"), "weights": (1.0,)},
@@ -290,9 +289,21 @@ def test_a_selection_that_takes_no_block_is_refused(selective: str, problem: str
     load_train_config(flags)  # a checkpoint may have more blocks
 
 
-def test_a_selection_without_checkpointing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="add --fsdp_activation_checkpointing=true, or leave"):
-        load_train_config(["use_dummy_dataset=true", "selective_checkpointing=op"])
+def test_a_setting_that_another_one_leaves_without_an_effect_is_a_remark() -> None:
+    """So that one flag can be flipped: to measure speed, or to see what checkpointing costs."""
+    flags = ["use_dummy_dataset=true", "data_path=d", "datasets=a,b", "weights=1,2", "selective_checkpointing=op"]
+    assert remarks(load_train_config(flags)) == [
+        "use_dummy_dataset=true: tokens are made up, and data_path=d, datasets=a,b, weights=1.0,2.0 not read",
+        "selective_checkpointing=op has no effect: fsdp_activation_checkpointing, whose blocks it chooses, is off",
+    ]
+    assert remarks(load_train_config(["use_dummy_dataset=true"])) == []
+    checkpointing = ["fsdp_activation_checkpointing=true", "selective_checkpointing=op", "data_path=d"]
+    assert remarks(load_train_config(checkpointing)) == []
+
+
+def test_float8_is_refused_where_only_cpus_train() -> None:
+    with pytest.raises(ConfigError, match="--float8=rowwise needs a GPU, and --device=cpu leaves those alone"):
+        load_train_config(["use_dummy_dataset=true", "device=cpu", "float8=rowwise"])
 
 
 MULTIPLES = "--float8=rowwise multiplies matrices whose sides are multiples of 16"
