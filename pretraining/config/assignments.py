@@ -50,7 +50,8 @@ class Assignment:
     """A name given a value somewhere.
 
     Attributes:
-        name: as written; case does not count, dashes are underscores, and a section may stand in front (`optimizer.learning_rate`).
+        name: as written; case does not count, dashes are underscores, and a section may stand in front
+            (`optimizer.learning_rate`).
         raw: the text, or from a recipe a list of texts or None.
         where: how the user finds it again: `--learning_rate=abc` or `a.yaml: learning_rate: abc`.
         flag: the name in the form of this source: `--learning_rate` or `a.yaml: learning_rate`.

@@ -182,7 +182,8 @@ class TranslateConfig:
     input_path: str = required("the file; also as the first word", first_word=True)
     kind: str | None = setting(
         None,
-        "what it is: stub, guide, deepspeed, training_arguments, composed, nanogpt or torchtitan; none = what its keys say",
+        "what it is: stub, guide, deepspeed, training_arguments, composed, nanogpt or torchtitan; none = what its keys "
+        "say",
     )
     output_path: str | None = setting(None, "recipe to write; none = printed")
     accept_llama: bool = setting(

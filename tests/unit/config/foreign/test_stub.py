@@ -149,11 +149,17 @@ def test_a_directory_without_a_prefix_is_the_runs_folder() -> None:
     [
         ("dist:\n  dtype: int8", "a.yaml:2: dist.dtype: int8: one of bfloat16, float16, float32 is needed"),
         ("dist:\n  cpu_only: maybe", "a.yaml:2: dist.cpu_only: maybe: one of true, false, yes, no is needed"),
-        ("model:\n  hf_config:\n    hidden_act: gelu", "a.yaml:3: model.hf_config.hidden_act: gelu: a Llama's activation is SiLU"),
+        (
+            "model:\n  hf_config:\n    hidden_act: gelu",
+            "a.yaml:3: model.hf_config.hidden_act: gelu: a Llama's activation is SiLU",
+        ),
         ("model:\n  hf_config:\n    model_type: gpt2", "a.yaml:3: model.hf_config.model_type: gpt2: it is no Llama"),
-        ("dist: {}\noptim:\n  betas: 0.9\ncheckpoint: {chkpt_saving_iterations: 1}", "a.yaml:3: optim.betas: 0.9: two numbers are needed"),
+        (
+            "dist: {}\noptim:\n  betas: 0.9\ncheckpoint: {chkpt_saving_iterations: 1}",
+            "a.yaml:3: optim.betas: 0.9: two numbers are needed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_translated_is_named(content: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         translated(content)
