@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 from helpers import heed_interrupts, plain_environment, run_command
 from stand_in import StandIn
+
+from pretraining.config.command_line import load_train_config
+from pretraining.config.fields import values_of
 
 CHOICE = "--use_dummy_dataset=true"
 
@@ -29,11 +33,22 @@ def train(
     return run_command(command, environment, timeout=60, check=check, cwd=cwd or stand_in.root)
 
 
-def write_flags(stand_in: StandIn, flags: str) -> None:
+def edit_block(stand_in: StandIn, pattern: str, replacement: str) -> None:
     """Edits the block of flags at the top of train.sh."""
     script = stand_in.root / "scripts" / "train.sh"
-    before, opening, after = script.read_text().partition("FLAGS=(\n")
-    script.write_text(f"{before}{opening}    {flags}\n{after}")
+    text, count = re.subn(pattern, lambda _: replacement, script.read_text(), count=1)
+    assert count == 1
+    script.write_text(text)
+
+
+WHOLE_BLOCK = r"(?sm)(?<=FLAGS=\(\n).*?(?=^\)$)"
+
+
+def block_of(stand_in: StandIn) -> list[str]:
+    """The flags of the block as it stands."""
+    text = (stand_in.root / "scripts" / "train.sh").read_text()
+    lines = re.findall(r"^    (--\S+)", text.partition("FLAGS=(\n")[2].partition("\n)\n")[0], re.MULTILINE)
+    return [line.replace('"', "").replace("$root", str(stand_in.root)) for line in lines]
 
 
 # The demo
@@ -41,12 +56,30 @@ def write_flags(stand_in: StandIn, flags: str) -> None:
 
 def test_without_flags_the_demo_is_prepared_and_trained(stand_in: StandIn) -> None:
     train(stand_in)
-    data, run = stand_in.root / "data" / "demo", stand_in.root / "runs" / "demo"
     prepare, main, _ = stand_in.calls()
-    assert prepare == f"pretrain prepare --source=stdlib --vocab_size=4096 --output_path={data}"
-    assert main == (
-        f"main --recipe=demo --data_path={data} --tokenizer_path={data}/tokenizer.json --ckpt_save_path={run}"
-    )
+    assert prepare == f"pretrain prepare --source=stdlib --vocab_size=4096 --output_path={stand_in.root}/data/demo"
+    assert main == " ".join(["main", *block_of(stand_in)])
+
+
+def test_the_block_is_the_recipe_of_the_demo(stand_in: StandIn) -> None:
+    block = [flag.removeprefix("--").replace(f"{stand_in.root}/", "") for flag in block_of(stand_in)]
+    of_block, of_recipe = values_of(load_train_config(block)), values_of(load_train_config(["recipe=demo"]))
+    differing = {name for name, value in of_recipe.items() if value != of_block[name]}
+    assert differing == {"datasets", "weights"}  # one dataset, named and weighed for those who edit the block
+
+
+def test_the_block_has_all_flags_of_the_system_that_it_is_for(stand_in: StandIn) -> None:
+    names = {flag.removeprefix("--").partition("=")[0] for flag in block_of(stand_in)}
+    assert names == {
+        *("model_variant", "ckpt_load_path", "ckpt_save_path", "use_dummy_dataset", "data_path", "datasets", "weights"),
+        *("seq_length", "sep_token", "logical_shards", "num_workers", "file_type", "col_name", "bos_token"),
+        *("strip_tokens", "sharding_strategy", "hsdp_group_size", "tokenizer_path", "held_out_fraction"),
+        *("eval_interval", "eval_batches", "mixed_precision", "mp_dtype", "fsdp_activation_checkpointing"),
+        *("selective_checkpointing", "low_cpu_fsdp", "seed", "batch_size", "num_steps", "learning_rate"),
+        *("use_profiler", "profiler_rank0_only", "report_interval", "checkpoint_interval", "use_torch_compile"),
+        *("grad_clip_thresh", "training_stage", "tracker", "tracker_dir", "tracker_project_name", "tracker_run_id"),
+        "min_lr_ratio",
+    }
 
 
 def test_prepared_data_of_the_demo_is_used_again(stand_in: StandIn) -> None:
@@ -58,8 +91,11 @@ def test_prepared_data_of_the_demo_is_used_again(stand_in: StandIn) -> None:
 
 
 def test_other_flags_change_the_demo_and_win_over_its_own(stand_in: StandIn) -> None:
-    train(stand_in, "--num_steps=5", "--ckpt_save_path=elsewhere")
-    assert stand_in.calls()[1].endswith(f"{stand_in.root}/runs/demo --num_steps=5 --ckpt_save_path=elsewhere")
+    train(stand_in, "num_steps=5", "--Schedule.Min-LR-Ratio=0.2", "--eos_token=3", "--ckpt_save_path=elsewhere")
+    left = ("--num_steps", "--ckpt_save_path", "--sep_token", "--min_lr_ratio")
+    block = [flag for flag in block_of(stand_in) if not flag.startswith(left)]
+    given = "num_steps=5 --Schedule.Min-LR-Ratio=0.2 --eos_token=3 --ckpt_save_path=elsewhere"
+    assert stand_in.calls()[1] == f"main {' '.join(block)} {given}"
 
 
 def test_the_demo_stops_where_its_data_cannot_be_prepared(stand_in: StandIn) -> None:
@@ -80,11 +116,14 @@ def test_the_demo_stops_where_its_data_cannot_be_prepared(stand_in: StandIn) -> 
         ["-data_path=/data"],
         ["--use_dummy_dataset"],
         ["num_steps=5", "model.model_variant=tiny"],
+        ["cfg.yaml", "num_steps=5"],
+        ["config/mine.py"],
     ],
 )
 def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(stand_in: StandIn, flags: list[str]) -> None:
-    train(stand_in, *flags)
+    done = train(stand_in, *flags)
     assert stand_in.calls()[0] == f"main {' '.join(flags)}"
+    assert "the block of flags in train.sh, which is the demo, is left out" in done.stderr
 
 
 @pytest.mark.parametrize("flags", [["--ckpt_save_path", "data_path"], ["--sample_prompt=data_path"]])
@@ -93,10 +132,35 @@ def test_a_value_that_looks_like_a_name_chooses_nothing(stand_in: StandIn, flags
     assert stand_in.calls()[0].startswith("pretrain prepare")
 
 
-def test_the_block_of_flags_comes_before_the_command_line(stand_in: StandIn) -> None:
-    write_flags(stand_in, '--data_path=/data "--sample_prompt=two  words"')
-    train(stand_in, "--data_path=/other")
-    assert stand_in.calls()[0] == "main --data_path=/data --sample_prompt=two  words --data_path=/other"
+def test_an_edited_block_is_taken_whatever_the_command_line_says_and_the_command_line_wins(stand_in: StandIn) -> None:
+    edit_block(stand_in, WHOLE_BLOCK, '    --seed=1  # mine\n    --data_path=/data\n    "--sample_prompt=two  words"\n')
+    done = train(stand_in, "--data_path=/other")
+    assert stand_in.calls()[0] == "main --seed=1 --sample_prompt=two  words --data_path=/other"
+    assert "left out" not in done.stderr and "demo" not in done.stderr
+
+
+def test_one_edited_line_leaves_the_demo_of_the_others(stand_in: StandIn) -> None:
+    edit_block(stand_in, "--num_steps=700 ", "--num_steps=20 ")
+    train(stand_in)
+    prepare, main, _ = stand_in.calls()
+    assert prepare.startswith("pretrain prepare") and "--num_steps=20" in main and "--model_variant=demo" in main
+
+
+def test_an_empty_block_leaves_all_to_the_command_line(stand_in: StandIn) -> None:
+    edit_block(stand_in, WHOLE_BLOCK, "")
+    train(stand_in, "--seed=1")
+    assert stand_in.calls()[0] == "main --seed=1"
+
+
+def test_the_other_systems_block_may_be_pasted(stand_in: StandIn) -> None:
+    pasted = (
+        'MODEL_ARGS="\\\n--model_variant="7b"\n--sharding_strategy="HSDP"\n--use_dummy_dataset=False\n'
+        '--weights="7725,500"\n--ckpt_save_path=/ckpt"'
+    )
+    edit_block(stand_in, 'MODEL_ARGS=""', pasted)
+    train(stand_in, "--seed=1", MODEL_ARGS="not this")
+    expected = "--model_variant=7b --sharding_strategy=HSDP --use_dummy_dataset=False --weights=7725,500"
+    assert stand_in.calls()[0] == f"main {expected} --ckpt_save_path=/ckpt --seed=1"
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
