@@ -26,6 +26,8 @@ from pretraining.errors import LaunchError, LostPeerError, PretrainError
 
 T = TypeVar("T")
 
+_ANYWHERE = ParallelConfig()
+
 # How gloo and NCCL say that a process at the other end of a connection is gone.
 SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
@@ -115,7 +117,7 @@ def join_processes(
         LaunchError: the processes do not find each other; more processes than GPUs on a node, or two on one GPU; the
             device or backend that is asked for is not there.
     """
-    device = _device_of(local_rank, local_world_size, ParallelConfig() if parallel is None else parallel)
+    device = _device_of(local_rank, local_world_size, _ANYWHERE if parallel is None else parallel)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -225,7 +227,7 @@ def _portable(error: BaseException) -> PretrainError:
     return PretrainError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
 
-def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig) -> torch.device:
+def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig = _ANYWHERE) -> torch.device:
     if parallel.device == "cpu" or not torch.cuda.is_available():
         flag = "--device=cuda" if parallel.device == "cuda" else "--backend=nccl" if parallel.backend == "nccl" else ""
         if flag:

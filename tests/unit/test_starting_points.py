@@ -1,4 +1,4 @@
-"""docs/parallelism.md, "Where to begin, by model": each line fits into a GPU by the estimate that runs are checked by."""
+"""docs/parallelism.md, "Where to begin, by model": each line fits by the estimate that runs are checked by."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pretraining.config.training import ParallelConfig
 from pretraining.distributed import processes
 from pretraining.distributed.host_sync import HostSync, HostValues
 from pretraining.distributed.processes import join_processes, on_every_rank, on_rank_zero
@@ -66,6 +67,22 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_launcher_may_show_each_task_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, 1)
     assert processes._device_of(local_rank=3, local_world_size=4) == torch.device("cuda", 0)
+
+
+def test_a_cpu_trains_beside_gpus_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 4)
+    assert processes._device_of(0, 8, ParallelConfig(device="cpu")) == torch.device("cpu")
+    with pytest.raises(LaunchError, match="--backend=gloo is for CPUs, and this machine has GPUs"):
+        processes._device_of(0, 1, ParallelConfig(backend="gloo"))
+    assert processes._device_of(0, 1, ParallelConfig(device="cpu", backend="gloo")) == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("asked", [ParallelConfig(device="cuda"), ParallelConfig(backend="nccl")])
+def test_a_gpu_that_is_not_there_is_named_by_its_flag(asked: ParallelConfig) -> None:
+    flag = "--device=cuda" if asked.device == "cuda" else "--backend=nccl"
+    with pytest.raises(LaunchError, match=f"{flag} needs a GPU, and PyTorch sees none on"):
+        processes._device_of(0, 1, asked)
 
 
 @pytest.mark.usefixtures("single_process")

@@ -418,6 +418,9 @@ def test_a_checkpoint_of_elsewhere_begins_a_run_and_is_left_alone_where_there_is
     said = capsys.readouterr().out
     assert "is a checkpoint of this run, which goes on from its newest" in said
     assert f"start       from {checkpoint(run, 4)}, step 4" in said
+    start(run, f"ckpt_load_path={begun}")
+    said = capsys.readouterr().out
+    assert f"the run in {run} goes on from its own newest checkpoint, not from --ckpt_load_path={begun}" in said
     with pytest.raises(SystemExit):
         start(run, "resume_from_checkpoint=2", f"ckpt_load_path={begun}")
     assert "both say what to start from: keep one" in capsys.readouterr().err
@@ -453,3 +456,21 @@ def test_a_vocabulary_that_is_not_given_is_big_enough_for_the_tokenizer(
     with pytest.raises(SystemExit):
         main(["train", *flags, "sep_token=384", f"ckpt_save_path={tmp_path / 'none'}"])
     assert "--sep_token=384 is outside a vocabulary of 384" in capsys.readouterr().err
+
+
+def test_a_script_may_name_one_folder_as_both_paths_from_its_first_start_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    for load_path, first in ((run, True), (run, False), (run / "checkpoints", False)):
+        start(run, f"ckpt_load_path={load_path}", "run_steps=1")
+        said = capsys.readouterr().out
+        assert ("is in the run's own folder and holds no checkpoint yet: a new run begins" in said) == first
+        assert ("from initial weights" in said) == first
+    empty = tmp_path / "empty"
+    (empty / "below").mkdir(parents=True)
+    start(empty, f"ckpt_load_path={empty / 'below'}", "run_steps=1")
+    assert "a new run begins" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        start(tmp_path / "other", f"ckpt_load_path={tmp_path / 'nowhere'}")
+    assert "holds no complete checkpoint" in capsys.readouterr().err
