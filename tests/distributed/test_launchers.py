@@ -49,6 +49,37 @@ def tiny_training(folder: Path) -> list[str]:
     ]
 
 
+STUB = """
+dist: {{cpu_only: True, backend: gloo, dtype: float32, sharding_stage: zero2}}
+dataset: {{batch_size: 1, num_workers: 0, path_train: path/to/train, path_eval: path/to/eval}}
+model:
+  hf_config:
+    hidden_size: 64
+    intermediate_size: 128
+    num_hidden_layers: 1
+    num_attention_heads: 4
+    num_key_value_heads: 4
+    vocab_size: 256
+    max_position_embeddings: 32
+optim: {{lr: 1e-3, weight_decay: 0.01}}
+lr_scheduler: {{total_iterations: 2, warmup_iterations: 1}}
+checkpoint: {{state_dict_type: full, chkpt_saving_iterations: 1, directory: {folder}, prefix: run}}
+"""
+
+
+def stub_file(folder: Path) -> str:
+    """The same training as one YAML of a training stub, which is an argument by itself."""
+    path = folder / "cfg.yaml"
+    path.write_text(STUB.format(folder=folder))
+    return str(path)
+
+
+def assert_the_stub_trained(folder: Path) -> None:
+    (run,) = folder.glob("run.*")  # all processes agree on the time in its name
+    assert trained_steps(run) == 2
+    assert (run / "checkpoints" / "step_2_ckp" / "iter_state_dict.pt").is_file()
+
+
 def trained_steps(folder: Path) -> int:
     """The last step that a run reports in its metrics."""
     lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
@@ -89,8 +120,8 @@ def test_ranks_set_by_hand() -> None:
 def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
     """It adds --local-rank to the flags."""
     launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--standalone"]
-    run_command([*launch, MAIN, *tiny_training(tmp_path / "run")])
-    assert trained_steps(tmp_path / "run") == 2
+    run_command([*launch, MAIN, stub_file(tmp_path)])
+    assert_the_stub_trained(tmp_path)
 
 
 # MPI
@@ -111,8 +142,8 @@ def test_mpirun_through_a_shell_in_between(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_the_script_for_mpi_trains(kind: str, tmp_path: Path) -> None:
     environment = {**HERE, "NPROC": "2", "MPIRUN": mpirun(kind)}
-    run_command(["bash", "scripts/train_mpi.sh", *tiny_training(tmp_path / "run")], environment)
-    assert trained_steps(tmp_path / "run") == 2
+    run_command(["bash", "scripts/train_mpi.sh", stub_file(tmp_path)], environment)
+    assert_the_stub_trained(tmp_path)
 
 
 # SLURM
@@ -145,8 +176,8 @@ def test_mpirun_inside_a_slurm_job(slurm: SlurmCluster, kind: str) -> None:
 
 
 def test_srun_trains_with_a_task_a_process(slurm: SlurmCluster, tmp_path: Path) -> None:
-    slurm.run(["srun", "-n", "2", sys.executable, MAIN, *tiny_training(tmp_path / "run")])
-    assert trained_steps(tmp_path / "run") == 2
+    slurm.run(["srun", "-n", "2", sys.executable, MAIN, stub_file(tmp_path)])
+    assert_the_stub_trained(tmp_path)
 
 
 def submit_training(slurm: SlurmCluster, output: Path, flags: list[str]) -> str:
