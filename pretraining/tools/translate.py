@@ -63,7 +63,7 @@ def recipe_text(name: str, translation: Translation) -> str:
 
 
 def _explained(note: Note) -> str:
-    text = f"{note.key}: {note.value}" + (f" ({note.remark})" if note.remark else "")
+    text = note.given + (f" ({note.remark})" if note.remark else "")
     return " ".join(text.split())  # a line of comment, whatever the value holds
 
 
