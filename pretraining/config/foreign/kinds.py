@@ -33,7 +33,7 @@ class Kind:
 
 KINDS = {
     "stub": Kind("one YAML of a training stub (dist, model.hf_config, …)", YAML, stub.SIGNS, stub.read),
-    "guide": Kind("the JSON of a training guide (model, training, data)", JSON + YAML, guide.SIGNS, guide.read),
+    "guide": Kind("the JSON of a training guide: model, training, data", JSON + YAML, guide.SIGNS, guide.read),
     "deepspeed": Kind("the JSON that DeepSpeed is configured with", JSON, deepspeed.SIGNS, deepspeed.read),
     "training_arguments": Kind(
         "TrainingArguments of Hugging Face's Trainer",
