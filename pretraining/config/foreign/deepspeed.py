@@ -26,6 +26,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import exists
+from pretraining.progress import parse_number
 
 SIGNS = (
     *("train_micro_batch_size_per_gpu", "zero_optimization", "optimizer.params", "scheduler.params"),
@@ -145,8 +146,8 @@ def _read_accumulation(translating: Translating, key: str) -> None:
 
 def _count(translating: Translating, key: str) -> int | None:
     """Returns a whole number from 1 on; None for everything else, "auto" among it."""
-    text = translating.text(key) or ""
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+    number = parse_number(translating.text(key) or "")
+    return int(number) if number is not None and number > 0 and number.denominator == 1 else None
 
 
 # Optimizer and schedule
@@ -180,7 +181,7 @@ def _of_optimizers(setting: str, *optimizers: str) -> Rule:
         elif setting == "betas":
             betas(translating, key)
         else:
-            translating.set(key, **{setting: translating.text(key)})
+            translating.set(key, **{setting: translating.text(key) or ""})
 
     return settle
 
@@ -305,7 +306,7 @@ def _monitor(translating: Translating, key: str) -> None:
     translating.set(key, tracker=",".join(on) or "none")
 
 
-def _where(switch_key: str, convert: Callable[[Translating, str], dict[str, str | None]]) -> Rule:
+def _where(switch_key: str, convert: Callable[[Translating, str], dict[str, str]]) -> Rule:
     """A key that counts where a switch is on."""
 
     def settle(translating: Translating, key: str) -> None:
@@ -317,7 +318,7 @@ def _where(switch_key: str, convert: Callable[[Translating, str], dict[str, str 
     return settle
 
 
-def _tensorboard_folder(translating: Translating, text: str) -> dict[str, str | None]:
+def _tensorboard_folder(translating: Translating, text: str) -> dict[str, str]:
     return {"tracker_dir": f"{text.rstrip('/')}/{translating.text('tensorboard.job_name') or 'DeepSpeedJobName'}"}
 
 

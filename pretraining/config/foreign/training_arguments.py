@@ -208,7 +208,7 @@ def _read_optimizer(translating: Translating, key: str) -> None:
 def _of_adam(setting: str) -> Rule:
     def settle(translating: Translating, key: str) -> None:
         if _is_adam(translating):
-            translating.set(key, **{setting: translating.text(key)})
+            translating.set(key, **{setting: translating.text(key) or ""})
         else:
             translating.leave_out(key, f"optim={translating.text('optim')} does not read it")
 
@@ -529,7 +529,7 @@ GROUPS = {
     "ignore_data_skip": "a run goes on with the sample after the last",
     "past_index": "of models that are not there",
     "skip_memory_metrics": "reports have the memory",
-    "debug": "--replica_check_interval and the guards against NaN are always there",
+    "debug": "updates whose loss or gradient is not finite are left out, and reported",
     "log_level": _OF_LOGS,
     "log_level_replica": _OF_LOGS,
     "log_on_each_node": _OF_LOGS,

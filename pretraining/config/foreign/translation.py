@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.plugins import TRACKERS
-from pretraining.config.values import Raw, format_value, split_list
+from pretraining.config.values import NONE_WORDS, Raw, format_value
 from pretraining.errors import ConfigError
 from pretraining.progress import parse_number
 
@@ -303,9 +303,9 @@ class Translating:
         notes = tuple(
             self._notes[key] for key in sorted(self._notes, key=lambda key: positions.get(key, len(positions)))
         )
-        problems = [*self._problems, *self._contradictions(notes)]
+        problems = dict.fromkeys((*self._problems, *self._contradictions(notes)))  # two rules may read one bad value
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(list(problems))
         return Translation(self._kind, self._settings, notes, frozenset(self._used))
 
     def _contradictions(self, notes: Iterable[Note]) -> Iterable[str]:
@@ -383,7 +383,8 @@ def half_precision(dtype: str, other: str) -> Rule:
 
 def trackers(translating: Translating, key: str) -> None:
     """A key that lists where reports go, as `report_to` of Hugging Face does."""
-    names = split_list((translating.text(key) or "").lower())
+    words = (word.strip().lower() for word in (translating.text(key) or "").split(","))
+    names = [word for word in words if word not in NONE_WORDS]
     known = [name for name in names if name in TRACKERS]
     others = [name for name in names if name not in (*known, "all")]
     remark = f"{', '.join(others)}: no tracker here, but a class of your own is one" if others else ""

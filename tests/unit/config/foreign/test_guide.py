@@ -153,8 +153,8 @@ def test_the_commands_that_prepare_its_text_are_shown() -> None:
 def test_it_is_a_recipe_as_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    for arguments in (([str(path)], {}), ([], {"config": str(path)})):
-        config = load_train_config(*arguments)
+    for words, flags in (([str(path)], {}), ([], {"config": str(path)})):
+        config = load_train_config(words, flags)
         assert config.model.hidden_size == 256
         assert (config.data.data_path, config.data.datasets) == ("data", ("corpus",))
         assert str(config.run.num_steps) == "3ep"

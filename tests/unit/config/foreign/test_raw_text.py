@@ -52,7 +52,7 @@ def command_in(note: Note) -> str:
         ),
     ],
 )
-def test_text_is_prepared_by_the_command_that_is_shown(tree: dict[str, str], dataset: str, command: str) -> None:
+def test_text_is_prepared_by_the_command_that_is_shown(tree: dict[str, Any], dataset: str, command: str) -> None:
     note = notes_of(**tree)["name"]
     assert note.settings == PREPARED | {"datasets": dataset}
     assert shlex.split(command_in(note)) == shlex.split(command)

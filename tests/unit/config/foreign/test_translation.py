@@ -149,6 +149,14 @@ def test_two_keys_that_give_a_setting_two_values_are_named() -> None:
     assert list(error.value.problems) == [problem]
 
 
+def test_a_bad_value_that_two_rules_read_is_one_problem() -> None:
+    work = translating("a: x\nb: 1\n")
+    work.apply(dict.fromkeys("ab", lambda each, key: each.set(key, seed=each.number("a"))))
+    with pytest.raises(ConfigError) as error:
+        work.finish()
+    assert list(error.value.problems) == ["a.yaml:1: a: x: a number is needed"]
+
+
 def test_what_is_assumed_stands_at_the_end_and_takes_nothing_from_what_is_given() -> None:
     work = translating("a: 1\nb: null\n")
     work.set("a", seed="1")
@@ -193,6 +201,7 @@ def test_groups_are_left_out_with_what_is_under_them() -> None:
         ("none", "tracker=none", ""),
         ("all", "", "tensorboard, as by default here; --tracker names others"),
         ("[wandb, comet_ml]", "tracker=wandb", "comet_ml: no tracker here, but a class of your own is one"),
+        ('["", wandb]', "tracker=wandb", ""),
         ("neptune", "", "neptune: no tracker here, but a class of your own is one"),
     ],
 )
