@@ -174,7 +174,7 @@ def _foreign_recipe(source: Source, suffix: str, accept_llama: bool, kind: str |
     assignments = []
     for setting, text in translation.settings.items():
         note = translation.note_of(setting)
-        place = f"{source.name}{f':{note.line}' if note.line else ''}: {note.key}"
+        place = f"{note.file or source.name}{f':{note.line}' if note.line else ''}: {note.key}"
         assignments.append(Assignment(setting, text, where=f"{place}: {note.value}", flag=place))
     return Recipe(source.name, assignments, translation)
 

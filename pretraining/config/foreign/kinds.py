@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pretraining.config.foreign import stub
+from pretraining.config.foreign import deepspeed, guide, stub, training_arguments
 from pretraining.config.foreign.translation import Source, Translating, Translation
 from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
@@ -33,6 +33,14 @@ class Kind:
 
 KINDS = {
     "stub": Kind("one YAML of a training stub (dist, model.hf_config, …)", YAML, stub.SIGNS, stub.read),
+    "guide": Kind("the JSON of a training guide: model, training, data", JSON + YAML, guide.SIGNS, guide.read),
+    "deepspeed": Kind("the JSON that DeepSpeed is configured with", JSON, deepspeed.SIGNS, deepspeed.read),
+    "training_arguments": Kind(
+        "TrainingArguments of Hugging Face's Trainer",
+        JSON + YAML,
+        training_arguments.SIGNS,
+        training_arguments.read,
+    ),
 }
 
 

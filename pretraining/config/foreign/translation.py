@@ -10,18 +10,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.values import Raw, format_value
+from pretraining.config.plugins import TRACKERS
+from pretraining.config.values import NONE_WORDS, Raw, format_value
 from pretraining.errors import ConfigError
+from pretraining.progress import parse_number
 
 ACCEPT_LLAMA = "accept_llama"
 """The flag with which a user takes a Llama of the same shape where a file describes another model."""
 
 WIDEST_COLUMN = 48
 """Of a translation's table; longer entries push what follows to the right."""
+
+_SECRET = re.compile(
+    r"(?:^|\.)(?:token|\w*(?:api_key|access_token|auth_token|hub_token|password|secret))$", re.IGNORECASE
+)
+"""Keys whose values are nobody else's: notes are logged, and written into recipes."""
 
 _WORDS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 
@@ -36,6 +44,7 @@ class Source:
         content: its text.
         tree: mappings, lists, texts and None (`settings_files.parse_tree`).
         overrides: what the command line gives besides, by name as written.
+        above: of a part of a file, the keys that it stands under, each with its dot.
     """
 
     name: str
@@ -43,6 +52,14 @@ class Source:
     content: str
     tree: Mapping[str, Any]
     overrides: Mapping[str, Raw] = field(default_factory=dict)
+    above: str = ""
+
+    def part(self, key: str) -> Source:
+        """Returns the mapping under a dotted key as a source of its own."""
+        tree: Any = self.tree
+        for name in key.split("."):
+            tree = tree[name]
+        return replace(self, tree=tree, above=f"{self.above}{key}.")
 
     def flattened(self) -> dict[str, Any]:
         """Returns the values by dotted key; a list that holds mappings stays as it is, as does an empty mapping."""
@@ -51,7 +68,7 @@ class Source:
     def line_of(self, key: str) -> int | None:
         """Returns the line that a dotted key stands on, by a search for its parts in order; None if not found."""
         start, found = 0, None
-        for part in key.split("."):
+        for part in f"{self.above}{key}".split("."):
             match = re.compile(rf"(?m)^.*?(?<![\w.])[\"']?{re.escape(part)}[\"']?\s*[:=\].]").search(
                 self.content, start
             )
@@ -77,7 +94,8 @@ class Note:
         value: as written.
         settings: of this project, by name; empty where it has no equivalent, or where nothing had to be set.
         remark: why there is none, or what is different.
-        line: of the file.
+        line: of the file; None = it does not stand there.
+        file: what messages call the file; "" = the one that is translated.
     """
 
     key: str
@@ -85,6 +103,12 @@ class Note:
     settings: Mapping[str, str]
     remark: str
     line: int | None
+    file: str = ""
+
+    @property
+    def given(self) -> str:
+        """Key and value as they stand in the file."""
+        return f"{f'{self.file}: ' if self.file else ''}{self.key}: {self.value}"
 
     @property
     def became(self) -> str:
@@ -99,7 +123,7 @@ class Translation:
     Attributes:
         kind: the name of its form.
         settings: values as text by setting; a note holds each of them.
-        notes: one for each key of the file, in its order.
+        notes: one for each key of the file, in its order, then those of files that it names and of what is not given.
         used_overrides: names of the command line's arguments that were read with the file.
     """
 
@@ -110,7 +134,7 @@ class Translation:
 
     def table(self) -> list[str]:
         """Returns a line for each key: what it says, what it became, and why or what is different."""
-        rows = [(f"{note.key}: {note.value}", note.became or "-", note.remark) for note in self.notes]
+        rows = [(note.given, note.became or "-", note.remark) for note in self.notes]
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         widths = [min(width, WIDEST_COLUMN) for width in widths]
         return [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
@@ -138,6 +162,10 @@ class Translating:
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
+
+    def has(self, key: str) -> bool:
+        """Whether a key is given, as a value or as a mapping."""
+        return key in self or any(name.startswith(f"{key}.") for name in self.values)
 
     def text(self, key: str) -> str | None:
         """Returns a key's value; a list as a comma list.
@@ -189,8 +217,22 @@ class Translating:
 
     def refuse(self, key: str, problem: str) -> None:
         """Says that a key's value cannot be translated."""
-        self._problems.append(f"{self.place(key)}: {_shown(self.values.get(key))}: {problem}")
+        self.add_problem(key, problem)
         self._note(key, {}, problem)
+
+    def add_problem(self, key: str, problem: str) -> None:
+        """Says what is wrong with a key beside what became of it."""
+        self._problems.append(f"{self.place(key)}: {_shown(self.values.get(key))}: {problem}")
+
+    def assume(self, key: str, remark: str, **settings: str | float) -> None:
+        """Says what holds where the file does not give a key: its system's own default, or what the user is to give.
+
+        Nothing is assumed where another key has set one of the settings: it is called after everything else.
+        """
+        if not self.has(key) and self._settings.keys().isdisjoint(settings):
+            given = {name: format_value(value) for name, value in settings.items()}
+            self._settings |= given
+            self._notes[key] = Note(key, "(not given)", given, remark, None)
 
     def refuse_unless_accepted(self, key: str, reason: str) -> None:
         """Says that a key makes the model no Llama."""
@@ -199,6 +241,33 @@ class Translating:
         else:
             self.refuse(key, f"{reason}. --{ACCEPT_LLAMA}=true trains a Llama of the same shape without it")
 
+    def leave_out_groups(self, groups: Mapping[str, str]) -> None:
+        """Leaves out every key under these, or equal to one, that is given and not settled, with the group's reason."""
+        for group, reason in groups.items():
+            for key in self.values:
+                if (key == group or key.startswith(f"{group}.")) and key in self and key not in self._notes:
+                    self.leave_out(key, reason)
+
+    def include(self, part: Translating) -> None:
+        """Takes over what became of a part of the file, or of another file that a key of it names."""
+        try:
+            done = part.finish()
+        except ConfigError as error:
+            self._problems += error.problems
+            return
+        self._settings |= done.settings
+        above = part.source.above.removeprefix(self.source.above)
+        for note in done.notes:
+            if above:
+                self._notes[f"{above}{note.key}"] = replace(note, key=f"{above}{note.key}")
+            else:
+                self._notes[f"{part.source.name}: {note.key}"] = replace(note, file=part.source.name)
+
+    def is_overridden(self, *settings: str) -> bool:
+        """Whether the command line gives one of these settings, which then wins over the file."""
+        names = {name.replace("-", "_").lower().rpartition(".")[2] for name in self.source.overrides}
+        return not names.isdisjoint(settings)
+
     def use_override(self, name: str) -> None:
         """Says that an argument of the command line was read with the file."""
         self._used.add(name)
@@ -206,7 +275,7 @@ class Translating:
     def place(self, key: str) -> str:
         """Returns file, line and key for a message."""
         line = self.source.line_of(key)
-        return f"{self.source.name}{f':{line}' if line else ''}: {key}"
+        return f"{self.source.name}{f':{line}' if line else ''}: {self.source.above}{key}"
 
     def apply(self, table: Mapping[str, Rule]) -> None:
         """Settles the keys of a table that are there and not settled yet; null means that nothing was given."""
@@ -230,14 +299,32 @@ class Translating:
                     "not given" if value is None or value == {} else f"not known to the reader of {self._kind} files"
                 )
                 self._note(key, {}, reason)
-        if self._problems:
-            raise ConfigError(self._problems)
-        notes = tuple(self._notes[key] for key in sorted(self._notes, key=list(self.values).index))
+        positions = {key: position for position, key in enumerate(self.values)}
+        notes = tuple(
+            self._notes[key] for key in sorted(self._notes, key=lambda key: positions.get(key, len(positions)))
+        )
+        problems = dict.fromkeys((*self._problems, *self._contradictions(notes)))  # two rules may read one bad value
+        if problems:
+            raise ConfigError(list(problems))
         return Translation(self._kind, self._settings, notes, frozenset(self._used))
+
+    def _contradictions(self, notes: Iterable[Note]) -> Iterable[str]:
+        """Says which settings two keys give different values."""
+        first: dict[str, Note] = {}
+        for note in notes:
+            for setting, value in note.settings.items():
+                other = first.setdefault(setting, note)
+                if _plain(other.settings[setting]) != _plain(value):
+                    places = " and ".join(f"{self._place_of(each)}: {each.value}" for each in (other, note))
+                    yield f"two values for {setting}, {other.settings[setting]} and {value}: {places}: keep one"
+
+    def _place_of(self, note: Note) -> str:
+        return f"{note.file or self.source.name}{f':{note.line}' if note.line else ''}: {self.source.above}{note.key}"
 
     def _note(self, key: str, settings: Mapping[str, str], remark: str) -> None:
         assert key in self.values and key not in self._notes, key
-        self._notes[key] = Note(key, _shown(self.values[key]), settings, remark, self.source.line_of(key))
+        value = "(not shown)" if _SECRET.search(key) and key in self else _shown(self.values[key])
+        self._notes[key] = Note(key, value, settings, remark, self.source.line_of(key))
 
 
 Rule = Callable[[Translating, str], None]
@@ -277,6 +364,92 @@ def betas(translating: Translating, key: str) -> None:
         translating.refuse(key, "two numbers are needed")
 
 
+def half_precision(dtype: str, other: str) -> Rule:
+    """A switch for a type that is computed in; `other` is the switch of the other one."""
+
+    def settle(translating: Translating, key: str) -> None:
+        is_other = _WORDS.get((translating.text(other) or "").lower(), False)
+        if translating.is_true(key) and is_other:
+            translating.refuse(key, f"{other} is true, too: keep one")
+        elif translating.is_true(key):
+            translating.set(key, mixed_precision="true", mp_dtype=dtype)
+        elif is_other:
+            translating.set(key, "off")
+        else:
+            translating.set(key, mixed_precision="false")
+
+    return settle
+
+
+def trackers(translating: Translating, key: str) -> None:
+    """A key that lists where reports go, as `report_to` of Hugging Face does."""
+    words = (word.strip().lower() for word in (translating.text(key) or "").split(","))
+    names = [word for word in words if word not in NONE_WORDS]
+    known = [name for name in names if name in TRACKERS]
+    others = [name for name in names if name not in (*known, "all")]
+    remark = f"{', '.join(others)}: no tracker here, but a class of your own is one" if others else ""
+    if "all" in names:
+        translating.set(key, "tensorboard, as by default here; --tracker names others")
+    elif known or not names:
+        translating.set(key, remark, tracker=",".join(known) or "none")
+    else:
+        translating.leave_out(key, remark)
+
+
+def of_services(translating: Translating, key: str, listed: str, **settings: str) -> None:
+    """A key about names that only trackers with a service have; `listed` is the key that names the trackers."""
+    chosen = (translating.text(listed) or "").lower().split(",")
+    readers = [name for name in chosen if name in TRACKERS and TRACKERS[name].options]
+    if readers or translating.is_overridden("tracker", "report_to"):
+        translating.set(key, **settings)
+    else:
+        translating.leave_out(key, "of wandb and mlflow, and reports go to neither")
+
+
+def resume_from(translating: Translating, key: str) -> None:
+    """A key that names a checkpoint to go on from, or asks for the newest one."""
+    text = translating.text(key) or ""
+    if text.lower() in _WORDS:
+        translating.set(key, "a run that is found in ckpt_save_path is continued anyway")
+    else:
+        translating.set(key, resume_from_checkpoint=text)
+
+
+def checkpoints_kept(text: str) -> str:
+    """Writes a number of checkpoints to keep; 0 and less are all of them."""
+    number = parse_number(text)
+    return "none" if number is not None and number <= 0 else text
+
+
+def switch(setting: str, remark: str = "", on: str = "true") -> Rule:
+    """A key that is a switch for a value of a setting; off, which is the default here, sets nothing."""
+
+    def settle(translating: Translating, key: str) -> None:
+        if translating.is_true(key):
+            translating.set(key, remark, **{setting: on})
+        else:
+            translating.set(key, "off, as by default here")
+
+    return settle
+
+
+def share_of_run(text: str) -> str:
+    """Writes a fraction of the run as a percentage: 0.03 is 3%.
+
+    Raises:
+        ValueError: it is no fraction.
+    """
+    number = parse_number(text)
+    if number is None or not 0 <= number <= 1:
+        raise ValueError("a number from 0 to 1 is needed")
+    return f"{decimal(number * 100)}%"
+
+
+def decimal(number: Fraction) -> str:
+    """Writes a fraction as a decimal number, in as few digits as it takes, or as a float has."""
+    return str(number.numerator) if number.denominator == 1 else repr(float(number))
+
+
 def left_out(reason: str) -> Rule:
     """A key without an equivalent that changes nothing about what is learned."""
     return lambda translating, key: translating.leave_out(key, reason)
@@ -290,6 +463,18 @@ def only(*values: str, reason: str) -> Rule:
             translating.set(key, "as in every Llama")
         else:
             translating.refuse_unless_accepted(key, reason)
+
+    return settle
+
+
+def as_here(*values: str, reason: str) -> Rule:
+    """A key of which this project has only these values, and which would change what is learned."""
+
+    def settle(translating: Translating, key: str) -> None:
+        if _plain(translating.text(key)) in {_plain(value) for value in values}:
+            translating.set(key, "as here")
+        else:
+            translating.refuse(key, reason)
 
     return settle
 
