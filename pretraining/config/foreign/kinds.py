@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pretraining.config.foreign import stub
+from pretraining.config.foreign import nanogpt, stub
 from pretraining.config.foreign.translation import Source, Translating, Translation
 from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
 
 YAML = (".yaml", ".yml")
 JSON = (".json",)
+PYTHON = (".py",)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Kind:
 
 KINDS = {
     "stub": Kind("one YAML of a training stub (dist, model.hf_config, …)", YAML, stub.SIGNS, stub.read),
+    "nanogpt": Kind(
+        "Python assignments for nanoGPT's train.py, or a descendant's", PYTHON, nanogpt.SIGNS, nanogpt.read
+    ),
 }
 
 
