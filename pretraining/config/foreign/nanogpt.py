@@ -113,7 +113,7 @@ def _width(translating: Translating, key: str) -> None:
     feed_forward = -(-8 * width // (3 * FEED_FORWARD_MULTIPLE)) * FEED_FORWARD_MULTIPLE
     translating.set(
         key,
-        "a Llama: RMSNorm, SwiGLU, rotary positions; head tied as there; the feed-forward has as many parameters as "
+        "a Llama: RMSNorm, SwiGLU, rotary positions; head tied as there; the feed-forward has about the parameters of "
         "GPT-2's of 4 x n_embd",
         hidden_size=translating.text(key),
         intermediate_size=feed_forward,
