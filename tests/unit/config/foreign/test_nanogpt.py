@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.foreign import nanogpt
@@ -494,3 +496,9 @@ def test_the_feed_forward_has_about_the_parameters_of_gpt2s() -> None:
 
 def test_signs_are_keys_that_the_reader_knows() -> None:
     assert set(nanogpt.SIGNS) <= nanogpt.TABLE.keys() | nanogpt.TABLE_OF_STEPS.keys() | nanogpt.TABLE_OF_TOKENS.keys()
+
+
+def test_the_page_names_every_key() -> None:
+    page = (ROOT / "docs" / "coming-from-nanogpt.md").read_text(encoding="utf-8")
+    keys = nanogpt.TABLE.keys() | nanogpt.TABLE_OF_STEPS.keys() | nanogpt.TABLE_OF_TOKENS.keys()
+    assert [key for key in sorted(keys) if not re.search(rf"\b{key}\b", page)] == []
