@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import yaml
@@ -48,7 +47,6 @@ def recipe_text(name: str, translation: Translation) -> str:
     """Returns a recipe by sections, each setting with what it was made of behind it."""
     lines = [f"# Translated from {name} ({KINDS[translation.kind].what})."]
     section = None
-    explained: list[Note] = []
     for setting in settings_of(TrainConfig).values():
         if setting.name not in translation.settings:
             continue
@@ -57,21 +55,18 @@ def recipe_text(name: str, translation: Translation) -> str:
             lines.append(f"{section}:")
         note = translation.note_of(setting.name)
         value = _as_yaml(translation.settings[setting.name])
-        lines.append(f"  {setting.name}: {value}  # {_explained(note, again=note in explained)}")
-        explained.append(note)
+        lines.append(f"  {setting.name}: {value}  # {_explained(note)}")
     without = [note for note in translation.notes if not note.settings]
     if without:
         lines += ["# Without a setting here:", *(f"#   {_explained(note)}" for note in without)]
     return "\n".join(lines) + "\n"
 
 
-def _explained(note: Note, again: bool = False) -> str:
-    text = f"{note.key}: {note.value}" + (f" ({note.remark})" if note.remark and not again else "")
+def _explained(note: Note) -> str:
+    text = f"{note.key}: {note.value}" + (f" ({note.remark})" if note.remark else "")
     return " ".join(text.split())  # a line of comment, whatever the value holds
 
 
 def _as_yaml(text: str) -> str:
-    if re.fullmatch(r"[0-9][0-9A-Za-z.+-]*|true|false", text):
-        return text  # recipes are read as texts, so that numbers need no quotes
     written: str = yaml.safe_dump(text, width=10**6, allow_unicode=True)
     return written.removesuffix("...\n").strip()

@@ -62,7 +62,7 @@ COSINE_PARTS = 16
 """Straight lines in place of a cosine that ends before or after the run: at most 0.25% of the peak away from it."""
 TOKEN_SUFFIXES = (".bin", ".npy", ".arrow")
 START_POINTS = ("ckpt_load_path", "resume_from_checkpoint")
-"""Flags that name a checkpoint, which has a model of its own: none is assumed."""
+"""Flags that name a checkpoint, which has a model of its own: none is filled in."""
 
 
 def read(translating: Translating) -> None:
@@ -72,37 +72,37 @@ def read(translating: Translating) -> None:
     for name in table.keys() - settings_of(TrainConfig).keys() - ALIASES.keys():
         translating.take_override(name)
     if counts_tokens:
-        _assume_defaults_of_tokens(translating)
+        _fill_in_defaults_of_tokens(translating)
     else:
-        _assume_defaults_of_steps(translating)
+        _fill_in_defaults_of_steps(translating)
     translating.apply(table)
     if "grad_clip" in translating.values and "grad_clip" not in translating:  # None, which `apply` passes over
         translating.set("grad_clip", "no clipping", grad_clip_thresh="0")
 
 
-def _assume_defaults_of_steps(translating: Translating) -> None:
-    _assume_model(translating, MODEL_OF_NANOGPT)
-    translating.assume(OF_NANOGPT)
+def _fill_in_defaults_of_steps(translating: Translating) -> None:
+    _fill_in_model(translating, MODEL_OF_NANOGPT)
+    translating.fill_in(OF_NANOGPT)
     if _decays(translating):
-        translating.assume(OF_ITS_SCHEDULE)
+        translating.fill_in(OF_ITS_SCHEDULE)
     if not _data_is_given(translating):
-        translating.assume({"dataset": "openwebtext"})
+        translating.fill_in({"dataset": "openwebtext"})
 
 
-def _assume_defaults_of_tokens(translating: Translating) -> None:
-    _assume_model(translating, MODEL_OF_TOKENS)
+def _fill_in_defaults_of_tokens(translating: Translating) -> None:
+    _fill_in_model(translating, MODEL_OF_TOKENS)
     has_schedule = "warmup_tokens" in translating or "stable_tokens" in translating
-    translating.assume({**OF_TOKENS, "use_scheduler": "true" if has_schedule else "false"})
+    translating.fill_in({**OF_TOKENS, "use_scheduler": "true" if has_schedule else "false"})
     if "wandb_project" in translating or "wandb_run_name" in translating:
-        translating.assume({"wandb_log": "true"})
+        translating.fill_in({"wandb_log": "true"})
 
 
-def _assume_model(translating: Translating, dimensions: Mapping[str, str]) -> None:
+def _fill_in_model(translating: Translating, dimensions: Mapping[str, str]) -> None:
     given = translating.source.overrides.keys()
     if given.isdisjoint({*START_POINTS, "model_variant"}):
-        translating.assume(dimensions)
+        translating.fill_in(dimensions)
     if given.isdisjoint({*START_POINTS, "vocab_size", "tokenizer_path"}) and not _is_of_characters(translating):
-        translating.assume({"vocab_size": VOCABULARY})
+        translating.fill_in({"vocab_size": VOCABULARY})
 
 
 # The model
@@ -161,7 +161,7 @@ def _evaluation_interval(translating: Translating, key: str) -> None:
 
 def _checkpoint_interval(translating: Translating, key: str) -> None:
     length = f"{translating.text(key)}tok"
-    if "val_interval_tokens" in translating:
+    if "val_interval_tokens" in translating or "eval_interval" in translating:
         translating.set(key, "named as there", checkpoint_interval=length, ckpt_name="tokens")
     else:
         translating.set(
@@ -557,6 +557,8 @@ TABLE_OF_TOKENS: dict[str, Rule] = {
     "max_tokens": length_in_tokens("num_steps"),
     "log_interval_tokens": length_in_tokens("report_interval"),
     "val_interval_tokens": length_in_tokens("eval_interval"),
+    "log_interval": becomes("report_interval"),
+    "eval_interval": becomes("eval_interval"),
     "checkpoint_interval_tokens": _checkpoint_interval,
     "optimizer_type": one_of("optimizer", {"adamw": "adamw", "muon": "muon"}),
     "lr_muon_adam": of_muon("muon_adam_learning_rate"),

@@ -20,8 +20,8 @@ from pretraining.errors import ConfigError
 ACCEPT_LLAMA = "accept_llama"
 """The flag with which a user takes a Llama of the same shape where a file describes another model."""
 
-ASSUMED = "its default, not in the file"
-"""Remark about a key that a reader has assumed."""
+FILLED_IN = "its default, not in the file"
+"""Remark about a key that a reader has filled in."""
 
 WIDEST_COLUMN = 48
 """Of a translation's table; longer entries push what follows to the right."""
@@ -138,7 +138,7 @@ class Translating:
         self._notes: dict[str, Note] = {}
         self._problems: list[str] = []
         self._used: set[str] = set()
-        self._assumed: set[str] = set()
+        self._filled_in: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -213,12 +213,12 @@ class Translating:
             self.values[name] = self.source.overrides[name]
             self.use_override(name)
 
-    def assume(self, defaults: Mapping[str, str]) -> None:
+    def fill_in(self, defaults: Mapping[str, str]) -> None:
         """Adds keys that the file leaves out, with what its system takes for them; their notes say so."""
         for key, text in defaults.items():
             if key not in self.values:
                 self.values[key] = text
-                self._assumed.add(key)
+                self._filled_in.add(key)
 
     def place(self, key: str) -> str:
         """Returns file, line and key for a message; of an argument of the command line, its flag."""
@@ -256,12 +256,12 @@ class Translating:
 
     def _note(self, key: str, settings: Mapping[str, str], remark: str) -> None:
         assert key in self.values and key not in self._notes, key
-        if key in self._assumed:
-            remark = f"{ASSUMED}; {remark}" if remark else ASSUMED
+        if key in self._filled_in:
+            remark = f"{FILLED_IN}; {remark}" if remark else FILLED_IN
         self._notes[key] = Note(key, _shown(self.values[key]), settings, remark, self._line_of(key))
 
     def _line_of(self, key: str) -> int | None:
-        return None if key in self._assumed | self._used else self.source.line_of(key)
+        return None if key in self._filled_in | self._used else self.source.line_of(key)
 
 
 Rule = Callable[[Translating, str], None]

@@ -12,9 +12,10 @@ import pytest
 from helpers import ROOT
 
 from pretraining.config.command_line import load_train_config
+from pretraining.config.commands import TranslateConfig
 from pretraining.config.foreign import nanogpt
 from pretraining.config.foreign.kinds import translate
-from pretraining.config.foreign.translation import ASSUMED, Note, Source, Translation
+from pretraining.config.foreign.translation import FILLED_IN, Note, Source, Translation
 from pretraining.config.settings_files import parse_tree
 from pretraining.data.evaluation_sets import find_evaluation_folders
 from pretraining.data.storage.dataset_files import list_datasets
@@ -22,6 +23,7 @@ from pretraining.errors import ConfigError, DataError
 from pretraining.optim.horizon import resolve_horizon
 from pretraining.optim.schedules import LearningRate
 from pretraining.progress import Duration, TokenSchedule
+from pretraining.tools.translate import translate as translate_command
 
 GPT2 = """
 # config for training GPT-2 (124M) on 1 node of 8 GPUs
@@ -178,7 +180,7 @@ def test_every_key_of_nanogpt_is_translated() -> None:
         "token_dtype": "uint16",
         "sep_token": "50256",
     }
-    assert not [note.key for note in done.notes if "not known" in note.remark or ASSUMED in note.remark]
+    assert not [note.key for note in done.notes if "not known" in note.remark or FILLED_IN in note.remark]
 
 
 def test_every_key_of_a_descendant_that_counts_tokens_is_translated() -> None:
@@ -226,7 +228,7 @@ def test_every_key_of_a_descendant_that_counts_tokens_is_translated() -> None:
     }
     notes = notes_of(done)
     assert not [note.key for note in done.notes if "not known" in note.remark]
-    assert notes["n_embd"].remark.startswith(ASSUMED)
+    assert notes["n_embd"].remark.startswith(FILLED_IN)
     assert "4.4 times those of torch.optim.Muon" in notes["learning_rate"].remark
     assert notes["total_tokens"].remark == "not given"
 
@@ -258,7 +260,7 @@ def test_train_pys_own_values_hold_where_a_file_is_silent() -> None:
         "data_path": "data/openwebtext",
     }
     assert expected.items() <= done.settings.items()
-    assert notes_of(done)["warmup_iters"] == Note("warmup_iters", "2000", {"warmup_steps": "2000"}, ASSUMED, None)
+    assert notes_of(done)["warmup_iters"] == Note("warmup_iters", "2000", {"warmup_steps": "2000"}, FILLED_IN, None)
 
 
 def test_a_descendant_without_a_schedule_has_none() -> None:
@@ -278,6 +280,15 @@ def test_without_a_stable_phase_a_cosine_follows_the_warm_up() -> None:
 def test_evaluations_follow_checkpoints_where_nothing_else_is_said() -> None:
     done = translated("checkpoint_interval_tokens = 5_000\n")
     assert done.settings["checkpoint_interval"] == done.settings["eval_interval"] == "5000tok"
+    done = translated("checkpoint_interval_tokens = 5_000\neval_interval = 7\nlog_interval = 3\n")
+    assert (done.settings["eval_interval"], done.settings["report_interval"]) == ("7", "3")
+
+
+@pytest.mark.parametrize("content", [GPT2, BABY, TOKENS], ids=["gpt2", "baby", "tokens"])
+def test_the_recipe_that_is_made_of_a_file_starts_the_same_run(folder: Path, content: str) -> None:
+    (folder / "theirs.py").write_text(content)
+    translate_command(TranslateConfig("theirs.py", output_path="mine.yaml"))
+    assert load_train_config(["mine.yaml"]) == load_train_config(["theirs.py"])
 
 
 def rate_of_nanogpt(step: int, warmup: int, end: int, peak: float, smallest: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pretraining.config.foreign.kinds import KINDS, recognise, translate
-from pretraining.config.foreign.translation import ASSUMED, Source, Translating, becomes, left_out, one_of, only
+from pretraining.config.foreign.translation import FILLED_IN, Source, Translating, becomes, left_out, one_of, only
 from pretraining.config.settings_files import parse_tree
 from pretraining.errors import ConfigError
 
@@ -72,13 +72,13 @@ def test_problems_are_collected_with_file_line_and_key() -> None:
     ]
 
 
-def test_what_a_system_takes_for_missing_keys_is_named_as_assumed() -> None:
+def test_what_a_system_takes_for_missing_keys_is_named_as_filled_in() -> None:
     work = translating("seed: 1\n# lr: 5\n")
-    work.assume({"lr": "3e-4", "seed": "2"})
+    work.fill_in({"lr": "3e-4", "seed": "2"})
     work.apply({"lr": becomes("learning_rate", remark="fine"), "seed": becomes("seed")})
     assert [(note.key, note.became, note.remark, note.line) for note in work.finish().notes] == [
         ("seed", "seed=1", "", 1),
-        ("lr", "learning_rate=3e-4", f"{ASSUMED}; fine", None),
+        ("lr", "learning_rate=3e-4", f"{FILLED_IN}; fine", None),
     ]
 
 
