@@ -10,7 +10,7 @@ import ast
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,7 @@ def read_python(content: str) -> Any:
         SyntaxError: it is no Python.
     """
     names: dict[str, Any] = {}
+    targets: Sequence[ast.expr]
     for statement in ast.parse(content).body:
         if isinstance(statement, ast.AnnAssign):
             targets, value = [statement.target], statement.value
@@ -213,9 +214,8 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_evaluate(item, names) for item in items]
         case ast.Dict(keys=keys, values=values) if None not in keys:
-            return {
-                str(_evaluate(key, names)): _evaluate(value, names) for key, value in zip(keys, values, strict=True)
-            }
+            pairs = zip(filter(None, keys), values, strict=True)
+            return {str(_evaluate(key, names)): _evaluate(value, names) for key, value in pairs}
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             number = _number(node, _evaluate(operand, names))
             return -number if isinstance(sign, ast.USub) else number

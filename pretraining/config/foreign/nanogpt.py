@@ -303,7 +303,7 @@ def of_muon(setting: str) -> Rule:
 
     def settle(translating: Translating, key: str) -> None:
         if (translating.text("optimizer_type") or "").lower() == "muon":
-            translating.set(key, **{setting: translating.text(key)})
+            translating.set(key, **{setting: translating.text(key) or ""})
         else:
             translating.leave_out(key, "read with optimizer_type='muon' only")
 
@@ -425,9 +425,8 @@ def _checkpoint(translating: Translating, key: str) -> None:
         )
     else:
         path = name.removesuffix(".pt")
-        translating.set(
-            key, "one that this project has saved", resume_from_checkpoint=folder / path if "/" in path else path
-        )
+        path = str(folder / path) if "/" in path else path
+        translating.set(key, "one that this project has saved", resume_from_checkpoint=path)
 
 
 def _device(translating: Translating, key: str) -> None:
@@ -457,7 +456,7 @@ def of_wandb(setting: str) -> Rule:
 
     def settle(translating: Translating, key: str) -> None:
         if _uses_wandb(translating):
-            translating.set(key, **{setting: translating.text(key)})
+            translating.set(key, **{setting: translating.text(key) or ""})
         else:
             translating.leave_out(key, "wandb is not asked for")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -236,8 +237,7 @@ def test_every_key_of_a_descendant_that_counts_tokens_is_translated() -> None:
 @pytest.mark.parametrize("content", [GPT2, BABY, TOKENS], ids=["gpt2", "baby", "tokens"])
 def test_whole_files_are_recipes_as_they_stand(folder: Path, content: str) -> None:
     (folder / "mine.py").write_text(content)
-    for arguments in ((["mine.py"], {}), ([], {"recipe": "mine.py"})):
-        config = load_train_config(*arguments)
+    for config in (load_train_config(["mine.py"]), load_train_config([], {"recipe": "mine.py"})):
         assert config.data.token_dtype == "uint16"
         assert config.model.tie_word_embeddings
 
@@ -295,7 +295,7 @@ def rate_of_nanogpt(step: int, warmup: int, end: int, peak: float, smallest: flo
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / (end - warmup))
-    return smallest + 0.5 * (1 + np.cos(np.pi * done)) * (peak - smallest)
+    return smallest + 0.5 * (1 + math.cos(math.pi * done)) * (peak - smallest)
 
 
 @pytest.mark.parametrize(
