@@ -10,7 +10,7 @@ import ast
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -146,13 +146,15 @@ def read_toml(content: str) -> Any:
 def read_python(content: str) -> Any:
     """Reads the assignments of a Python file without running it.
 
-    Values are literals and arithmetic of literals and of names that the file has assigned before; texts stay texts.
+    Values are literals, arithmetic of literals and of names that the file has assigned before, and texts put together
+    of these. Imports are passed over: what needs one is no literal.
 
     Raises:
         ValueError: a line holds anything else; the message names it.
         SyntaxError: it is no Python.
     """
     names: dict[str, Any] = {}
+    targets: Sequence[ast.expr]
     for statement in ast.parse(content).body:
         if isinstance(statement, ast.AnnAssign):
             targets, value = [statement.target], statement.value
@@ -160,6 +162,8 @@ def read_python(content: str) -> Any:
             targets, value = statement.targets, statement.value
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue  # a docstring
+        elif isinstance(statement, ast.Import):
+            continue
         else:
             raise ValueError(f"line {statement.lineno} is no assignment: write name = value; nothing else is read")
         for target in targets:
@@ -167,7 +171,20 @@ def read_python(content: str) -> Any:
                 raise ValueError(f"line {statement.lineno} assigns to no plain name: write name = value")
             if value is not None:
                 names[target.id] = _evaluate(value, names)
+    count = _count_values(names, {})
+    if count > _MOST_VALUES:
+        raise ValueError(f"with its names written out it holds more than {_MOST_VALUES:,} values")
     return _as_texts(names)
+
+
+def _count_values(value: Any, counted: dict[int, int]) -> int:
+    """Counts the values in a tree whose parts may be the same object many times, each of which is looked at once."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in counted:
+        children = value.values() if isinstance(value, dict) else value
+        counted[id(value)] = 1 + sum(_count_values(child, counted) for child in children)
+    return counted[id(value)]
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -181,6 +198,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _LARGEST_NUMBER = 10**30
 """No setting is larger; without a bound, powers of powers would never end."""
+_LONGEST_TEXT = 2**14
+"""Of texts that are put together; without a bound, twice the text of the line before would fill the memory."""
 
 
 def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
@@ -197,14 +216,18 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_evaluate(item, names) for item in items]
         case ast.Dict(keys=keys, values=values) if None not in keys:
-            return {
-                str(_evaluate(key, names)): _evaluate(value, names) for key, value in zip(keys, values, strict=True)
-            }
+            pairs = zip(filter(None, keys), values, strict=True)
+            return {str(_evaluate(key, names)): _evaluate(value, names) for key, value in pairs}
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             number = _number(node, _evaluate(operand, names))
             return -number if isinstance(sign, ast.USub) else number
+        case ast.JoinedStr(values=parts):
+            return _text(node, "".join(_part_of_text(part, names) for part in parts))
         case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
-            a, b = _number(left, _evaluate(left, names)), _number(right, _evaluate(right, names))
+            a, b = _evaluate(left, names), _evaluate(right, names)
+            if isinstance(symbol, ast.Add) and isinstance(a, str) and isinstance(b, str):
+                return _text(node, a + b)
+            a, b = _number(left, a), _number(right, b)
             if isinstance(symbol, ast.Pow) and abs(b) > 100:
                 raise ValueError(f"line {node.lineno}: the power is too large for a setting")
             try:
@@ -216,6 +239,23 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
         f"line {node.lineno}: `{ast.unparse(node)[:60]}` is neither a literal nor arithmetic of literals; files of "
         "settings are read, never run"
     )
+
+
+def _part_of_text(part: ast.expr, names: dict[str, Any]) -> str:
+    """Returns a part of an f-string; a ValueError where it is formatted, or no plain value."""
+    if isinstance(part, ast.FormattedValue) and part.conversion == -1 and part.format_spec is None:
+        part = part.value
+    value = _evaluate(part, names)
+    if isinstance(value, (dict, list)):
+        raise ValueError(f"line {part.lineno}: `{ast.unparse(part)[:60]}` is no plain value to write into a text")
+    return str(value)
+
+
+def _text(node: ast.expr, text: str) -> str:
+    """Returns a text that was put together; a ValueError where it is longer than any setting."""
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError(f"line {node.lineno}: the text is too long for a setting")
+    return text
 
 
 def _number(node: ast.expr, value: Any) -> int | float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
+from pretraining.data.storage.dataset_files import DatasetFiles, how_to_make_folder, list_datasets
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import is_folder
 
@@ -64,7 +64,7 @@ def _check_folder(folder: str, path: Path, config: DataConfig) -> None:
     if is_folder(path):
         return
     meant = Path(config.data_path or "", folder)
-    hint = f"; did you mean {meant}?" if meant != path and is_folder(meant) else ""
+    hint = f"; did you mean {meant}?" if meant != path and is_folder(meant) else how_to_make_folder(path)
     raise DataError(f"--eval_datasets: {path} is not a folder{hint}")
 
 

@@ -25,6 +25,7 @@ BLOCK = re.compile(r"```(?:bash|sh)?\n(.*?)```", re.DOTALL)
 # Flags of pip, torchrun, mpirun, srun and other programs, and two that stand for any.
 OTHER_PROGRAMS = {
     "temp",  # of llama-cli
+    *("n_layer", "max_iters"),  # of nanoGPT, beside its files
     *("model", "model_args", "tasks", "include_path"),  # of lm_eval
     *(
         "no-deps",

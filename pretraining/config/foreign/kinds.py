@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pretraining.config.foreign import deepspeed, guide, stub, training_arguments
+from pretraining.config.foreign import deepspeed, guide, nanogpt, stub, training_arguments
 from pretraining.config.foreign.translation import Source, Translating, Translation
 from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
 
 YAML = (".yaml", ".yml")
 JSON = (".json",)
+PYTHON = (".py",)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ KINDS = {
         JSON + YAML,
         training_arguments.SIGNS,
         training_arguments.read,
+    ),
+    "nanogpt": Kind(
+        "Python assignments for nanoGPT's train.py, or a descendant's", PYTHON, nanogpt.SIGNS, nanogpt.read
     ),
 }
 

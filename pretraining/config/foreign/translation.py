@@ -23,6 +23,9 @@ from pretraining.progress import parse_number
 ACCEPT_LLAMA = "accept_llama"
 """The flag with which a user takes a Llama of the same shape where a file describes another model."""
 
+FILLED_IN = "its default, not in the file"
+"""Remark about a key that a reader has filled in."""
+
 WIDEST_COLUMN = 48
 """Of a translation's table; longer entries push what follows to the right."""
 
@@ -159,6 +162,7 @@ class Translating:
         self._notes: dict[str, Note] = {}
         self._problems: list[str] = []
         self._used: set[str] = set()
+        self._filled_in: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -272,9 +276,24 @@ class Translating:
         """Says that an argument of the command line was read with the file."""
         self._used.add(name)
 
+    def take_override(self, name: str) -> None:
+        """Puts an argument of the command line in the place of the file's key of this name; it wins."""
+        if name in self.source.overrides:
+            self.values[name] = self.source.overrides[name]
+            self.use_override(name)
+
+    def fill_in(self, defaults: Mapping[str, str]) -> None:
+        """Adds keys that the file leaves out, with what its system takes for them; their notes say so."""
+        for key, text in defaults.items():
+            if key not in self.values:
+                self.values[key] = text
+                self._filled_in.add(key)
+
     def place(self, key: str) -> str:
-        """Returns file, line and key for a message."""
-        line = self.source.line_of(key)
+        """Returns file, line and key for a message; of an argument of the command line, its flag."""
+        if key in self._used:
+            return f"--{key}"
+        line = self._line_of(key)
         return f"{self.source.name}{f':{line}' if line else ''}: {self.source.above}{key}"
 
     def apply(self, table: Mapping[str, Rule]) -> None:
@@ -284,7 +303,7 @@ class Translating:
                 try:
                     rule(self, key)
                 except ConfigError as error:
-                    self._problems += error.problems
+                    self._problems += [each for each in error.problems if each not in self._problems]
                     self._note(key, {}, "cannot be read")
 
     def finish(self) -> Translation:
@@ -324,7 +343,12 @@ class Translating:
     def _note(self, key: str, settings: Mapping[str, str], remark: str) -> None:
         assert key in self.values and key not in self._notes, key
         value = "(not shown)" if _SECRET.search(key) and key in self else _shown(self.values[key])
-        self._notes[key] = Note(key, value, settings, remark, self.source.line_of(key))
+        if key in self._filled_in:
+            remark = f"{FILLED_IN}; {remark}" if remark else FILLED_IN
+        self._notes[key] = Note(key, value, settings, remark, self._line_of(key))
+
+    def _line_of(self, key: str) -> int | None:
+        return None if key in self._filled_in | self._used else self.source.line_of(key)
 
 
 Rule = Callable[[Translating, str], None]

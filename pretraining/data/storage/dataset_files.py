@@ -18,7 +18,7 @@ from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import format_class
 from pretraining.errors import ConfigError, DataError, PathError
-from pretraining.files import entries_of, is_folder
+from pretraining.files import entries_of, is_file, is_folder
 
 COUNTS_FILES = "meta/*counts*.csv"
 """What other tools write beside their datasets: how many documents and tokens there are in each file."""
@@ -173,7 +173,18 @@ def _existing(root: Path, name: str) -> Path:
         return folder
     near = difflib.get_close_matches(name, _sub_folders(root), n=1)
     hint = f"; did you mean '{near[0]}'?" if near else f"; {_what_is_in(root)}"
-    raise DataError(f"dataset '{name}' is not in {root}{hint}")
+    raise DataError(f"dataset '{name}' is not in {root}{how_to_make_folder(folder) or hint}")
+
+
+def how_to_make_folder(folder: Path) -> str:
+    """Says how a token file of a missing folder's name becomes a dataset; empty where there is none."""
+    for suffix in _suffixes("auto").values():
+        file = Path(f"{folder}{suffix}")
+        if is_file(file):
+            return (
+                f"; {file.name} is there, and a dataset is a folder: mkdir {folder} && ln -s ../{file.name} {folder}/"
+            )
+    return ""
 
 
 def _nothing_found(root: Path, formats: dict[str, str]) -> str:

@@ -46,6 +46,8 @@ def test_assignments_of_python_are_calculated_and_not_run() -> None:
             "nothing = None",
             "compile: bool = True",
             "declared: int",
+            "import time, torch",
+            "run = f'{name}-{max_tokens}' + '-a'",
             "block_size = 1024",
             "iterations = max_tokens // (8 * block_size)",
             "learning_rate = 6e-4",
@@ -60,6 +62,7 @@ def test_assignments_of_python_are_calculated_and_not_run() -> None:
         "name": "x",
         "nothing": None,
         "compile": "true",
+        "run": "x-5000000000-a",
         "block_size": "1024",
         "iterations": "610351",
         "learning_rate": "0.0006",
@@ -74,7 +77,13 @@ def test_assignments_of_python_are_calculated_and_not_run() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("import os", "line 2 is no assignment"),
+        ("from os import path", "line 2 is no assignment"),
+        ("x = 'a' + str(1)", "line 2: `str(1)` is neither"),
+        ("x = f'{open}'", "line 2: `open` is neither"),
+        ("x = f'{a:>9}'", "is neither a literal"),
+        ("x = f'{a!r}'", "is neither a literal"),
+        ("x = f'{[1]}'", "line 2: `[1]` is no plain value to write into a text"),
+        ("x = 'a' + 1", "line 2: `'a'` is no number to calculate with"),
         ("open('x')", "line 2 is no assignment"),
         ("x = open('x')", "line 2: `open('x')` is neither a literal nor arithmetic of literals"),
         ("x = torch.cuda", "line 2: `torch.cuda` is neither"),
@@ -101,6 +110,12 @@ def test_anything_else_in_python_is_refused_at_its_line(line: str, said: str) ->
 @pytest.mark.parametrize("suffix", [".py", ".toml", ".json", ".yaml"])
 def test_deep_nesting_is_one_error(suffix: str) -> None:
     assert "recipe a" in problem_of(("x = " if suffix in (".py", ".toml") else "") + "[" * 100_000, suffix)
+
+
+def test_texts_and_lists_that_double_from_line_to_line_end_at_a_bound() -> None:
+    assert "line 14: the text is too long" in problem_of("x = 'aaa'\n" + "x = f'{x}{x}'\n" * 30, ".py")
+    assert "line 14: the text is too long" in problem_of("x = 'aaa'\n" + "x = x + x\n" * 30, ".py")
+    assert "more than 16,384 values" in problem_of("x = 1\n" + "x = [x, x]\n" * 60, ".py")
 
 
 def test_a_tag_that_would_build_an_object_is_refused() -> None:

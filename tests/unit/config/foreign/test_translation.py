@@ -8,6 +8,7 @@ import pytest
 
 from pretraining.config.foreign.kinds import KINDS, recognise, translate
 from pretraining.config.foreign.translation import (
+    FILLED_IN,
     Source,
     Translating,
     becomes,
@@ -79,6 +80,39 @@ def test_problems_are_collected_with_file_line_and_key() -> None:
         "a.yaml:4: d: a plain value is needed",
         "a.yaml:2: b: y: it cannot be",
     ]
+
+
+def test_what_a_system_takes_for_missing_keys_is_named_as_filled_in() -> None:
+    work = translating("seed: 1\n# lr: 5\n")
+    work.fill_in({"lr": "3e-4", "seed": "2"})
+    work.apply({"lr": becomes("learning_rate", remark="fine"), "seed": becomes("seed")})
+    assert [(note.key, note.became, note.remark, note.line) for note in work.finish().notes] == [
+        ("seed", "seed=1", "", 1),
+        ("lr", "learning_rate=3e-4", f"{FILLED_IN}; fine", None),
+    ]
+
+
+def test_an_argument_of_the_command_line_wins_over_the_files_key() -> None:
+    content = "lr: 1\n"
+    work = Translating("some", Source("a.yaml", None, content, {"lr": "1"}, {"lr": "often", "seed": "3"}))
+    work.take_override("lr")
+    work.take_override("other")
+    assert work.values == {"lr": "often"}
+    with pytest.raises(ConfigError, match=r"^--lr: often: a number is needed"):
+        work.number("lr")
+    work.set("lr", learning_rate="2")
+    assert work.finish().used_overrides == {"lr"}
+
+
+def test_a_problem_that_several_keys_meet_is_told_once() -> None:
+    def ask(work: Translating, key: str) -> None:
+        work.number("lr")
+
+    work = translating("lr: often\na: 1\nb: 1\n")
+    work.apply({"a": ask, "b": ask, "lr": becomes("learning_rate")})
+    with pytest.raises(ConfigError) as error:
+        work.finish()
+    assert list(error.value.problems) == ["a.yaml:1: lr: often: a number is needed"]
 
 
 @pytest.mark.parametrize(("ask", "said"), [("is_true", "true or false is needed"), ("number", "a number is needed")])
