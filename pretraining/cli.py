@@ -25,6 +25,7 @@ from pretraining.config.commands import (
     ImportConfig,
     InspectConfig,
     ListConfig,
+    PlanConfig,
     PrepareConfig,
     SampleConfig,
     SweepConfig,
@@ -133,6 +134,14 @@ def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     import_weights(config)
 
 
+def plan_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Says what a run would take and how fast it would be."""
+    config = parse_config(PlanConfig, overrides, flags)
+    from pretraining.tools.plan import plan
+
+    plan(config)
+
+
 def sweep_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Trains a grid of runs."""
     from pretraining.tools.sweep import sweep
@@ -179,13 +188,14 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "sample": (sample_command, SampleConfig, "continue a prompt with a trained model"),
     "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
     "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
+    "plan": (plan_command, PlanConfig, "say what a run takes of GPUs, and how fast it is, before it is started"),
     "sweep": (sweep_command, SweepConfig, "train every combination of the values that settings are given"),
     "translate": (translate_command, TranslateConfig, "turn another system's file of settings into a recipe"),
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
     "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
 }
 
-LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample", "translate")
+LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample", "translate", "plan")
 """What they print may be piped to a program that stops reading, such as head."""
 
 # Of commands that change something.
