@@ -219,7 +219,8 @@ def run_console_script() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and returns; `arguments` without the program's name, by default those of this process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    wants_help = any(argument in ("--help", "-h") for argument in arguments)
+    helps = [argument for argument in arguments if argument in ("--help", "-h") or argument.startswith("--help=")]
+    wants_help = bool(helps)
     name = arguments[0] if arguments else ""
     if name == "--version":
         import platform
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _explain_commands(name, wants_help)
     command, settings, purpose = COMMANDS[name]
     if wants_help:
-        print(help_text(settings, f"pretrain {name}", purpose))
+        _print_help(settings, name, purpose, helps[0].partition("=")[2] or None)
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
@@ -259,6 +260,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _speaks(for_all_nodes=True):
             print(_interrupted(name), file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _print_help(settings: type, name: str, purpose: str, section: str | None) -> None:
+    try:
+        print(help_text(settings, f"pretrain {name}", purpose, section=section), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except PretrainError as error:
+        _fail(error)
 
 
 def _check_working_folder() -> None:
