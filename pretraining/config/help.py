@@ -61,8 +61,8 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
     if recipes and section is None:
         shipped = ", ".join(shipped_recipes())
         text = (
-            f"files of settings, YAML or JSON or of another system (docs/coming-from.md), or of {shipped}; later ones win, "
-            "flags win over all. A file may be the first word, too"
+            f"files of settings, YAML or JSON or of another system (docs/coming-from.md), or of {shipped}; later ones "
+            "win, flags win over all. A file may be the first word, too"
         )
         lines += ["", *_entry("  --recipe=A,B  ", text, indent, columns)]
         text = "where such a file describes another model than a Llama, take a Llama of the same shape [false]"
