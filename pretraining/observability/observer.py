@@ -24,17 +24,17 @@ import torch.distributed as dist
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.distributed.activation_checkpointing import recomputed_share
 from pretraining.distributed.grad_norm import gradient_norm, local_part
 from pretraining.distributed.processes import Processes
-from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
+from pretraining.estimate.devices import peak_tflops
+from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
 from pretraining.observability.display import Display, Report, choose_display
 from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import peak_bytes
 from pretraining.observability.scores import Scores, perplexity_of
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
-from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
+from pretraining.observability.throughput import Stopwatch, device_name
 from pretraining.observability.trackers import Trackers
 from pretraining.progress import Interval, Progress, TrainState
 
