@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pretraining.config.foreign import stub
+from pretraining.config.foreign import composed, stub
 from pretraining.config.foreign.translation import Source, Translating, Translation
 from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
@@ -33,6 +33,9 @@ class Kind:
 
 KINDS = {
     "stub": Kind("one YAML of a training stub (dist, model.hf_config, …)", YAML, stub.SIGNS, stub.read),
+    "composed": Kind(
+        "a folder of composed configs (defaults, optimizer.lr_config, …)", YAML, composed.SIGNS, composed.read
+    ),
 }
 
 

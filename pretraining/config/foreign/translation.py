@@ -2,7 +2,9 @@
 
     Source -> Translating (a reader sets, leaves out or refuses each key) -> Translation (settings, notes)
 
-A reader accounts for every key. What it does not know is a note, never silence; what would make another model than the
+A system whose users change its files from the command line merges those arguments into the source first
+(`Source.overridden`), or composes several files into one (`Translating.take`); each key knows where it comes from. A
+reader accounts for every key. What it does not know is a note, never silence; what would make another model than the
 file says is a problem, unless the user accepts a Llama in its place.
 """
 
@@ -10,15 +12,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from pretraining.config.settings_files import read_yaml
 from pretraining.config.values import Raw, format_value
 from pretraining.errors import ConfigError
 
 ACCEPT_LLAMA = "accept_llama"
 """The flag with which a user takes a Llama of the same shape where a file describes another model."""
+
+COMMAND_LINE = "the command line"
+"""The name of the source whose keys are arguments."""
 
 WIDEST_COLUMN = 48
 """Of a translation's table; longer entries push what follows to the right."""
@@ -36,6 +44,8 @@ class Source:
         content: its text.
         tree: mappings, lists, texts and None (`settings_files.parse_tree`).
         overrides: what the command line gives besides, by name as written.
+        origins: of keys that another source gives: that source, and the key in it. What is below such a key comes from
+            there, too.
     """
 
     name: str
@@ -43,13 +53,47 @@ class Source:
     content: str
     tree: Mapping[str, Any]
     overrides: Mapping[str, Raw] = field(default_factory=dict)
+    origins: Mapping[str, tuple[Source, str]] = field(default_factory=dict)
 
     def flattened(self) -> dict[str, Any]:
         """Returns the values by dotted key; a list that holds mappings stays as it is, as does an empty mapping."""
         return dict(_flatten(self.tree, ""))
 
+    def origin_of(self, key: str) -> tuple[Source, str]:
+        """Returns the source that gives a dotted key, and what the key is called in it."""
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            above = ".".join(parts[:length])
+            if above in self.origins:
+                source, name = self.origins[above]
+                return source, ".".join([name, *parts[length:]])
+        return self, key
+
+    def overridden(self, key_of: Callable[[str], str | None]) -> tuple[Source, list[str]]:
+        """Merges arguments of the command line into the tree.
+
+        Args:
+            key_of: the dotted key that an argument sets; None where it is not about this file.
+
+        Returns:
+            The source with them, and their names as written.
+        """
+        tree, origins, used = copy_tree(self.tree), dict(self.origins), []
+        arguments = Source(COMMAND_LINE, None, "", {})
+        for name, raw in self.overrides.items():
+            key = key_of(name)
+            if key is not None:
+                put(tree, key, parse_override(name, raw))
+                origins = {each: origin for each, origin in origins.items() if not each.startswith(f"{key}.")}
+                origins[key] = (arguments, key)
+                used.append(name)
+        return replace(self, tree=tree, origins=origins), used
+
     def line_of(self, key: str) -> int | None:
         """Returns the line that a dotted key stands on, by a search for its parts in order; None if not found."""
+        origin, key = self.origin_of(key)
+        if origin is not self:
+            return origin.line_of(key)
         start, found = 0, None
         for part in key.split("."):
             match = re.compile(rf"(?m)^.*?(?<![\w.])[\"']?{re.escape(part)}[\"']?\s*[:=\].]").search(
@@ -58,6 +102,36 @@ class Source:
             if match is not None:
                 found = start = match.end() - 1
         return None if found is None else self.content.count("\n", 0, found) + 1
+
+
+def copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree whose mappings may be changed."""
+    return {key: copy_tree(value) if isinstance(value, dict) else value for key, value in tree.items()}
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key of a tree, and makes the mappings above it."""
+    *above, last = key.split(".")
+    for part in above:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    tree[last] = value
+
+
+def parse_override(name: str, raw: Raw) -> Any:
+    """Returns the value of an argument as a tree has it: [1, 2] is a list, {a: 1} a mapping, null nothing.
+
+    Raises:
+        ConfigError: brackets or quotes do not match.
+    """
+    text = raw.strip() if isinstance(raw, str) else raw
+    if not isinstance(text, str) or not text.startswith(("[", "{", "'", '"')):
+        return None if text is None or text in ("null", "None", "none") else text
+    try:
+        return read_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{name}={text}: {' '.join(str(error).split())}") from None
 
 
 def _flatten(tree: Mapping[str, Any], above: str) -> Iterable[tuple[str, Any]]:
@@ -78,6 +152,7 @@ class Note:
         settings: of this project, by name; empty where it has no equivalent, or where nothing had to be set.
         remark: why there is none, or what is different.
         line: of the file.
+        origin: the name of the source that gives it; COMMAND_LINE for an argument.
     """
 
     key: str
@@ -85,6 +160,19 @@ class Note:
     settings: Mapping[str, str]
     remark: str
     line: int | None
+    origin: str = ""
+
+    @property
+    def told(self) -> str:
+        """The place and the value in one, for a message."""
+        return f"{self.key}={self.value}" if self.origin == COMMAND_LINE else f"{self.place}: {self.value}"
+
+    @property
+    def place(self) -> str:
+        """File, line and key; of an argument its name."""
+        if self.origin == COMMAND_LINE:
+            return self.key
+        return f"{self.origin}{f':{self.line}' if self.line else ''}: {self.key}"
 
     @property
     def became(self) -> str:
@@ -109,8 +197,19 @@ class Translation:
     used_overrides: frozenset[str] = frozenset()
 
     def table(self) -> list[str]:
-        """Returns a line for each key: what it says, what it became, and why or what is different."""
-        rows = [(f"{note.key}: {note.value}", note.became or "-", note.remark) for note in self.notes]
+        """Returns a line for each key: what it says, what it became, and why or what is different.
+
+        Where keys come from several files, each line names its own.
+        """
+        several = len({note.origin for note in self.notes}) > 1
+        rows = [
+            (
+                f"{note.key}: {note.value}",
+                note.became or "-",
+                f"{note.remark} [{note.origin}]".strip() if several else note.remark,
+            )
+            for note in self.notes
+        ]
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         widths = [min(width, WIDEST_COLUMN) for width in widths]
         return [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
@@ -128,16 +227,24 @@ class Translating:
     """
 
     def __init__(self, kind: str, source: Source, accept_llama: bool = False) -> None:
-        self.source = source
-        self.values: dict[str, Any] = source.flattened()
+        self.take(source)
         self._kind, self._accept_llama = kind, accept_llama
         self._settings: dict[str, str] = {}
         self._notes: dict[str, Note] = {}
         self._problems: list[str] = []
         self._used: set[str] = set()
 
+    def take(self, source: Source) -> None:
+        """Puts a source in place of the one that was read: the file with all that belongs to it."""
+        self.source = source
+        self.values: dict[str, Any] = source.flattened()
+
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
+
+    def is_settled(self, key: str) -> bool:
+        """Whether it is said what becomes of a key."""
+        return key in self._notes
 
     def text(self, key: str) -> str | None:
         """Returns a key's value; a list as a comma list.
@@ -162,7 +269,7 @@ class Translating:
         if text is None:
             return None
         if text.lower() not in _WORDS:
-            raise ConfigError(f"{self.place(key)}: {text}: true or false is needed")
+            raise ConfigError(f"{self._told(key)}: true or false is needed")
         return _WORDS[text.lower()]
 
     def number(self, key: str) -> float | None:
@@ -175,11 +282,19 @@ class Translating:
         try:
             return None if text is None else float(text)
         except ValueError:
-            raise ConfigError(f"{self.place(key)}: {text}: a number is needed") from None
+            raise ConfigError(f"{self._told(key)}: a number is needed") from None
 
     def set(self, key: str, remark: str = "", **settings: str | float | None) -> None:
-        """Says what a key became; no settings mean that the default here is the same. None is no value."""
+        """Says what a key became; no settings mean that the default here is the same. None is no value.
+
+        Of an argument of the command line, the first setting is what the user asked for; others follow from it, and
+        give way to what the user says about them.
+        """
         given = {name: format_value(value) for name, value in settings.items() if value is not None}
+        for name, value in given.items():
+            if self._settings.get(name, value) != value:
+                other = next(note for note in self._notes.values() if name in note.settings)
+                self._problems.append(f"{self._told(key)}: {other.told} says another {name} already: keep one")
         self._settings |= given
         self._note(key, given, remark)
 
@@ -189,7 +304,7 @@ class Translating:
 
     def refuse(self, key: str, problem: str) -> None:
         """Says that a key's value cannot be translated."""
-        self._problems.append(f"{self.place(key)}: {_shown(self.values.get(key))}: {problem}")
+        self._problems.append(f"{self._told(key)}: {problem}")
         self._note(key, {}, problem)
 
     def refuse_unless_accepted(self, key: str, reason: str) -> None:
@@ -205,8 +320,7 @@ class Translating:
 
     def place(self, key: str) -> str:
         """Returns file, line and key for a message."""
-        line = self.source.line_of(key)
-        return f"{self.source.name}{f':{line}' if line else ''}: {key}"
+        return self._note_for(key).place
 
     def apply(self, table: Mapping[str, Rule]) -> None:
         """Settles the keys of a table that are there and not settled yet; null means that nothing was given."""
@@ -237,7 +351,14 @@ class Translating:
 
     def _note(self, key: str, settings: Mapping[str, str], remark: str) -> None:
         assert key in self.values and key not in self._notes, key
-        self._notes[key] = Note(key, _shown(self.values[key]), settings, remark, self.source.line_of(key))
+        self._notes[key] = self._note_for(key, settings, remark)
+
+    def _note_for(self, key: str, settings: Mapping[str, str] | None = None, remark: str = "") -> Note:
+        origin = self.source.origin_of(key)[0].name
+        return Note(key, _shown(self.values.get(key)), settings or {}, remark, self.source.line_of(key), origin)
+
+    def _told(self, key: str) -> str:
+        return self._note_for(key).told
 
 
 Rule = Callable[[Translating, str], None]
@@ -286,7 +407,7 @@ def only(*values: str, reason: str) -> Rule:
     """A key of which a Llama has only these values."""
 
     def settle(translating: Translating, key: str) -> None:
-        if _plain(translating.text(key)) in {_plain(value) for value in values}:
+        if plain(translating.text(key)) in {plain(value) for value in values}:
             translating.set(key, "as in every Llama")
         else:
             translating.refuse_unless_accepted(key, reason)
@@ -294,7 +415,7 @@ def only(*values: str, reason: str) -> Rule:
     return settle
 
 
-def _plain(text: str | None) -> object:
+def plain(text: str | None) -> object:
     """Returns a text so that 0, 0.0 and 0e0, or True and true, are equal."""
     text = (text or "").strip().lower()
     if text in ("true", "false"):
