@@ -145,11 +145,11 @@ class Reader(Generic[T]):
             return f"it is a section; write {name}.<setting>"
         of_section = [known.name for known in self.settings.values() if section and known.section == section]
         dotted = [known.removeprefix(f"{section}.") for known in self.also_known if known.startswith(f"{section}.")]
-        candidates = of_section or [*self.settings, *self.aliases, *self.also_known]
         return (
             did_you_mean(name, dotted, f"did you mean {section}.{{}}?")
-            or did_you_mean(name, candidates, "did you mean {}?")
-            or did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?")
+            or did_you_mean(name, of_section, "did you mean {}?")
+            or (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
+            or did_you_mean(name, [*self.settings, *self.aliases, *self.also_known], "did you mean {}?")
             or "--help lists every setting"
         )
 

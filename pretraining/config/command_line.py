@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, names_setting
-from pretraining.config.fields import settings_of
+from pretraining.config.fields import sections_of, settings_of
 from pretraining.config.foreign import composed
-from pretraining.config.foreign.translation import ACCEPT_LLAMA
+from pretraining.config.foreign.translation import ACCEPT_LLAMA, TranslationError
 from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, read_dotted_names, read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.training import TrainConfig
@@ -178,16 +178,18 @@ class _Reading:
 
     def add(self, read: Callable[[Mapping[str, Raw]], Recipe]) -> None:
         """Reads a recipe, which may take arguments of the command line."""
+        used: frozenset[str] = frozenset()
         try:
             recipe = read({given.name: given.raw for given in self.settings})
         except ConfigError as error:
             self.problems += error.problems
-            return
-        used = recipe.translation.used_overrides if recipe.translation else frozenset()
+            used = error.used_overrides if isinstance(error, TranslationError) else used
+        else:
+            self.from_arguments += recipe.from_arguments
+            self.recipes.append(recipe)
+            used = recipe.translation.used_overrides if recipe.translation else used
         self.problems += _twice(self.settings, used)
         self.settings = [given for given in self.settings if given.name not in used]
-        self.from_arguments += recipe.from_arguments
-        self.recipes.append(recipe)
 
 
 def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[Recipe], list[Assignment], list[str]]:
@@ -205,18 +207,19 @@ def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[Recipe], list
         reading.add(lambda arguments, name=name: read_recipe(name, arguments, accept_llama))  # type: ignore[misc]
     if reading.problems and len(names) > 1 and isinstance(named[0].raw, str):
         reading.problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
-    if any(_is_foreign(given) and composed.knows(given.name) for given in reading.settings):
+    if reading.problems:  # what could not be read might have taken arguments that are none of ours
+        reading.settings = [given for given in reading.settings if not _may_be_foreign(given.name)]
+    elif any(composed.knows(given.name) and not names_setting(given.name) for given in reading.settings):
         reading.add(lambda arguments: read_dotted_names(arguments, accept_llama))
     if accept_llama and not reading.problems and not any(recipe.translation for recipe in reading.recipes):
         reading.problems.append(f"--{ACCEPT_LLAMA} is about recipes of other systems, and none is given")
-    if reading.problems:  # what could not be read might have taken names with a dot
-        reading.settings = [given for given in reading.settings if not _is_foreign(given)]
     return reading.recipes, [*reading.from_arguments, *reading.settings], reading.problems
 
 
-def _is_foreign(given: Assignment) -> bool:
-    """Whether a name is none of this project's, and may be one of another system: it has parts, or is known."""
-    return not names_setting(given.name) and (bool({".", "/"} & set(given.name)) or composed.knows(given.name))
+def _may_be_foreign(name: str) -> bool:
+    """Whether a name is none of this project's, and may be one of another system: it has parts, or is a group's."""
+    is_group = name in sections_of(TrainConfig) or composed.knows(name)
+    return not names_setting(name) and (is_group or bool({".", "/"} & set(name)))
 
 
 def _twice(settings: Sequence[Assignment], names: Collection[str]) -> list[str]:

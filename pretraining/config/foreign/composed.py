@@ -1,4 +1,4 @@
-"""The fields of a pipeline with composed configs: optimizer.lr_config.lr, train.max_steps, checkpoint.save_path and others.
+"""The fields of a pipeline with composed configs: optimizer.lr_config.lr, train.max_steps, checkpoint.save_path.
 
 They come from a folder of files, which `config_groups` makes one tree of, and from the command line, where they are
 understood without any file, too: `optimizer=sgdm optimizer.lr_config.lr=1.0 train.max_steps=100`.
@@ -55,6 +55,7 @@ def read(translating: Translating) -> None:
         translating.use_override(name)
     if _refuse_what_is_computed(translating):
         return
+    _leave_out_options_of_another(translating)
     _settle_nulls(translating)
     translating.apply(TABLE)
     for key, value in translating.values.items():
@@ -115,19 +116,24 @@ def _refuse_what_is_computed(translating: Translating) -> bool:
 # From the tree to settings
 
 
+def _leave_out_options_of_another(translating: Translating) -> None:
+    """Leaves the options of the file's optimizer out where the command line names another by our own setting."""
+    name = translating.source.overrides.get("optimizer")
+    for key in translating.values if name else ():
+        is_option = key.startswith("optimizer.") and not key.startswith(LR) and key != "optimizer.name"
+        if is_option and translating.source.origin_of(key)[0].name != COMMAND_LINE:
+            translating.leave_out(key, f"of the file's optimizer, and optimizer={name} is another")
+
+
 def _settle_nulls(translating: Translating) -> None:
     """Settles what null says more by than that nothing is given."""
-    values = translating.values
-    name = _optimizer_of(translating)
-    if "optimizer.momentum" in values and values["optimizer.momentum"] is None and name == "sgdm":
+    nulls = {key for key, value in translating.values.items() if value is None and not translating.is_settled(key)}
+    if "optimizer.momentum" in nulls and _optimizer_of(translating) == "sgdm":
         translating.set("optimizer.momentum", "no momentum", momentum="0")
-    for key in _CLIPPING:
-        if key in values and values[key] is None:
-            translating.set(key, "no clipping", grad_clip_thresh="0")
-    decay = "optimizer.lr_config.decay"
-    schedule = translating.text("optimizer.lr_config.schedule")
-    if decay in values and values[decay] is None and schedule in ("trapezoid", "wsd"):
-        translating.set(decay, "no decay", decay_steps="0")
+    for key in sorted(nulls.intersection(_CLIPPING)):
+        translating.set(key, "no clipping", grad_clip_thresh="0")
+    if LR + "decay" in nulls and translating.text(LR + "schedule") in ("trapezoid", "wsd"):
+        translating.set(LR + "decay", "no decay", decay_steps="0")
 
 
 _OPTIMIZER_NAMES = {name: name for name in OPTIMIZERS} | {
@@ -191,13 +197,7 @@ def _option(setting: str, *nothing: str, instead: str = "take it out") -> Rule:
 
     def settle(translating: Translating, key: str) -> None:
         name = _optimizer_of(translating)
-        if (
-            translating.source.overrides.get("optimizer")
-            and key in translating.source.origins
-            and (translating.source.origin_of(key)[0].name != COMMAND_LINE)
-        ):
-            translating.leave_out(key, f"of the file's optimizer, and optimizer={name} is another")
-        elif name not in OPTIMIZERS or setting in OPTIMIZERS[name].options:
+        if name not in OPTIMIZERS or setting in OPTIMIZERS[name].options:
             translating.set(key, **{setting: translating.text(key)})
         elif plain(translating.text(key)) in {plain(value) for value in nothing}:
             translating.leave_out(key, f"{name} has none, here as well")
@@ -224,7 +224,7 @@ def _squares(setting: str) -> Rule:
     def settle(translating: Translating, key: str) -> None:
         if translating.text("optimizer.name") != "muon_adamw":
             _option(setting, "0", instead="it keeps no squares")(translating, key)
-        elif "optimizer.beta2" not in translating:
+        elif setting == "adam_epsilon":
             translating.leave_out(key, "of squares that are not kept")
         else:
             translating.refuse(key, "Muon keeps no squares here: write optimizer.beta2=null")
@@ -563,7 +563,7 @@ def _off(reason: str) -> Rule:
         if plain(translating.text(key)) in ("false", "no", "off", 0.0):
             translating.leave_out(key, "off, as here")
         else:
-            translating.refuse(key, f"{reason}: take it out, or write false")
+            translating.refuse(key, f"{reason}: take it out, or write null")
 
     return settle
 
@@ -585,7 +585,7 @@ def _settle_other(translating: Translating, key: str) -> None:
     elif not isinstance(value, str) or plain(value) in ("false", 0.0):
         translating.leave_out(key, "off")
     else:
-        translating.refuse(key, "experiments of that pipeline are not here: take it out, or write false")
+        translating.refuse(key, "experiments of that pipeline are not here: take it out, or write null")
 
 
 _CLIPPING = ("train.gradient_clip_val", "train.grad_clip", "train.max_grad_norm")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pretraining.config.foreign import composed, stub
+from pretraining.config.foreign import composed, stub, torchtitan
 from pretraining.config.foreign.translation import Source, Translating, Translation
 from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
 
 YAML = (".yaml", ".yml")
 JSON = (".json",)
+TOML = (".toml",)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ KINDS = {
     "stub": Kind("one YAML of a training stub (dist, model.hf_config, …)", YAML, stub.SIGNS, stub.read),
     "composed": Kind(
         "a folder of composed configs (defaults, optimizer.lr_config, …)", YAML, composed.SIGNS, composed.read
+    ),
+    "torchtitan": Kind(
+        "the TOML of torchtitan 0.2 (job, training, parallelism, …)", TOML, torchtitan.SIGNS, torchtitan.read
     ),
 }
 

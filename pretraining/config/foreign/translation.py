@@ -130,8 +130,8 @@ def parse_override(name: str, raw: Raw) -> Any:
         return None if text is None or text in ("null", "None", "none") else text
     try:
         return read_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{name}={text}: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError):
+        raise ConfigError(f"{name}={text}: brackets or quotes do not match") from None
 
 
 def _flatten(tree: Mapping[str, Any], above: str) -> Iterable[tuple[str, Any]]:
@@ -217,6 +217,14 @@ class Translation:
     def note_of(self, setting: str) -> Note:
         """Returns the note of the key that a setting comes from."""
         return next(note for note in reversed(self.notes) if setting in note.settings)
+
+
+class TranslationError(ConfigError):
+    """Carries every problem of a file, and the names of the command line's arguments that were read with it."""
+
+    def __init__(self, problems: list[str], used_overrides: frozenset[str]) -> None:
+        super().__init__(problems)
+        self.used_overrides = used_overrides
 
 
 class Translating:
@@ -329,14 +337,14 @@ class Translating:
                 try:
                     rule(self, key)
                 except ConfigError as error:
-                    self._problems += error.problems
+                    self._problems += [problem for problem in error.problems if problem not in self._problems]
                     self._note(key, {}, "cannot be read")
 
     def finish(self) -> Translation:
         """Returns the translation; keys that nothing has settled are left out, with a note each.
 
         Raises:
-            ConfigError: carries every problem of the file.
+            TranslationError: carries every problem of the file.
         """
         for key, value in self.values.items():
             if key not in self._notes:
@@ -345,7 +353,7 @@ class Translating:
                 )
                 self._note(key, {}, reason)
         if self._problems:
-            raise ConfigError(self._problems)
+            raise TranslationError(self._problems, frozenset(self._used))
         notes = tuple(self._notes[key] for key in sorted(self._notes, key=list(self.values).index))
         return Translation(self._kind, self._settings, notes, frozenset(self._used))
 
