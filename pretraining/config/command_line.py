@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, names_setting
 from pretraining.config.fields import sections_of, settings_of
 from pretraining.config.foreign import composed
+from pretraining.config.foreign.kinds import KINDS
 from pretraining.config.foreign.translation import ACCEPT_LLAMA, TranslationError
 from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, read_dotted_names, read_recipe
 from pretraining.config.rules import find_problems
@@ -65,7 +66,7 @@ def parse_config(
     assignments, problems = read_arguments(_name_first_word(root, overrides), flags or {})
     reads_recipes = issubclass(root, TrainConfig)
     recipes, given, problems_of_recipes = _read_recipes(assignments) if reads_recipes else ([], assignments, [])
-    reader = Reader(root, also_known=(*ABOUT_RECIPES, *composed.TABLE) if reads_recipes else ())
+    reader = Reader(root, also_known=_names_besides_settings(recipes) if reads_recipes else ())
     for source in (beneath, *(recipe.assignments for recipe in recipes), given):
         reader.read(source)
     on_command_line = {assignment.section_and_name[1] for assignment in given}
@@ -102,6 +103,12 @@ def value_given(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -
     for source in (*(recipe.assignments for recipe in recipes), given):
         reader.read(source)
     return reader.values.get(name)
+
+
+def _names_besides_settings(recipes: Sequence[Recipe]) -> list[str]:
+    """Returns what a misspelt name may have meant besides a setting."""
+    kinds = ["composed", *(recipe.translation.kind for recipe in recipes if recipe.translation)]
+    return [*ABOUT_RECIPES, *(name for kind in kinds for name in KINDS[kind].arguments)]
 
 
 def _settings_among(assignments: Sequence[Assignment]) -> list[Assignment]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pretraining.config.foreign import composed, stub, torchtitan
@@ -24,21 +24,31 @@ class Kind:
         suffixes: of its files.
         signs: keys or sections, one of which is in each file of the kind, and in no file of another.
         read: translates a file.
+        arguments: names that its users give on the command line, besides the file.
     """
 
     what: str
     suffixes: tuple[str, ...]
     signs: tuple[str, ...]
     read: Callable[[Translating], None]
+    arguments: Collection[str] = ()
 
 
 KINDS = {
     "stub": Kind("one YAML of a training stub (dist, model.hf_config, …)", YAML, stub.SIGNS, stub.read),
     "composed": Kind(
-        "a folder of composed configs (defaults, optimizer.lr_config, …)", YAML, composed.SIGNS, composed.read
+        "a folder of composed configs (defaults, optimizer.lr_config, …)",
+        YAML,
+        composed.SIGNS,
+        composed.read,
+        composed.TABLE,
     ),
     "torchtitan": Kind(
-        "the TOML of torchtitan 0.2 (job, training, parallelism, …)", TOML, torchtitan.SIGNS, torchtitan.read
+        "the TOML of torchtitan 0.2 (job, training, parallelism, …)",
+        TOML,
+        torchtitan.SIGNS,
+        torchtitan.read,
+        torchtitan.TABLE,
     ),
 }
 

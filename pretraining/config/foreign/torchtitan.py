@@ -277,12 +277,10 @@ def _degrees(translating: Translating, _: str) -> None:
             f"the GPUs of a sharding group are needed: write {shard} = the number of GPUs / {replicas:g}",
         )
         return
-    first, *others = [key for key in (shard, replicate) if key in translating]
+    first, *others = [key for key in (shard, replicate, reshard) if key in translating]
     translating.set(first, sharding_strategy=strategy, hsdp_group_size=group)
     for key in others:
         translating.set(key, sharding_strategy=strategy)
-    if policy is not None:
-        translating.set(reshard, sharding_strategy=strategy)
 
 
 def _must_be_one(what: str) -> Rule:
