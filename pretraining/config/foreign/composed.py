@@ -198,7 +198,7 @@ def _option(setting: str, *nothing: str, instead: str = "take it out") -> Rule:
     def settle(translating: Translating, key: str) -> None:
         name = _optimizer_of(translating)
         if name not in OPTIMIZERS or setting in OPTIMIZERS[name].options:
-            translating.set(key, **{setting: translating.text(key)})
+            translating.set(key, **{setting: translating.text(key) or ""})
         elif plain(translating.text(key)) in {plain(value) for value in nothing}:
             translating.leave_out(key, f"{name} has none, here as well")
         else:
@@ -453,7 +453,7 @@ def _wandb(translating: Translating, _: str) -> None:
         translating.set(project, tracker_project_name=translating.text(project), tracker="wandb")
     for key, setting in (("logging.wandb_name", "tracker_run_name"), ("logging.wandb_runid", "tracker_run_id")):
         if key in translating and has_project:
-            translating.set(key, **{setting: translating.text(key)})
+            translating.set(key, **{setting: translating.text(key) or ""})
         elif key in translating:
             translating.leave_out(key, f"without {project} nothing goes to wandb")
 
