@@ -119,7 +119,10 @@ def _refuse_what_is_computed(translating: Translating) -> bool:
 def _leave_out_options_of_another(translating: Translating) -> None:
     """Leaves the options of the file's optimizer out where the command line names another by our own setting."""
     name = translating.source.overrides.get("optimizer")
-    for key in translating.values if name else ():
+    of_file = translating.text("optimizer.name") or ""
+    if name is None or _optimizer_of(translating) == _OPTIMIZER_NAMES.get(_word(of_file), of_file):
+        return
+    for key in translating.values:
         is_option = key.startswith("optimizer.") and not key.startswith(LR) and key != "optimizer.name"
         if is_option and translating.source.origin_of(key)[0].name != COMMAND_LINE:
             translating.leave_out(key, f"of the file's optimizer, and optimizer={name} is another")

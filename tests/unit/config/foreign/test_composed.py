@@ -151,6 +151,13 @@ def test_our_own_settings_come_on_top(conf: Path) -> None:
     assert values["adam_beta2"] == 0.95  # the file's is of adamw
 
 
+def test_naming_the_files_own_optimizer_keeps_its_options(tmp_path: Path) -> None:
+    path = tmp_path / "whole.yaml"
+    path.write_text("optimizer: {name: sgdm, momentum: 0.5, lr_config: {lr: 1}}\n")
+    assert started(path, "optimizer=sgdm")["momentum"] == 0.5
+    assert started(path, "optimizer=adamw")["momentum"] is None
+
+
 def test_a_recipe_of_ours_behind_it_does_not_win_over_its_arguments(conf: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text("learning_rate: 0.5\nseed: 1\n")
