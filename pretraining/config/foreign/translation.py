@@ -2,7 +2,9 @@
 
     Source -> Translating (a reader sets, leaves out or refuses each key) -> Translation (settings, notes)
 
-A reader accounts for every key. What it does not know is a note, never silence; what would make another model than the
+A system whose users change its files from the command line merges those arguments into the source first
+(`Source.overridden`), or composes several files into one (`Translating.take`); each key knows where it comes from. A
+reader accounts for every key. What it does not know is a note, never silence; what would make another model than the
 file says is a problem, unless the user accepts a Llama in its place.
 """
 
@@ -15,7 +17,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pretraining.config.plugins import TRACKERS
+from pretraining.config.settings_files import read_yaml
 from pretraining.config.values import NONE_WORDS, Raw, format_value
 from pretraining.errors import ConfigError
 from pretraining.progress import parse_number
@@ -25,6 +30,8 @@ ACCEPT_LLAMA = "accept_llama"
 
 FILLED_IN = "its default, not in the file"
 """Remark about a key that a reader has filled in."""
+COMMAND_LINE = "the command line"
+"""The name of the source whose keys are arguments."""
 
 WIDEST_COLUMN = 48
 """Of a translation's table; longer entries push what follows to the right."""
@@ -48,6 +55,8 @@ class Source:
         tree: mappings, lists, texts and None (`settings_files.parse_tree`).
         overrides: what the command line gives besides, by name as written.
         above: of a part of a file, the keys that it stands under, each with its dot.
+        origins: of keys that another source gives: that source, and the key in it. What is below such a key comes from
+            there, too.
     """
 
     name: str
@@ -56,6 +65,7 @@ class Source:
     tree: Mapping[str, Any]
     overrides: Mapping[str, Raw] = field(default_factory=dict)
     above: str = ""
+    origins: Mapping[str, tuple[Source, str]] = field(default_factory=dict)
 
     def part(self, key: str) -> Source:
         """Returns the mapping under a dotted key as a source of its own."""
@@ -68,8 +78,41 @@ class Source:
         """Returns the values by dotted key; a list that holds mappings stays as it is, as does an empty mapping."""
         return dict(_flatten(self.tree, ""))
 
+    def origin_of(self, key: str) -> tuple[Source, str]:
+        """Returns the source that gives a dotted key, and what the key is called in it."""
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            above = ".".join(parts[:length])
+            if above in self.origins:
+                source, name = self.origins[above]
+                return source, ".".join([name, *parts[length:]])
+        return self, key
+
+    def overridden(self, key_of: Callable[[str], str | None]) -> tuple[Source, list[str]]:
+        """Merges arguments of the command line into the tree.
+
+        Args:
+            key_of: the dotted key that an argument sets; None where it is not about this file.
+
+        Returns:
+            The source with them, and their names as written.
+        """
+        tree, origins, used = copy_tree(self.tree), dict(self.origins), []
+        arguments = Source(COMMAND_LINE, None, "", {})
+        for name, raw in self.overrides.items():
+            key = key_of(name)
+            if key is not None:
+                put(tree, key, parse_override(name, raw))
+                origins = {each: origin for each, origin in origins.items() if not each.startswith(f"{key}.")}
+                origins[key] = (arguments, key)
+                used.append(name)
+        return replace(self, tree=tree, origins=origins), used
+
     def line_of(self, key: str) -> int | None:
         """Returns the line that a dotted key stands on, by a search for its parts in order; None if not found."""
+        origin, key = self.origin_of(key)
+        if origin is not self:
+            return origin.line_of(key)
         start, found = 0, None
         for part in f"{self.above}{key}".split("."):
             match = re.compile(rf"(?m)^.*?(?<![\w.])[\"']?{re.escape(part)}[\"']?\s*[:=\].]").search(
@@ -78,6 +121,36 @@ class Source:
             if match is not None:
                 found = start = match.end() - 1
         return None if found is None else self.content.count("\n", 0, found) + 1
+
+
+def copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree whose mappings may be changed."""
+    return {key: copy_tree(value) if isinstance(value, dict) else value for key, value in tree.items()}
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key of a tree, and makes the mappings above it."""
+    *above, last = key.split(".")
+    for part in above:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    tree[last] = value
+
+
+def parse_override(name: str, raw: Raw) -> Any:
+    """Returns the value of an argument as a tree has it: [1, 2] is a list, {a: 1} a mapping, null nothing.
+
+    Raises:
+        ConfigError: brackets or quotes do not match.
+    """
+    text = raw.strip() if isinstance(raw, str) else raw
+    if not isinstance(text, str) or not text.startswith(("[", "{", "'", '"')):
+        return None if text is None or text in ("null", "None", "none") else text
+    try:
+        return read_yaml(text)
+    except (yaml.YAMLError, ValueError):
+        raise ConfigError(f"{name}={text}: brackets or quotes do not match") from None
 
 
 def _flatten(tree: Mapping[str, Any], above: str) -> Iterable[tuple[str, Any]]:
@@ -98,7 +171,8 @@ class Note:
         settings: of this project, by name; empty where it has no equivalent, or where nothing had to be set.
         remark: why there is none, or what is different.
         line: of the file; None = it does not stand there.
-        file: what messages call the file; "" = the one that is translated.
+        origin: the name of the source that gives it; COMMAND_LINE for an argument.
+        is_included: whether that is another file, which a key of the translated one names.
     """
 
     key: str
@@ -106,12 +180,25 @@ class Note:
     settings: Mapping[str, str]
     remark: str
     line: int | None
-    file: str = ""
+    origin: str = field(default="", compare=False)
+    is_included: bool = False
 
     @property
     def given(self) -> str:
-        """Key and value as they stand in the file."""
-        return f"{f'{self.file}: ' if self.file else ''}{self.key}: {self.value}"
+        """Key and value as they stand in the file, behind the name of one that is included."""
+        return f"{f'{self.origin}: ' if self.is_included else ''}{self.key}: {self.value}"
+
+    @property
+    def told(self) -> str:
+        """The place and the value in one, for a message."""
+        return f"{self.key}={self.value}" if self.origin == COMMAND_LINE else f"{self.place}: {self.value}"
+
+    @property
+    def place(self) -> str:
+        """File, line and key; of an argument its name."""
+        if self.origin == COMMAND_LINE:
+            return self.key
+        return f"{self.origin}{f':{self.line}' if self.line else ''}: {self.key}"
 
     @property
     def became(self) -> str:
@@ -136,8 +223,19 @@ class Translation:
     used_overrides: frozenset[str] = frozenset()
 
     def table(self) -> list[str]:
-        """Returns a line for each key: what it says, what it became, and why or what is different."""
-        rows = [(note.given, note.became or "-", note.remark) for note in self.notes]
+        """Returns a line for each key: what it says, what it became, and why or what is different.
+
+        Where keys come from several files that make one tree, each line names its own.
+        """
+        several = len({note.origin for note in self.notes if not note.is_included}) > 1
+        rows = [
+            (
+                note.given,
+                note.became or "-",
+                f"{note.remark} [{note.origin}]".strip() if several else note.remark,
+            )
+            for note in self.notes
+        ]
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         widths = [min(width, WIDEST_COLUMN) for width in widths]
         return [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
@@ -145,6 +243,14 @@ class Translation:
     def note_of(self, setting: str) -> Note:
         """Returns the note of the key that a setting comes from."""
         return next(note for note in reversed(self.notes) if setting in note.settings)
+
+
+class TranslationError(ConfigError):
+    """Carries every problem of a file, and the names of the command line's arguments that were read with it."""
+
+    def __init__(self, problems: list[str], used_overrides: frozenset[str]) -> None:
+        super().__init__(problems)
+        self.used_overrides = used_overrides
 
 
 class Translating:
@@ -155,8 +261,7 @@ class Translating:
     """
 
     def __init__(self, kind: str, source: Source, accept_llama: bool = False) -> None:
-        self.source = source
-        self.values: dict[str, Any] = source.flattened()
+        self.take(source)
         self._kind, self._accept_llama = kind, accept_llama
         self._settings: dict[str, str] = {}
         self._notes: dict[str, Note] = {}
@@ -164,12 +269,21 @@ class Translating:
         self._used: set[str] = set()
         self._filled_in: set[str] = set()
 
+    def take(self, source: Source) -> None:
+        """Puts a source in place of the one that was read: the file with all that belongs to it."""
+        self.source = source
+        self.values: dict[str, Any] = source.flattened()
+
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
     def has(self, key: str) -> bool:
         """Whether a key is given, as a value or as a mapping."""
         return key in self or any(name.startswith(f"{key}.") for name in self.values)
+
+    def is_settled(self, key: str) -> bool:
+        """Whether it is said what becomes of a key."""
+        return key in self._notes
 
     def text(self, key: str) -> str | None:
         """Returns a key's value; a list as a comma list.
@@ -194,7 +308,7 @@ class Translating:
         if text is None:
             return None
         if text.lower() not in _WORDS:
-            raise ConfigError(f"{self.place(key)}: {text}: true or false is needed")
+            raise ConfigError(f"{self.told(key)}: true or false is needed")
         return _WORDS[text.lower()]
 
     def number(self, key: str) -> float | None:
@@ -207,10 +321,14 @@ class Translating:
         try:
             return None if text is None else float(text)
         except ValueError:
-            raise ConfigError(f"{self.place(key)}: {text}: a number is needed") from None
+            raise ConfigError(f"{self.told(key)}: a number is needed") from None
 
     def set(self, key: str, remark: str = "", **settings: str | float | None) -> None:
-        """Says what a key became; no settings mean that the default here is the same. None is no value."""
+        """Says what a key became; no settings mean that the default here is the same. None is no value.
+
+        Of an argument of the command line, the first setting is what the user asked for; others follow from it, and
+        give way to what the user says about them.
+        """
         given = {name: format_value(value) for name, value in settings.items() if value is not None}
         self._settings |= given
         self._note(key, given, remark)
@@ -226,7 +344,7 @@ class Translating:
 
     def add_problem(self, key: str, problem: str) -> None:
         """Says what is wrong with a key beside what became of it."""
-        self._problems.append(f"{self.place(key)}: {_shown(self.values.get(key))}: {problem}")
+        self._problems.append(f"{self.told(key)}: {problem}")
 
     def assume(self, key: str, remark: str, **settings: str | float) -> None:
         """Says what holds where the file does not give a key: its system's own default, or what the user is to give.
@@ -236,7 +354,7 @@ class Translating:
         if not self.has(key) and self._settings.keys().isdisjoint(settings):
             given = {name: format_value(value) for name, value in settings.items()}
             self._settings |= given
-            self._notes[key] = Note(key, "(not given)", given, remark, None)
+            self._notes[key] = Note(f"{self.source.above}{key}", "(not given)", given, remark, None, self.source.name)
 
     def refuse_unless_accepted(self, key: str, reason: str) -> None:
         """Says that a key makes the model no Llama."""
@@ -260,12 +378,11 @@ class Translating:
             self._problems += error.problems
             return
         self._settings |= done.settings
-        above = part.source.above.removeprefix(self.source.above)
         for note in done.notes:
-            if above:
-                self._notes[f"{above}{note.key}"] = replace(note, key=f"{above}{note.key}")
+            if part.source.above:
+                self._notes[note.key.removeprefix(self.source.above)] = note
             else:
-                self._notes[f"{part.source.name}: {note.key}"] = replace(note, file=part.source.name)
+                self._notes[f"{note.origin}: {note.key}"] = replace(note, is_included=True)
 
     def is_overridden(self, *settings: str) -> bool:
         """Whether the command line gives one of these settings, which then wins over the file."""
@@ -290,11 +407,8 @@ class Translating:
                 self._filled_in.add(key)
 
     def place(self, key: str) -> str:
-        """Returns file, line and key for a message; of an argument of the command line, its flag."""
-        if key in self._used:
-            return f"--{key}"
-        line = self._line_of(key)
-        return f"{self.source.name}{f':{line}' if line else ''}: {self.source.above}{key}"
+        """Returns file, line and key for a message; of an argument its name."""
+        return self._note_for(key).place
 
     def apply(self, table: Mapping[str, Rule]) -> None:
         """Settles the keys of a table that are there and not settled yet; null means that nothing was given."""
@@ -310,7 +424,7 @@ class Translating:
         """Returns the translation; keys that nothing has settled are left out, with a note each.
 
         Raises:
-            ConfigError: carries every problem of the file.
+            TranslationError: carries every problem of the file.
         """
         for key, value in self.values.items():
             if key not in self._notes:
@@ -324,7 +438,7 @@ class Translating:
         )
         problems = dict.fromkeys((*self._problems, *self._contradictions(notes)))  # two rules may read one bad value
         if problems:
-            raise ConfigError(list(problems))
+            raise TranslationError(list(problems), frozenset(self._used))
         return Translation(self._kind, self._settings, notes, frozenset(self._used))
 
     def _contradictions(self, notes: Iterable[Note]) -> Iterable[str]:
@@ -333,22 +447,25 @@ class Translating:
         for note in notes:
             for setting, value in note.settings.items():
                 other = first.setdefault(setting, note)
-                if _plain(other.settings[setting]) != _plain(value):
-                    places = " and ".join(f"{self._place_of(each)}: {each.value}" for each in (other, note))
+                if plain(other.settings[setting]) != plain(value):
+                    places = f"{other.told} and {note.told}"
                     yield f"two values for {setting}, {other.settings[setting]} and {value}: {places}: keep one"
-
-    def _place_of(self, note: Note) -> str:
-        return f"{note.file or self.source.name}{f':{note.line}' if note.line else ''}: {self.source.above}{note.key}"
 
     def _note(self, key: str, settings: Mapping[str, str], remark: str) -> None:
         assert key in self.values and key not in self._notes, key
-        value = "(not shown)" if _SECRET.search(key) and key in self else _shown(self.values[key])
         if key in self._filled_in:
             remark = f"{FILLED_IN}; {remark}" if remark else FILLED_IN
-        self._notes[key] = Note(key, value, settings, remark, self._line_of(key))
+        self._notes[key] = self._note_for(key, settings, remark)
 
-    def _line_of(self, key: str) -> int | None:
-        return None if key in self._filled_in | self._used else self.source.line_of(key)
+    def _note_for(self, key: str, settings: Mapping[str, str] | None = None, remark: str = "") -> Note:
+        value = "(not shown)" if _SECRET.search(key) and key in self else _shown(self.values.get(key))
+        line = None if key in self._filled_in | self._used else self.source.line_of(key)
+        origin = COMMAND_LINE if key in self._used else self.source.origin_of(key)[0].name
+        return Note(f"{self.source.above}{key}", value, settings or {}, remark, line, origin)
+
+    def told(self, key: str) -> str:
+        """Returns place and value of a key for a message."""
+        return self._note_for(key).told
 
 
 Rule = Callable[[Translating, str], None]
@@ -483,7 +600,7 @@ def only(*values: str, reason: str) -> Rule:
     """A key of which a Llama has only these values."""
 
     def settle(translating: Translating, key: str) -> None:
-        if _plain(translating.text(key)) in {_plain(value) for value in values}:
+        if plain(translating.text(key)) in {plain(value) for value in values}:
             translating.set(key, "as in every Llama")
         else:
             translating.refuse_unless_accepted(key, reason)
@@ -495,7 +612,7 @@ def as_here(*values: str, reason: str) -> Rule:
     """A key of which this project has only these values, and which would change what is learned."""
 
     def settle(translating: Translating, key: str) -> None:
-        if _plain(translating.text(key)) in {_plain(value) for value in values}:
+        if plain(translating.text(key)) in {plain(value) for value in values}:
             translating.set(key, "as here")
         else:
             translating.refuse(key, reason)
@@ -503,7 +620,7 @@ def as_here(*values: str, reason: str) -> Rule:
     return settle
 
 
-def _plain(text: str | None) -> object:
+def plain(text: str | None) -> object:
     """Returns a text so that 0, 0.0 and 0e0, or True and true, are equal."""
     text = (text or "").strip().lower()
     if text in ("true", "false"):

@@ -98,7 +98,7 @@ def test_an_argument_of_the_command_line_wins_over_the_files_key() -> None:
     work.take_override("lr")
     work.take_override("other")
     assert work.values == {"lr": "often"}
-    with pytest.raises(ConfigError, match=r"^--lr: often: a number is needed"):
+    with pytest.raises(ConfigError, match=r"^lr=often: a number is needed"):
         work.number("lr")
     work.set("lr", learning_rate="2")
     assert work.finish().used_overrides == {"lr"}
