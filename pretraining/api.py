@@ -128,7 +128,7 @@ class Trainer:
             is_interrupted = False
             try:
                 arguments = (self.config, guest.layout, guest.requests, guest.threads)
-                result = train(*arguments, hook=self._hook(), is_watched=guest.layout.world_size > 1)
+                result = train(*arguments, hook=self._hook(), is_guest=True)
                 assert result is not None  # there is one unless it only evaluates
             except Preempted as ending:
                 if ending.result is None:
@@ -166,8 +166,7 @@ class Trainer:
         with _as_a_guest(config) as guest:
             from pretraining.train.run import evaluate
 
-            is_watched = guest.layout.world_size > 1
-            found = evaluate(config, guest.layout, guest.requests, hook=self._hook(), is_watched=is_watched)
+            found = evaluate(config, guest.layout, guest.requests, hook=self._hook(), is_guest=True)
             for line in found.evaluation.lines():
                 log.info("%s", line)
         return found.document()

@@ -75,7 +75,7 @@ class Evaluation:
         return values
 
     def numbers(self, name: str | None = None) -> dict[str, float | None]:
-        """Loss, perplexity, token accuracy, bits a byte where these are known, and `custom/<name>` of the user's metrics.
+        """Loss, perplexity, token accuracy, bits a byte where known, and `custom/<name>` of the user's metrics.
 
         Args:
             name: of a set; None = the mean over all.

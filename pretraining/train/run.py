@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from pretraining.data.tokenizer import load_fitting_tokenizer, load_tokenizer
 from pretraining.distributed.compile import naming_the_flag, without_compiling
 from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import Patience
+from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.evaluation.generation import generate
 from pretraining.launch.cpu_threads import CpuThreads
@@ -46,16 +47,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has come to, the same in every process.
+    """What a run has come to.
 
     Attributes:
-        status: finished: this invocation has done what it was to do; preempted: it was told to end before, is saved, and
-            the next start goes on from there.
+        status: finished: this invocation has done what it was to do; preempted: it was told to end before, is saved,
+            and the next start goes on.
         step: updates done, of `total_steps`.
         loss: the last one reported, mean over the tokens of its interval; None where none was.
         evaluation_loss: of the newest evaluation; None without one.
         best_evaluation_loss: the lowest one of the run so far.
-        metrics: the newest number of each name in metrics.jsonl, of this invocation; None is unknown.
+        metrics: the newest number of each name in metrics.jsonl, of this invocation; None is unknown. Rates are those
+            of this process, all else is the same in each.
         run_path: the run's folder.
         checkpoint: the newest one; None where nothing was saved.
         metrics_file: a JSON object a report.
@@ -68,7 +70,7 @@ class TrainResult:
     loss: float | None
     evaluation_loss: float | None
     best_evaluation_loss: float | None
-    metrics: dict[str, Any]
+    metrics: dict[str, Any] = field(repr=False)
     run_path: Path
     checkpoint: Path | None
     metrics_file: Path
@@ -81,7 +83,7 @@ def train(
     threads: CpuThreads | None = None,
     *,
     hook: MetricsHook | None = None,
-    is_watched: bool = True,
+    is_guest: bool = False,
 ) -> TrainResult | None:
     """Trains as configured, in every process of a job; with `eval_only` it evaluates, prints, and returns None.
 
@@ -90,14 +92,14 @@ def train(
         stop_requests: what asks this process to end early; None = nothing.
         threads: how many were chosen for this process; None = it keeps those that it has.
         hook: makes the user's own metrics; None = there are none.
-        is_watched: whether a watchdog ends the process where the job hangs.
+        is_guest: whether the process goes on with something else: one that is alone is not ended where it hangs.
 
     Raises:
         Preempted: the run was told to end before it was done, and is saved; `Interrupted` if it was Ctrl-C.
         PretrainError: any mistake of the user; the message says what to change.
     """
     if config.evaluation.eval_only:
-        evaluated = evaluate(config, layout, stop_requests, hook=hook, is_watched=is_watched)
+        evaluated = evaluate(config, layout, stop_requests, hook=hook, is_guest=is_guest)
         if layout.rank == 0:
             print_evaluation(evaluated)
         return None
@@ -108,7 +110,7 @@ def train(
     # The status is written last, when an error has been put into words.
     with (
         StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0, events) as status,
-        _working_together(config, layout, end_at_signal, is_watched) as processes,
+        _working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
         config = adopt_model(without_own_load_path(config))
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
@@ -136,7 +138,7 @@ def evaluate(
     stop_requests: StopRequests | None = None,
     *,
     hook: MetricsHook | None = None,
-    is_watched: bool = True,
+    is_guest: bool = False,
 ) -> Evaluated:
     """Evaluates a checkpoint, in every process of a job, and writes nothing; arguments and errors are as in `train`.
 
@@ -146,7 +148,7 @@ def evaluate(
     requests = StopRequests() if stop_requests is None else stop_requests
     end_at_signal = replace(requests, deadline=None).end_before_training
     with (
-        _working_together(config, layout, end_at_signal, is_watched) as processes,
+        _working_together(config, layout, end_at_signal, is_guest) as processes,
         naming_the_flag(processes.rank if processes.world_size > 1 else None),
     ):
         return evaluate_only(adopt_model(of_what_is_evaluated(config)), processes, requests, hook)
@@ -154,7 +156,7 @@ def evaluate(
 
 @contextmanager
 def _working_together(
-    config: TrainConfig, layout: ProcessLayout, end_at_signal: Callable[[], None], is_watched: bool
+    config: TrainConfig, layout: ProcessLayout, end_at_signal: Callable[[], None], is_guest: bool
 ) -> Iterator[Processes]:
     """Joins the processes of a job for the time of a `with` block, and has threads look after them."""
     for line in remarks(config):
@@ -168,9 +170,11 @@ def _working_together(
             patience=Patience(timedelta(seconds=waiting), end_at_signal),
             parallel=config.parallel,
         ) as processes,
-        Watchdog(config.guard, processes) if is_watched else nullcontext(),
+        nullcontext() if is_guest and layout.world_size == 1 else Watchdog(config.guard, processes),
         leaving_cores_to_others(torch.get_num_threads()) if processes.device.type == "cpu" else nullcontext(),
     ):
+        if is_guest and layout.world_size > 1:
+            keep_store_of_job()
         yield processes
 
 
