@@ -1,4 +1,4 @@
-"""`pretraining.Trainer` in several processes: metrics as of one process, runs one after the other, one error for all."""
+"""`pretraining.Trainer` in several processes: metrics as of one process, runs after each other, one error for all."""
 
 from __future__ import annotations
 
