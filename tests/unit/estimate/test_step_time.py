@@ -43,8 +43,7 @@ def predicted(gpu: str, gpus: int, network: float, variant: str) -> float:
     if variant == "7b":
         time = step_time(variant, cluster, 8, sharding_strategy="hsdp")
     else:
-        levers = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/3"}
-        time = step_time(variant, cluster, gpus, sharding_strategy="fsdp", **levers)
+        time = step_time(variant, cluster, gpus, fsdp_activation_checkpointing=True, selective_checkpointing="1/3")
     return 2 * 4096 / time.total
 
 

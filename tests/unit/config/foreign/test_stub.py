@@ -99,8 +99,7 @@ def test_every_key_is_translated() -> None:
 def test_it_is_a_recipe_as_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "cfg.yaml"
     path.write_text(CONFIG)
-    for arguments in (([str(path)], {}), ([], {"recipe": str(path)})):
-        config = load_train_config(*arguments)
+    for config in (load_train_config([str(path)]), load_train_config([], {"recipe": str(path)})):
         assert config.optimizer.adam_beta2 == 0.9
         assert config.parallel.sharding_strategy == "zero2"
         assert config.data.use_dummy_dataset
