@@ -23,11 +23,13 @@ _HOME_OF = {
     "Duration": "pretraining.progress",
     "PretrainError": "pretraining.errors",
     "Loader": "pretraining.data.loader",
-    "load_model": "pretraining.api",
+    **dict.fromkeys(("Trainer", "load_model"), "pretraining.api"),
+    "TrainResult": "pretraining.train.run",
 }
 __all__ = ["__version__", *_HOME_OF]
 
 if TYPE_CHECKING:
+    from pretraining.api import Trainer as Trainer
     from pretraining.api import load_model as load_model
     from pretraining.config.training import BatchConfig as BatchConfig
     from pretraining.config.training import CheckpointConfig as CheckpointConfig
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from pretraining.data.loader import Loader as Loader
     from pretraining.errors import PretrainError as PretrainError
     from pretraining.progress import Duration as Duration
+    from pretraining.train.run import TrainResult as TrainResult
 
 
 def __getattr__(name: str) -> Any:

@@ -1,23 +1,304 @@
-"""What `from pretraining import …` gives besides settings: a trained model, in this process."""
+"""What `from pretraining import …` gives besides settings: a run, and a trained model, in this process.
+
+    TrainConfig, or recipes and settings -> Trainer -> train -> TrainResult
+                                                    -> evaluate, generate, save: of the newest checkpoint
+
+A run of the command line has a process for itself; here it is a guest of a script or a notebook. What it changes there
+(signal handlers, logging, threads, the process group, PyTorch's switches, the environment) is as it was before once it
+is over, also after an error, so that the next run finds the same. Nothing here imports torch before it is needed.
+"""
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from pretraining.checkpoint import start_point
-from pretraining.model.llama import Llama
+from pretraining.checkpoint.manifest import committed_checkpoints
+from pretraining.config.command_line import load_train_config
+from pretraining.config.commands import ExportConfig, SampleConfig
+from pretraining.config.rules import check_config
+from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.values import format_value
+from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
+from pretraining.files import path_error
+from pretraining.launch.cpu_threads import CpuThreads, set_threads
+from pretraining.launch.layout import ProcessLayout, resolve_layout
+from pretraining.launch.signals import ReceivedSignals, ending_with_launcher
+from pretraining.launch.terminal import logging_to_terminal
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    import torch
+    from torch import Tensor
+
+    from pretraining.data.batch import ModelInputs
+    from pretraining.model.llama import Llama
+    from pretraining.observability.custom_metrics import MetricsHook, Outputs
+    from pretraining.train.preemption import StopRequests
+    from pretraining.train.run import TrainResult
+
+log = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).parent
 
 
-def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
+class Trainer:
+    """Trains a model as the command line does: in this process, or in each process that a launcher has started.
+
+    A subclass adds metrics of its own with `extra_metrics`. Errors are those of the command line, as `PretrainError`.
+
+    Args:
+        config: the settings, the same in every process.
+
+    Attributes:
+        needs_hidden_states: whether `extra_metrics` gets the final hidden states.
+
+    Raises:
+        ConfigError: carries every problem of the settings.
+    """
+
+    needs_hidden_states: ClassVar[bool] = False
+
+    def __init__(self, config: TrainConfig) -> None:
+        check_config(config)
+        self.config = config
+        self._run_path: str | None = None  # of the last run; before it is known, that of the settings
+
+    @classmethod
+    def from_recipe(cls, *recipes: str | Path, **settings: Any) -> Self:
+        """Makes a Trainer from recipes, read left to right, and settings on top, as flags of the command line are.
+
+        `Trainer.from_recipe("my.yaml", num_steps=1000, learning_rate=3e-4)`; without a recipe, of settings alone.
+
+        Raises:
+            ConfigError: carries every problem of recipes and settings.
+        """
+        flags: dict[str, Any] = {
+            name: list(value) if isinstance(value, tuple | list) else format_value(value)
+            for name, value in settings.items()
+        }
+        if recipes:
+            flags["recipe"] = [str(recipe) for recipe in recipes]
+        return cls(load_train_config(flags=flags))
+
+    def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:
+        """Override this to report metrics of your own, in training as `custom/<name>`, and in evaluations.
+
+        It is called for every micro-batch, without gradients; in evaluations, once for each set in it. Sums and counts
+        stay on the device and are added up until a report, over micro-batches, steps and ranks: ask them for no number
+        (`.item()`), which would make every step wait.
+
+        Args:
+            outputs: what the model has found: `loss_sum`, `valid_tokens`, `losses` and `hits` [B, S] of each label, and
+                with `needs_hidden_states` `hidden_states` [B, S, D].
+            batch: `tokens_BS`, `labels_BS` (-100 = ignored, as in padding), `positions_BS` and `document_lengths`.
+
+        Returns:
+            Of each metric, by its name, sum and count, scalar tensors on the device; the same names each time. What is
+            reported is the sum over the count.
+        """
+        return {}
+
+    def train(self) -> TrainResult:
+        """Trains to the end, or from the newest checkpoint of the run's folder on; a collective call.
+
+        Ctrl-C finishes the step, saves, and raises KeyboardInterrupt; a second one stops at once. SIGTERM and SIGUSR1
+        finish the step, save and return, with "preempted" as the status.
+
+        Raises:
+            PretrainError: any mistake of the user; `Preempted` where the run was told to end before its first step.
+            KeyboardInterrupt: the user wants no more.
+        """
+        if self.config.evaluation.eval_only:
+            raise ConfigError("eval_only=True trains nothing: call evaluate()")
+        with _as_a_guest(self.config) as guest:
+            from pretraining.train.run import train
+
+            is_interrupted = False
+            try:
+                arguments = (self.config, guest.layout, guest.requests, guest.threads)
+                result = train(*arguments, hook=self._hook(), is_guest=True)
+                assert result is not None  # there is one unless it only evaluates
+            except Preempted as ending:
+                if ending.result is None:
+                    raise
+                result, is_interrupted = ending.result, isinstance(ending, Interrupted)
+                log.info("%s", ending)
+            self._run_path = str(result.run_path)
+            # Of the last step an interrupt ends nothing any more, but what comes next.
+            if is_interrupted or guest.requests.signals.first == signal.SIGINT:
+                raise KeyboardInterrupt
+        return result
+
+    def evaluate(self, path: str | Path | None = None) -> dict[str, Any]:
+        """Evaluates the newest checkpoint, as `--eval_only` does; a collective call that writes nothing.
+
+        Args:
+            path: evaluate this in its place: a checkpoint, a run, or a Hugging Face folder.
+
+        Returns:
+            checkpoint, step, evaluation_loss and the like, and under `sets` the same of each set.
+
+        Raises:
+            PretrainError: any mistake of the user.
+        """
+        settings, initial = self.config.checkpoint, CheckpointConfig()
+        source = replace(
+            settings,
+            ckpt_load_path=self._source(path),
+            resume_from_checkpoint=initial.resume_from_checkpoint,
+            init_from=initial.init_from,
+        )
+        evaluation = replace(self.config.evaluation, eval_only=True)
+        config = replace(self.config, checkpoint=source, evaluation=evaluation)
+        check_config(config)
+        with _as_a_guest(config) as guest:
+            from pretraining.train.run import evaluate
+
+            found = evaluate(config, guest.layout, guest.requests, hook=self._hook(), is_guest=True)
+            for line in found.evaluation.lines():
+                log.info("%s", line)
+        return found.document()
+
+    def save(
+        self,
+        path: str | Path,
+        format: Literal["hf", "full"] = "hf",
+        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    ) -> Path:
+        """Writes the weights of the newest checkpoint into a new folder, as `pretrain export` does; rank 0 alone.
+
+        `train` has saved the run itself: this is for other programs, or for another place.
+
+        Args:
+            path: the folder to make.
+            format: hf: for `AutoModelForCausalLM.from_pretrained`; full: four .pt files, from which training goes on.
+            dtype: of the weights in the hf form.
+
+        Raises:
+            PretrainError: there is no checkpoint, it is damaged, or the folder cannot be written.
+        """
+        config = ExportConfig(self._source(None), str(path), format=format, dtype=dtype)
+        check_config(config)
+        layout = resolve_layout(os.environ)
+        if layout.rank == 0:
+            from pretraining.tools.export import export
+
+            with logging_to_terminal():
+                export(config)
+        return Path(path)
+
+    @overload
+    def generate(
+        self,
+        prompt: str,
+        max_new_tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        seed: int = ...,
+        path: str | Path | None = ...,
+    ) -> str: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        seed: int = ...,
+        path: str | Path | None = ...,
+    ) -> list[int]: ...
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        seed: int = 0,
+        path: str | Path | None = None,
+    ) -> str | list[int]:
+        """Continues a prompt with the model of the newest checkpoint, as `pretrain sample` does, in this process alone.
+
+        Each call loads the model; `load_model` gives one to keep.
+
+        Args:
+            prompt: text, which needs the tokenizer of the data, or token ids.
+            max_new_tokens: how many to add, unless the text ends before.
+            temperature: above 1 bolder, below 1 tamer; 0 takes the likeliest token each time.
+            top_k: draws among this many of the likeliest tokens.
+            seed: the same seed gives the same tokens.
+            path: continue with this model in its place: a checkpoint, a run, or a Hugging Face folder.
+
+        Returns:
+            What follows the prompt: text, or token ids where the prompt is of these.
+
+        Raises:
+            PretrainError: there is no checkpoint, or the prompt or the tokenizer cannot be used.
+        """
+        is_text = isinstance(prompt, str)
+        if not is_text and len(prompt) == 0:
+            raise ConfigError("generate needs a token id to begin with, or a text, which may be empty")
+        config = SampleConfig(
+            self._source(path),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_tokens=() if isinstance(prompt, str) else tuple(int(token) for token in prompt),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+        check_config(config)
+        import torch
+
+        from pretraining.tools.sample import continue_prompt
+
+        is_on_gpu = torch.cuda.is_available() and self.config.parallel.device != "cpu"
+        found = continue_prompt(config, "cuda" if is_on_gpu else "cpu")
+        return "".join(found.text()) if is_text else list(found.new)
+
+    def _source(self, path: str | Path | None) -> str:
+        """Where the weights are: what the caller names, else this run, else what it would begin from."""
+        if path is not None:
+            return str(path)
+        checkpoint = self.config.checkpoint
+        run = self._run_path or start_point.newest_run_path(checkpoint.ckpt_save_path)
+        if committed_checkpoints(Path(run)):
+            return run
+        source = checkpoint.ckpt_load_path or checkpoint.resume_from_checkpoint
+        if source is None:
+            raise CheckpointError(f"{run} holds no checkpoint: call train() first, or name a path")
+        return source
+
+    def _hook(self) -> MetricsHook | None:
+        if getattr(self.extra_metrics, "__func__", None) is Trainer.extra_metrics:
+            return None
+        from pretraining.observability.custom_metrics import MetricsHook
+
+        return MetricsHook(self.extra_metrics, self.needs_hidden_states)
+
+
+def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Llama:
     """Loads a trained model into this process, on one device, for evaluation.
 
     Args:
         path: a run's folder (its newest sound checkpoint is taken), a checkpoint, sharded or full, or a Hugging Face
             folder of a Llama.
         device: where to put it.
-        dtype: of its parameters.
+        dtype: of its parameters; None = float32.
 
     Returns:
         The model in evaluation mode; it takes token ids [B, S] and returns logits [B, S, V].
@@ -25,4 +306,124 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it is of no Llama.
     """
-    return start_point.load_model(str(path), torch.device(device), dtype)[1]
+    import torch
+
+    return start_point.load_model(str(path), torch.device(device), dtype or torch.float32)[1]
+
+
+@dataclass(frozen=True)
+class _Guest:
+    """What a job gets from the process that it is a guest of."""
+
+    layout: ProcessLayout
+    requests: StopRequests
+    threads: CpuThreads
+
+
+@contextmanager
+def _as_a_guest(config: TrainConfig) -> Iterator[_Guest]:
+    """Prepares this process for a job, and leaves it as it was."""
+    layout = resolve_layout(os.environ)
+    variables = dict(os.environ)
+    try:
+        with (
+            logging_to_terminal(layout.rank),
+            ending_with_launcher(),
+            ReceivedSignals().listening() as signals,
+            _computing_with_threads(config.run.cpu_threads, layout) as threads,
+        ):
+            from pretraining.train.preemption import stop_requests
+
+            with _same_torch(layout.world_size == 1):
+                yield _Guest(layout, stop_requests(signals, config.run.time_limit), threads)
+    except OSError as error:
+        _release_frames(error)
+        if error.filename is None:  # of no path that a user could mend
+            raise
+        raise path_error(error) from error
+    except BaseException as error:
+        _release_frames(error)
+        raise
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        _release_memory()
+
+
+@contextmanager
+def _computing_with_threads(wanted: int | None, layout: ProcessLayout) -> Iterator[CpuThreads]:
+    """Imports torch, with as many threads as fit, and has it compute with as many as are wanted for the time being."""
+    threads = set_threads(None, layout)
+    import torch
+
+    before = torch.get_num_threads()
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    try:
+        yield replace(threads, is_chosen=threads.is_chosen and wanted is None)
+    finally:
+        torch.set_num_threads(before)  # also what new threads begin with
+
+
+@contextmanager
+def _same_torch(is_alone: bool) -> Iterator[None]:
+    """Leaves PyTorch's process group, and its switches that a run turns, as they are before a `with` block.
+
+    Raises:
+        LaunchError: there is a process group already.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise LaunchError(
+            "this process is in a process group already, of a run that another process has left with an error, or of "
+            "the script itself: a run makes its own. Call torch.distributed.destroy_process_group() first"
+        )
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    before = cudnn.benchmark, memory.fill_uninitialized_memory
+    casts = getattr(sys.modules.get("torch._inductor.config"), "emulate_precision_casts", False)
+    try:
+        yield
+    finally:
+        # Where there are other processes, leaving them after an error might wait for them for ever.
+        if is_alone and dist.is_initialized():
+            dist.destroy_process_group()
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+        cudnn.benchmark, memory.fill_uninitialized_memory = before
+        if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+            inductor.emulate_precision_casts = casts
+
+
+def _release_frames(error: BaseException) -> None:
+    """Forgets the local variables of this package's functions that an error came through.
+
+    A notebook keeps its last error, and with it would keep the model in memory.
+    """
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        for frame, _ in traceback.walk_tb(found.__traceback__):
+            if PACKAGE in Path(frame.f_code.co_filename).parents and frame.f_code.co_filename != __file__:
+                with suppress(RuntimeError):  # it is still running
+                    frame.clear()
+        found = found.__cause__ or found.__context__
+
+
+def _release_memory() -> None:
+    """Returns what the run held, on the device and on the host."""
+    gc.collect()  # parts of a model refer to each other
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    from pretraining.distributed.processes import return_freed_memory
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    else:
+        return_freed_memory()

@@ -25,6 +25,7 @@ from pretraining.config.commands import (
     ImportConfig,
     InspectConfig,
     ListConfig,
+    PlanConfig,
     PrepareConfig,
     SampleConfig,
     SweepConfig,
@@ -133,6 +134,14 @@ def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     import_weights(config)
 
 
+def plan_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Says what a run would take and how fast it would be."""
+    config = parse_config(PlanConfig, overrides, flags)
+    from pretraining.tools.plan import plan
+
+    plan(config)
+
+
 def sweep_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Trains a grid of runs."""
     from pretraining.tools.sweep import sweep
@@ -179,13 +188,14 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "sample": (sample_command, SampleConfig, "continue a prompt with a trained model"),
     "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
     "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
+    "plan": (plan_command, PlanConfig, "say what a run takes of GPUs, and how fast it is, before it is started"),
     "sweep": (sweep_command, SweepConfig, "train every combination of the values that settings are given"),
     "translate": (translate_command, TranslateConfig, "turn another system's file of settings into a recipe"),
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
     "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
 }
 
-LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample", "translate")
+LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample", "translate", "plan")
 """What they print may be piped to a program that stops reading, such as head."""
 
 # Of commands that change something.
@@ -209,7 +219,8 @@ def run_console_script() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and returns; `arguments` without the program's name, by default those of this process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    wants_help = any(argument in ("--help", "-h") for argument in arguments)
+    helps = [argument for argument in arguments if argument in ("--help", "-h") or argument.startswith("--help=")]
+    wants_help = bool(helps)
     name = arguments[0] if arguments else ""
     if name == "--version":
         import platform
@@ -221,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _explain_commands(name, wants_help)
     command, settings, purpose = COMMANDS[name]
     if wants_help:
-        print(help_text(settings, f"pretrain {name}", purpose))
+        _print_help(settings, name, purpose, helps[0].partition("=")[2] or None)
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
@@ -249,6 +260,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _speaks(for_all_nodes=True):
             print(_interrupted(name), file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _print_help(settings: type, name: str, purpose: str, section: str | None) -> None:
+    try:
+        print(help_text(settings, f"pretrain {name}", purpose, section=section), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except PretrainError as error:
+        _fail(error)
 
 
 def _check_working_folder() -> None:

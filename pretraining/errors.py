@@ -7,6 +7,7 @@ bug in this project and keeps its traceback.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class PretrainError(Exception):
@@ -90,10 +91,12 @@ class Preempted(PretrainError):
 
     Attributes:
         is_out_of_time: whether its time was nearly over, rather than that somebody wanted its place.
+        result: what the run has come to (`TrainResult`); None where it ended before its first step.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
     is_out_of_time: bool = False
+    result: Any = None
 
 
 class Interrupted(Preempted):

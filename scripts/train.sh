@@ -92,11 +92,16 @@ is_recipe() {
     [[ $1 != -* && $1 != *=* && $1 =~ \.(ya?ml|json|toml|py)$ ]]
 }
 
-# A flag's name with the others that mean the same setting.
+# A flag's name with the others that mean the same setting, of dotted ones the last part: optimizer.lr_config.lr is lr.
 names_of() {
     local names
-    for names in "num_steps max_tokens" "sep_token eos_token" "hsdp_group_size sharding_group_size" \
-        "tracker report_to" "keep_last save_total_limit" "ckpt_load_path resume_from_checkpoint"; do
+    for names in "num_steps max_tokens max_steps" "sep_token eos_token" "hsdp_group_size sharding_group_size" \
+        "tracker report_to wandb_project" "keep_last save_total_limit" "ckpt_load_path resume_from_checkpoint load_path" \
+        "ckpt_save_path save_path" "checkpoint_interval save_steps save" "learning_rate lr" "seed random_seed" \
+        "seq_length context_length seq_len" "grad_clip_thresh gradient_clip_val grad_clip max_grad_norm" \
+        "mixed_precision use_amp precision" "mp_dtype precision" "num_workers dataloader_workers" \
+        "report_interval log_interval log_steps" "eval_interval eval_steps" "tracker_project_name wandb_project" \
+        "tracker_run_id wandb_runid" "use_torch_compile compile"; do
         [[ " $names " != *" $1 "* ]] || { echo "$names"; return; }
     done
     echo "$1"

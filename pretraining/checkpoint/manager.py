@@ -122,6 +122,7 @@ class CheckpointManager:
 
     Attributes:
         newest: the checkpoint that was committed last, or that the run goes on from.
+        evaluation_loss, best_evaluation_loss: of the newest evaluation, and the lowest one; None without one.
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class CheckpointManager:
         self._interval = Interval(config.checkpoint_interval, training_tokens)
         self._preempt_interval = Interval(config.preempt_interval, training_tokens)
         self._is_full = config.ckpt_format == "full"
-        self._evaluation_loss: float | None = None
-        self._best_evaluation_loss: float | None = None
+        self.evaluation_loss: float | None = None
+        self.best_evaluation_loss: float | None = None
         self._has_trained = False
         self._saved_step: int | None = None
         self._saving: Path | None = None
@@ -216,10 +217,10 @@ class CheckpointManager:
         """Keeps the loss of an evaluation; returns whether it is the best of the run."""
         if not math.isfinite(loss):
             return False
-        self._evaluation_loss = loss
-        if self._best_evaluation_loss is not None and loss >= self._best_evaluation_loss:
+        self.evaluation_loss = loss
+        if self.best_evaluation_loss is not None and loss >= self.best_evaluation_loss:
             return False
-        self._best_evaluation_loss = loss
+        self.best_evaluation_loss = loss
         return True
 
     def _save(self, progress: Progress, kind: str, wait: bool) -> None:
@@ -228,8 +229,8 @@ class CheckpointManager:
             manifest = replace(
                 self._contents.describe(progress),
                 kind=kind,
-                evaluation_loss=self._evaluation_loss,
-                best_evaluation_loss=self._best_evaluation_loss,
+                evaluation_loss=self.evaluation_loss,
+                best_evaluation_loss=self.best_evaluation_loss,
             )
             folder = on_rank_zero(lambda: self._folder_for(manifest))
             self._saved_step, self._saving, self._saving_kind = progress.steps, folder, kind
@@ -270,7 +271,7 @@ class CheckpointManager:
     def _restore(self, restored: CheckpointRef) -> None:
         before = restored.manifest
         if self._decided_by is None or before.decided_by == self._decided_by:
-            self._evaluation_loss, self._best_evaluation_loss = before.evaluation_loss, before.best_evaluation_loss
+            self.evaluation_loss, self.best_evaluation_loss = before.evaluation_loss, before.best_evaluation_loss
         elif before.best_evaluation_loss is not None:
             log.info(
                 "the loss of %s decided which checkpoint is best; from here on it is that of %s",

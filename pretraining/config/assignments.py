@@ -143,16 +143,28 @@ class Reader(Generic[T]):
             return f"{name} is a setting of {setting.section}" if setting.section else f"write {name} without a section"
         if not section and name in sections:
             return f"it is a section; write {name}.<setting>"
-        if section in sections:
-            candidates = [known.name for known in self.settings.values() if known.section == section]
-        else:
-            candidates = [*self.settings, *self.aliases, *self.also_known]
-        return did_you_mean(name, candidates, "did you mean {}?") or "--help lists every setting"
+        of_section = [known.name for known in self.settings.values() if section and known.section == section]
+        dotted = [known.removeprefix(f"{section}.") for known in self.also_known if known.startswith(f"{section}.")]
+        return (
+            did_you_mean(name, dotted, f"did you mean {section}.{{}}?")
+            or did_you_mean(name, of_section, "did you mean {}?")
+            or (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
+            or did_you_mean(name, [*self.settings, *self.aliases, *self.also_known], "did you mean {}?")
+            or "--help lists every setting"
+        )
 
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
         """Parses an assignment's text; one under a foreign name is translated first."""
         alias, raw = self.aliases.get(assignment.section_and_name[1]), assignment.raw
         return parse_value(setting, alias.translate(raw) if alias is not None and isinstance(raw, str) else raw)
+
+
+def names_setting(key: str) -> bool:
+    """Whether a key is a setting of training, under its own name or a foreign one, with its section in front or not."""
+    section, _, name = key.replace("-", "_").lower().rpartition(".")
+    settings = settings_of(TrainConfig)
+    setting = settings.get(name) or (settings.get(ALIASES[name].target) if name in ALIASES else None)
+    return setting is not None and section in ("", setting.section)
 
 
 def _tokens(text: str) -> str:

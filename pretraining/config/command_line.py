@@ -11,14 +11,17 @@ Settings come from defaults < recipes, left to right < command line; then the ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader
-from pretraining.config.fields import settings_of
-from pretraining.config.foreign.translation import ACCEPT_LLAMA
-from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, read_recipe
+from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, names_setting
+from pretraining.config.fields import sections_of, settings_of
+from pretraining.config.foreign import composed
+from pretraining.config.foreign.kinds import KINDS
+from pretraining.config.foreign.translation import ACCEPT_LLAMA, TranslationError
+from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, read_dotted_names, read_recipe
 from pretraining.config.rules import find_problems
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, parse_bool, split_list
@@ -46,7 +49,8 @@ def parse_config(
     """Reads a command line into a dataclass of settings, and checks that they fit each other.
 
     Where the settings are those of training, the flag `recipe` (or `config`, or a path as the first word) names
-    recipes, a comma list; what became of the settings of another system's file is logged.
+    recipes, a comma list; what became of the settings of another system, in a file or under its dotted names, is
+    logged.
 
     Args:
         root: the dataclass.
@@ -62,7 +66,7 @@ def parse_config(
     assignments, problems = read_arguments(_name_first_word(root, overrides), flags or {})
     reads_recipes = issubclass(root, TrainConfig)
     recipes, given, problems_of_recipes = _read_recipes(assignments) if reads_recipes else ([], assignments, [])
-    reader = Reader(root, also_known=ABOUT_RECIPES if reads_recipes else ())
+    reader = Reader(root, also_known=_names_besides_settings(recipes) if reads_recipes else ())
     for source in (beneath, *(recipe.assignments for recipe in recipes), given):
         reader.read(source)
     on_command_line = {assignment.section_and_name[1] for assignment in given}
@@ -84,8 +88,11 @@ def parse_config(
 
 def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
     """Returns what the command line alone sets a setting of training to; None without a readable value."""
+    assignments = [
+        given for given in read_arguments(overrides, flags)[0] if given.section_and_name[1] not in RECIPE_NAMES
+    ]
     reader = Reader(TrainConfig)
-    reader.read(_settings_among(read_arguments(overrides, flags)[0]))
+    reader.read(_read_recipes(assignments)[1])
     return reader.values.get(name)
 
 
@@ -96,6 +103,12 @@ def value_given(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -
     for source in (*(recipe.assignments for recipe in recipes), given):
         reader.read(source)
     return reader.values.get(name)
+
+
+def _names_besides_settings(recipes: Sequence[Recipe]) -> list[str]:
+    """Returns what a misspelt name may have meant besides a setting."""
+    kinds = ["composed", *(recipe.translation.kind for recipe in recipes if recipe.translation)]
+    return [*ABOUT_RECIPES, *(name for kind in kinds for name in KINDS[kind].arguments)]
 
 
 def _settings_among(assignments: Sequence[Assignment]) -> list[Assignment]:
@@ -118,7 +131,9 @@ def read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[
     positional = {}
     for override in overrides:
         name, equals, text = override.partition("=")
-        if equals:
+        if name.startswith(("+", "~")) or (equals and "@" in name):
+            problems.append(_instead_of_operator(name, override))
+        elif equals:
             name = name.strip().lstrip("-")
             positional[name] = Assignment(name, text, where=override, flag=name)
         else:
@@ -126,6 +141,16 @@ def read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[
             problems.append(f"{override!r} sets nothing: write {hint}")
     given = [_read_flag(name, value) for name, value in flags.items() if name.replace("-", "_") not in IGNORED_NAMES]
     return [*positional.values(), *given], problems
+
+
+def _instead_of_operator(name: str, override: str) -> str:
+    """Says what to write in place of an argument that adds, deletes or moves a part of a composed config."""
+    if name.startswith("~"):
+        return f"{override}: nothing is taken out of a recipe; write {name[1:]}=null, or the value that it should have"
+    if "@" in name:
+        group = name.lstrip("+").partition("@")[0]
+        return f"{override}: a group's file lands under the group's name; write {group}=…"
+    return f"{override}: what a recipe lacks is added without a sign; write {override.lstrip('+')}"
 
 
 def _read_flag(name: str, value: Any) -> Assignment:
@@ -143,30 +168,76 @@ def _read_flag(name: str, value: Any) -> Assignment:
     return Assignment(name, text, where=f"--{name}={text}", flag=f"--{name}", valueless=text in ("True", "False"))
 
 
+@dataclass
+class _Reading:
+    """A command line on its way to recipes and settings.
+
+    Attributes:
+        settings: its arguments that no recipe has read.
+        from_arguments: what those became that one has.
+        problems: of recipes.
+    """
+
+    settings: list[Assignment]
+    recipes: list[Recipe] = field(default_factory=list)
+    from_arguments: list[Assignment] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, read: Callable[[Mapping[str, Raw]], Recipe]) -> None:
+        """Reads a recipe, which may take arguments of the command line."""
+        used: frozenset[str] = frozenset()
+        try:
+            recipe = read({given.name: given.raw for given in self.settings})
+        except ConfigError as error:
+            self.problems += error.problems
+            used = error.used_overrides if isinstance(error, TranslationError) else used
+        else:
+            self.from_arguments += recipe.from_arguments
+            self.recipes.append(recipe)
+            used = recipe.translation.used_overrides if recipe.translation else used
+        self.problems += _twice(self.settings, used)
+        self.settings = [given for given in self.settings if given.name not in used]
+
+
 def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[Recipe], list[Assignment], list[str]]:
-    """Returns the recipes that a command line names, left to right, its settings, and what is wrong with recipes."""
-    settings = _settings_among(assignments)
+    """Returns the recipes that a command line names, left to right, its settings, and what is wrong with recipes.
+
+    Its arguments under dotted names of a pipeline with composed configs are one more recipe, above the others.
+    """
+    reading = _Reading(_settings_among(assignments))
     named = [given for given in assignments if given.section_and_name[1] in RECIPE_NAMES]
-    recipes: list[Recipe] = []
-    problems: list[str] = []
     try:
         names, accept_llama = _names_of_recipes(named), _accepts_llama(assignments)
     except ConfigError as error:
-        return [], settings, list(error.problems)
+        return [], reading.settings, list(error.problems)
     for name in names:
-        try:
-            recipe = read_recipe(name, {given.name: given.raw for given in settings}, accept_llama)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        used = recipe.translation.used_overrides if recipe.translation else ()
-        settings = [given for given in settings if given.name not in used]
-        recipes.append(recipe)
-    if problems and len(names) > 1 and isinstance(named[0].raw, str):
-        problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
-    if accept_llama and not problems and not any(recipe.translation for recipe in recipes):
-        problems.append(f"--{ACCEPT_LLAMA} is about recipes of other systems, and none is given")
-    return recipes, settings, problems
+        reading.add(lambda arguments, name=name: read_recipe(name, arguments, accept_llama))  # type: ignore[misc]
+    if reading.problems and len(names) > 1 and isinstance(named[0].raw, str):
+        reading.problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
+    if reading.problems:  # what could not be read might have taken arguments that are none of ours
+        reading.settings = [given for given in reading.settings if not _may_be_foreign(given.name)]
+    elif any(composed.knows(given.name) and not names_setting(given.name) for given in reading.settings):
+        reading.add(lambda arguments: read_dotted_names(arguments, accept_llama))
+    if accept_llama and not reading.problems and not any(recipe.translation for recipe in reading.recipes):
+        reading.problems.append(f"--{ACCEPT_LLAMA} is about recipes of other systems, and none is given")
+    return reading.recipes, [*reading.from_arguments, *reading.settings], reading.problems
+
+
+def _may_be_foreign(name: str) -> bool:
+    """Whether a name is none of this project's, and may be one of another system: it has parts, or is a group's."""
+    is_group = name in sections_of(TrainConfig) or composed.knows(name)
+    return not names_setting(name) and (is_group or bool({".", "/"} & set(name)))
+
+
+def _twice(settings: Sequence[Assignment], names: Collection[str]) -> list[str]:
+    """Returns a problem for each of the names that is given two values."""
+    first: dict[str, Assignment] = {}
+    problems = []
+    for given in settings:
+        before = first.setdefault(given.name, given)
+        if given.name in names and before.raw != given.raw:
+            problems.append(f"two values for {given.name}, {before.where} and {given.where}: keep one")
+    return problems
 
 
 def _names_of_recipes(named: Sequence[Assignment]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, required, setting
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import DataConfig, TrainConfig
 from pretraining.config.values import parse_range
 from pretraining.errors import ConfigError
 
@@ -233,6 +233,35 @@ class InspectConfig(TrainConfig):
     """A run, and what to show of it."""
 
     inspect: InspectSettings = InspectSettings()
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """On what the run would train, and what to show. Nothing is read and nothing is started: it is arithmetic."""
+
+    gpu: str = setting("h100", "kind of GPU: h100, h200, a100, b200, l40s or 4090")
+    gpus: PositiveInt = setting(8, "GPUs in all")
+    gpus_per_node: PositiveInt = setting(8, "GPUs of a node")
+    network: NonNegativeFloat | None = setting(
+        None, "Gbit/s from each node to others, all of its adapters together; none = common with that GPU"
+    )
+    search: bool = setting(
+        False,
+        "a table of what fits, the fastest first, of all strategies, groups, kinds of checkpointing and micro-batches",
+    )
+    optimizer_state_bytes: NonNegativeFloat | None = setting(
+        None, "bytes a parameter that an optimizer of your own keeps; none = 8, as AdamW"
+    )
+    picture: str | None = setting(None, "a picture of memory and time, .png or .svg (extra report)")
+    json: bool = setting(False, "one JSON object in place of the table; with search, one a line")
+
+
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """A run that is planned; tokens are made up, so that no data is needed."""
+
+    data: DataConfig = DataConfig(use_dummy_dataset=True)
+    plan: PlanSettings = PlanSettings()
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from pathlib import Path
 
 from pretraining.config.assignments import ALIASES, RECIPE_NAMES
 from pretraining.config.fields import Setting, sections_of, settings_of
+from pretraining.config.foreign.translation import ACCEPT_LLAMA
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import describe_type, format_value
+from pretraining.config.values import describe_type, did_you_mean, format_value
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count
+from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
 # Beyond this width, lines of prose are hard to read.
@@ -27,7 +29,7 @@ _NARROWEST = 60
 _MARK = "<!-- From here on made by `python -m pretraining.config.help docs/configurations.md`. -->\n"
 
 
-def help_text(root: type, command: str, purpose: str, width: int | None = None) -> str:
+def help_text(root: type, command: str, purpose: str, width: int | None = None, section: str | None = None) -> str:
     """Returns the text of `--help`: how to call a command, then every setting with its meaning, values and default.
 
     Args:
@@ -35,7 +37,15 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
         command: as it is typed: `pretrain train`.
         purpose: what it does, in a few words.
         width: columns to fit into; None = those of the terminal.
+        section: the only one to show, as for `--help=optimizer`; None = all.
+
+    Raises:
+        ConfigError: there is no such section.
     """
+    if section is not None and section not in sections_of(root):
+        there = ", ".join(sections_of(root)) or "none"
+        hint = did_you_mean(section, sections_of(root), "did you mean {}? ")
+        raise ConfigError(f"--help={section}: there is no such group of settings. {hint}Groups of {command}: {there}")
     columns = shutil.get_terminal_size().columns if width is None else width
     columns = max(_NARROWEST, min(columns, _WIDEST))
     settings = settings_of(root).values()
@@ -43,18 +53,30 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None) 
     indent = min(max(len(flag) for flag in flags.values()), columns // 2)
     recipes = "[--recipe=A,B] " if issubclass(root, TrainConfig) else ""
     lines = [f"{command}: {purpose}", "", f"usage: {command} {recipes}[--NAME=VALUE ...]"]
-    if recipes:
+    if section is not None:
+        lines = []
+    elif sections_of(root):
+        groups = ", ".join(sections_of(root))
+        lines += ["", *textwrap.wrap(f"--help=GROUP shows one group of settings: {groups}", columns)]
+    if recipes and section is None:
         shipped = ", ".join(shipped_recipes())
-        text = f"files of settings (YAML or JSON), or of {shipped}; later ones win, flags win over all"
+        text = (
+            f"files of settings, YAML or JSON or of another system (docs/coming-from.md), or of {shipped}; later ones "
+            "win, flags win over all. A file may be the first word, too"
+        )
         lines += ["", *_entry("  --recipe=A,B  ", text, indent, columns)]
-    for section, subject, members in _sections(root):
-        lines += ["", *textwrap.wrap(f"{section}: {subject}" if section else subject, columns)]
+        text = "where such a file describes another model than a Llama, take a Llama of the same shape [false]"
+        lines += _entry(f"  --{ACCEPT_LLAMA}=BOOL  ", text, indent, columns)
+    for name, subject, members in _sections(root):
+        if section not in (None, name):
+            continue
+        lines += ["", *textwrap.wrap(f"{name}: {subject}" if name else subject, columns)]
         for setting in members:
             lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
     if any(setting.base is Duration for setting in settings):
         text = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h, 1h30min"
         lines += ["", *_entry("DURATION  ", text, indent, columns)]
-    return "\n".join(lines)
+    return "\n".join(lines).lstrip("\n")
 
 
 def with_new_tables(page: str) -> str:

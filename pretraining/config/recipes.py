@@ -8,16 +8,16 @@ translated as it is read (`foreign/`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pretraining.config.assignments import ALIASES, Assignment, Reader
+from pretraining.config.assignments import Assignment, Reader, names_setting
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.foreign.kinds import recognise, translate
-from pretraining.config.foreign.translation import Source, Translation
+from pretraining.config.foreign.translation import COMMAND_LINE, Source, Translation
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, format_value
@@ -36,11 +36,18 @@ def shipped_recipes() -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's settings as raw text, and where they come from another system's file, what became of it."""
+    """A recipe's settings as raw text.
+
+    Attributes:
+        translation: of another system's file, what became of it.
+        from_arguments: settings that arguments of the command line became, which were read with such a file; they
+            count as the command line's.
+    """
 
     name: str
     assignments: list[Assignment]
     translation: Translation | None = None
+    from_arguments: list[Assignment] = field(default_factory=list)
 
 
 def read_recipe(name: str, overrides: Mapping[str, Raw] | None = None, accept_llama: bool = False) -> Recipe:
@@ -62,6 +69,15 @@ def read_recipe(name: str, overrides: Mapping[str, Raw] | None = None, accept_ll
         if recognise(source, path.suffix) or path.suffix in (".toml", ".py"):
             return _foreign_recipe(source, path.suffix, accept_llama)
     return Recipe(name, _settings_of_tree(tree, name))
+
+
+def read_dotted_names(arguments: Mapping[str, Raw], accept_llama: bool = False) -> Recipe:
+    """Reads arguments of the command line under the dotted names of a pipeline with composed configs.
+
+    Raises:
+        ConfigError: one cannot be translated.
+    """
+    return _foreign_recipe(Source(COMMAND_LINE, None, "", {}, arguments), ".yaml", accept_llama, "composed")
 
 
 def translate_file(name: str, kind: str | None = None, accept_llama: bool = False) -> Recipe:
@@ -158,25 +174,19 @@ def _settings_of_tree(tree: Any, name: str) -> list[Assignment]:
 
 def _is_of_ours(tree: Mapping[str, Any]) -> bool:
     """Whether every key is a setting of training, under a section or not."""
-    settings = settings_of(TrainConfig)
-    names = {name: name for name in settings} | {name: alias.target for name, alias in ALIASES.items()}
-    for key in Source("", None, "", tree).flattened():
-        section, _, name = key.replace("-", "_").rpartition(".")
-        if key not in sections_of(TrainConfig) and (
-            name not in names or section not in ("", settings[names[name]].section)
-        ):
-            return False
-    return True
+    keys = Source("", None, "", tree).flattened()
+    return all(key in sections_of(TrainConfig) or names_setting(key) for key in keys)
 
 
 def _foreign_recipe(source: Source, suffix: str, accept_llama: bool, kind: str | None = None) -> Recipe:
     translation = translate(source, suffix, kind, accept_llama)
-    assignments = []
+    recipe = Recipe(source.name, [], translation)
     for setting, text in translation.settings.items():
         note = translation.note_of(setting)
-        place = f"{source.name}{f':{note.line}' if note.line else ''}: {note.key}"
-        assignments.append(Assignment(setting, text, where=f"{place}: {note.value}", flag=place))
-    return Recipe(source.name, assignments, translation)
+        was_asked_for = note.origin == COMMAND_LINE and setting == next(iter(note.settings))
+        target = recipe.from_arguments if was_asked_for else recipe.assignments
+        target.append(Assignment(setting, text, where=note.told, flag=note.place))
+    return recipe
 
 
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:

@@ -62,13 +62,15 @@ def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
 
 
 def read_json(content: str) -> Any:
-    """Parses JSON with numbers left as they are written."""
-    return parse_json(
-        content,
-        parse_int=str,
-        parse_float=str,
-        parse_constant=str,
-        object_pairs_hook=lambda pairs: _refuse_repeats(pairs, ""),
+    """Parses JSON with numbers left as they are written, and true and false as texts."""
+    return _as_texts(
+        parse_json(
+            content,
+            parse_int=str,
+            parse_float=str,
+            parse_constant=str,
+            object_pairs_hook=lambda pairs: _refuse_repeats(pairs, ""),
+        )
     )
 
 

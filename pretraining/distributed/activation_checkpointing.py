@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from pretraining.config.training import PER_OPERATION, ParallelConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape
 from pretraining.distributed.torch_private import recompute_in_backward
 
 
@@ -51,21 +50,3 @@ def _kept_operations() -> list[Any]:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.torch_attn._varlen_attn.default,
     ]
-
-
-def recomputed_share(parallel: ParallelConfig, shape: LlamaShape, seq_length: float) -> float:
-    """Returns the operations that backward repeats, as a share of those of the blocks' forward; 0 = none.
-
-    A checkpointed block repeats all but its last matrix product, whose result backward does not need. Operations are
-    counted as in `model/flops.py`. `seq_length` is the tokens that attention reaches over: of a sequence, or of a
-    document on average.
-    """
-    if not parallel.fsdp_activation_checkpointing or parallel.selective_checkpointing == PER_OPERATION:
-        return 0.0
-    blocks = checkpointed_blocks(parallel.selective_checkpointing, shape.num_hidden_layers)
-    query_width, key_width = (
-        heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads)
-    )
-    attention = 2 * shape.hidden_size * 2 * (query_width + key_width) + 2 * query_width * seq_length
-    product = 2 * shape.hidden_size * shape.intermediate_size  # gate, up, down: one each
-    return len(blocks) / shape.num_hidden_layers * (1 - product / (attention + 3 * product))

@@ -31,9 +31,9 @@ _ANYWHERE = ParallelConfig()
 # How gloo and NCCL say that a process at the other end of a connection is gone.
 SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
-# glibc's options (malloc.h), and the variables by which a user may set them.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
+# glibc's options and their defaults (malloc.h), and the variables by which a user may set them.
+_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD = -1, 128 * 1024
+_M_MMAP_MAX, _DEFAULT_MMAP_MAX = -4, 65536
 _CHOICES_OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
@@ -162,14 +162,28 @@ def keep_freed_memory() -> bool:
     megabytes again, and mapping and clearing their pages was a tenth of the time of a small model's step in bfloat16
     (docs/performance.md). Leaves alone what the user has set up (mallopt(3), GLIBC_TUNABLES), and other allocators.
     """
+    glibc = _adjustable_glibc()
+    if glibc is None:
+        return False
+    glibc.mallopt(_M_MMAP_MAX, 0)  # no block has a mapping of its own
+    return bool(glibc.mallopt(_M_TRIM_THRESHOLD, -1))  # and the heap never shrinks
+
+
+def return_freed_memory() -> None:
+    """Undoes `keep_freed_memory`, in a process that goes on with something else, and returns what is free now."""
+    glibc = _adjustable_glibc()
+    if glibc is not None:
+        glibc.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
+        glibc.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD)
+        glibc.malloc_trim(0)
+
+
+def _adjustable_glibc() -> ctypes.CDLL | None:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc" in tunables or any(name in os.environ for name in _CHOICES_OF_THE_USER):
-        return False
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        return False
-    set_option(_M_MMAP_MAX, 0)  # no block has a mapping of its own
-    return bool(set_option(_M_TRIM_THRESHOLD, -1))  # and the heap never shrinks
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") else None
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

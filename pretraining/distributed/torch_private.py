@@ -26,6 +26,19 @@ def store_of_job(prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, store.clone())
 
 
+_kept_store: dist.Store | None = None
+
+
+def keep_store_of_job() -> None:
+    """Keeps the key-value store that the processes met in for as long as this process, in place of an earlier one.
+
+    Where this process serves it, others may come for the next run before this one has left the last, and must not find
+    a store that ends. The next run finds its server still there.
+    """
+    global _kept_store
+    _kept_store = distributed_c10d._get_default_store()
+
+
 def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Sets when a process that waits in a collective of the group gives up; public since torch 2.14."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout

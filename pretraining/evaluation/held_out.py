@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
+from pretraining.observability.custom_metrics import NO_METRICS, NoMetrics, Ratio, Sums
 from pretraining.observability.observer import Observer
 from pretraining.observability.scores import Scores, format_perplexity, score
 from pretraining.observability.throughput import Stopwatch
@@ -52,10 +54,14 @@ class Evaluation:
     Attributes:
         sets: the scores of each set, by its name.
         mean: over the tokens of all sets.
+        custom: the user's metrics by name, over all sets.
+        custom_of_sets: the same of each set.
     """
 
     sets: dict[str, Scores]
     mean: Scores
+    custom: dict[str, Ratio] = field(default_factory=dict)
+    custom_of_sets: dict[str, dict[str, Ratio]] = field(default_factory=dict)
 
     def loss_of(self, best_by: str | None) -> float:
         """The loss of a set, or the mean where none is named."""
@@ -64,30 +70,41 @@ class Evaluation:
     def values(self) -> dict[str, float | None]:
         """The numbers for trackers, flat: those of the mean, and behind a slash those of each set."""
         values: dict[str, float | None] = {}
-        for suffix, scores in {"": self.mean, **{f"/{name}": each for name, each in self.sets.items()}}.items():
-            values |= {f"evaluation_{name}{suffix}": value for name, value in numbers(scores).items()}
+        for suffix, of_set in {"": self.numbers(), **{f"/{name}": self.numbers(name) for name in self.sets}}.items():
+            values |= {f"evaluation_{name}{suffix}": value for name, value in of_set.items()}
         return values
+
+    def numbers(self, name: str | None = None) -> dict[str, float | None]:
+        """Loss, perplexity, token accuracy, bits a byte where known, and `custom/<name>` of the user's metrics.
+
+        Args:
+            name: of a set; None = the mean over all.
+        """
+        scores, custom = self._of(name)
+        found: dict[str, float | None] = {"loss": scores.loss}
+        found |= {"perplexity": scores.perplexity, "token_accuracy": scores.token_accuracy}
+        if scores.bits_per_byte is not None:
+            found["bits_per_byte"] = scores.bits_per_byte
+        return found | {f"custom/{metric}": ratio.value for metric, ratio in custom.items()}
 
     def lines(self) -> list[str]:
         """The numbers for people: the mean, then a line a set where there are several."""
-        lines = [_in_words(self.mean)]
+        lines = [self._in_words(None)]
         if len(self.sets) > 1:
             width = max(map(len, self.sets))
-            lines += [f"  {name:<{width}}  {_in_words(scores)}" for name, scores in self.sets.items()]
+            lines += [f"  {name:<{width}}  {self._in_words(name)}" for name in self.sets]
         return lines
 
+    def _of(self, name: str | None) -> tuple[Scores, dict[str, Ratio]]:
+        return (self.mean, self.custom) if name is None else (self.sets[name], self.custom_of_sets.get(name, {}))
 
-def numbers(scores: Scores) -> dict[str, float | None]:
-    """Loss, perplexity, token accuracy, and bits a byte where these are known."""
-    found: dict[str, float | None] = {"loss": scores.loss}
-    found |= {"perplexity": scores.perplexity, "token_accuracy": scores.token_accuracy}
-    return found if scores.bits_per_byte is None else {**found, "bits_per_byte": scores.bits_per_byte}
-
-
-def _in_words(scores: Scores) -> str:
-    text = f"evaluation_loss {scores.loss:.4f}  perplexity {format_perplexity(scores.perplexity)}"
-    text += f"  accuracy {scores.token_accuracy:.4f}"
-    return text if scores.bits_per_byte is None else f"{text}  bits a byte {scores.bits_per_byte:.4f}"
+    def _in_words(self, name: str | None) -> str:
+        scores, custom = self._of(name)
+        text = f"evaluation_loss {scores.loss:.4f}  perplexity {format_perplexity(scores.perplexity)}"
+        text += f"  accuracy {scores.token_accuracy:.4f}"
+        if scores.bits_per_byte is not None:
+            text += f"  bits a byte {scores.bits_per_byte:.4f}"
+        return "  ".join([text, *(f"{metric} {ratio.value:.4g}" for metric, ratio in custom.items())])
 
 
 @torch.no_grad()
@@ -97,6 +114,7 @@ def evaluate(
     device: torch.device,
     should_stop: Callable[[], bool],
     byte_lengths_V: Tensor | None = None,
+    metrics: NoMetrics = NO_METRICS,
 ) -> Evaluation | None:
     """Evaluates on all sources, in every process; None where it was told to stop meanwhile.
 
@@ -106,13 +124,15 @@ def evaluate(
         device: of the model.
         should_stop: asked between batches by all ranks, which all get the same answer.
         byte_lengths_V: of the text of each token; None = bits a byte are not known.
+        metrics: of the user's own.
     """
     fields = len(Scores._fields)
     sums = [torch.zeros(len(source.sets), fields, dtype=torch.float64, device=device) for source in sources]
+    custom: list[list[Sums]] = [[{} for _ in source.sets] for source in sources]
     # As in training, in float32: the sum over the scores would differ from that of earlier versions in its last digits.
     loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
     stopped = False
-    for source, totals in zip(sources, sums, strict=True):
+    for source, totals, of_sets in zip(sources, sums, custom, strict=True):
         with source.open_batches() as batches:
             for batch in batches:
                 stopped = should_stop()
@@ -121,20 +141,26 @@ def evaluate(
                 for host_batch in batch.micro_batches:
                     micro_batch = host_batch.to(device, non_blocking=True)
                     inputs = micro_batch.model_inputs()
-                    objective_sum, _, z_loss_sum, tokens_BS2 = model(*inputs)
-                    loss_sum += objective_sum.double() - z_loss_sum
-                    totals += score(tokens_BS2, inputs.labels_BS, micro_batch, len(source.sets), byte_lengths_V)
+                    outputs = model(*inputs)
+                    metrics.add_by_set(of_sets, outputs, inputs, micro_batch)
+                    loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
+                    totals += score(outputs.tokens_BS2, inputs.labels_BS, micro_batch, len(source.sets), byte_lengths_V)
         if stopped:
             break
     reshard_model(model)
     if stopped:
         return None
-    together = torch.cat([loss_sum, *(totals.flatten() for totals in sums)])
-    dist.all_reduce(together)
+    nothing = loss_sum.new_zeros(len(Ratio._fields))  # where this rank has no row of a set
+    pairs = [each.get(name, nothing) for of_sets in custom for each in of_sets for name in metrics.names]
+    summed = torch.cat([loss_sum, *(totals.flatten() for totals in sums), *pairs])
+    dist.all_reduce(summed)
+    found = iter(summed.tolist())
+    total = next(found)
     names = [name for source in sources for name in source.sets]
-    of_sets = together[1:].view(len(names), fields).tolist()
-    scores = {name: Scores(*values) for name, values in zip(names, of_sets, strict=True)}
-    return Evaluation(scores, Scores.total(scores.values())._replace(loss_sum=float(together[0])))
+    scores = {name: Scores(*islice(found, fields)) for name in names}
+    of_each = {name: {each: Ratio(*islice(found, len(Ratio._fields))) for each in metrics.names} for name in names}
+    of_all = {each: Ratio.total(of_each[name][each] for name in names) for each in metrics.names}
+    return Evaluation(scores, Scores.total(scores.values())._replace(loss_sum=total), of_all, of_each)
 
 
 @dataclass
@@ -142,7 +168,7 @@ class Evaluator:
     """Evaluates on an interval and at the end of the run.
 
     Attributes:
-        model, sources, device, should_stop, byte_lengths_V: as in `evaluate`; no sources = never evaluate.
+        model, sources, device, should_stop, byte_lengths_V, metrics: as in `evaluate`; no sources = never evaluate.
         interval: how often; the run's last step is always evaluated.
         best_by: the set whose loss decides which checkpoint is best; None = the mean.
         early_stopping: ends the run where that loss does not come down any more.
@@ -159,6 +185,7 @@ class Evaluator:
     best_by: str | None = None
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     byte_lengths_V: Tensor | None = None
+    metrics: NoMetrics = NO_METRICS
     pending: bool = False
 
     def maybe_run(self, state: TrainState) -> float | None:
@@ -169,7 +196,9 @@ class Evaluator:
         if state.preempted:
             return None
         with self.stopwatch.measure("evaluation"):
-            found = evaluate(self.model, self.sources, self.device, self.should_stop, self.byte_lengths_V)
+            found = evaluate(
+                *(self.model, self.sources, self.device, self.should_stop), self.byte_lengths_V, self.metrics
+            )
         if found is None:
             return None
         self.pending = False

@@ -14,13 +14,14 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
 
 class ReceivedSignals:
@@ -36,6 +37,21 @@ class ReceivedSignals:
             signal.signal(number, self._remember)
         self._listens = True
         return self
+
+    @contextmanager
+    def listening(self) -> Iterator[ReceivedSignals]:
+        """Remembers signals for the time of a `with` block; hears nothing outside of the main thread."""
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers there alone
+            yield self
+            return
+        before = {number: signal.getsignal(number) for number in PREEMPTION_SIGNALS}
+        self.listen()
+        try:
+            yield self
+        finally:
+            self._listens = False
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
 
     @contextmanager
     def remembering_interrupts(self, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
@@ -100,6 +116,21 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         end_with_parent()
+
+
+@contextmanager
+def ending_with_launcher(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """As `end_with_launcher`, for the time of a `with` block."""
+    if "TORCHELASTIC_RUN_ID" not in environ or sys.platform != "linux":
+        yield
+        return
+    before = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))
+    end_with_parent()
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, before.value)
 
 
 def end_with_parent() -> None:

@@ -133,6 +133,19 @@ def log_to_terminal(rank: int = 0) -> TerminalHandler:
 
 
 @contextmanager
+def logging_to_terminal(rank: int = 0) -> Iterator[None]:
+    """Shows the package's messages for the time of a `with` block, as `log_to_terminal` does until the process ends."""
+    logger = logging.getLogger(PACKAGE)
+    handlers, level = list(logger.handlers), logger.level
+    log_to_terminal(rank)
+    try:
+        yield
+    finally:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+
+
+@contextmanager
 def showing_through(show: Callable[[str], None]) -> Iterator[None]:
     """For the time of a `with` block, hands lines of level INFO to `show`, which prints them above a live line."""
     handlers = [each for each in logging.getLogger(PACKAGE).handlers if isinstance(each, TerminalHandler)]

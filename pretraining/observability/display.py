@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from pretraining.launch.terminal import is_watched, showing_through
@@ -24,7 +24,7 @@ class Report:
     those of each dataset, `perplexity` is exp(loss), `token_accuracy` the share of tokens than which none was likelier.
     `grad_norm` is that of the last step, before clipping, `param_norm` that of all parameters after it.
     `group_learning_rates` are those of the optimizer's parameter groups. Rates and shares are those of the interval
-    unless they say `overall`; samples are sequences, of all devices together.
+    unless they say `overall`; samples are sequences, of all devices together. `custom` are the user's own metrics.
     """
 
     step: int
@@ -51,15 +51,18 @@ class Report:
     memory_allocated_gib: float | None
     memory_reserved_gib: float | None
     time_left_seconds: float
+    custom: dict[str, float] = field(default_factory=dict)
 
     def values(self) -> dict[str, float | None]:
-        """Returns a number for each name but `step`, and for each parameter group's rate and each dataset's loss."""
+        """Returns a number for each name but `step`, for each group's rate, dataset's loss and metric of the user's."""
         values = asdict(self)
         del values["step"]
         for index, rate in enumerate(values.pop("group_learning_rates")):
             values[f"learning_rate_group_{index}"] = rate
         for dataset, loss in values.pop("losses").items():
             values[f"loss/{dataset}"] = loss
+        for metric, value in values.pop("custom").items():
+            values[f"custom/{metric}"] = value
         return values
 
 
@@ -168,12 +171,14 @@ def summary(report: Report, peak_tflops: float | None, verbose: bool, cpu_proces
     """Puts a report into one line.
 
     Args:
-        verbose: adds the gradient norm and what MFU is relative to.
+        verbose: adds the gradient norm, what MFU is relative to, and the user's metrics.
         cpu_processes: of a job on CPUs, whose tokens/s are those of all together; 0 on GPUs.
     """
     parts = [f"loss {report.loss:.4f}"]
     if report.z_loss > 0:
         parts.append(f"z-loss {report.z_loss:.1e}")
+    if verbose:
+        parts += [f"{name} {value:.4g}" for name, value in report.custom.items()]
     parts.append(f"lr {report.learning_rate:.2e}")
     if verbose:
         parts.append(f"grad {report.grad_norm:.3f}")

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,17 +25,18 @@ import torch.distributed as dist
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.distributed.activation_checkpointing import recomputed_share
 from pretraining.distributed.grad_norm import gradient_norm, local_part
 from pretraining.distributed.processes import Processes
-from pretraining.model.flops import flops_per_token, recomputed_flops_per_token
+from pretraining.estimate.devices import peak_tflops
+from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
+from pretraining.observability.custom_metrics import Ratio, Sums
 from pretraining.observability.display import Display, Report, choose_display
 from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import peak_bytes
 from pretraining.observability.scores import Scores, perplexity_of
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
-from pretraining.observability.throughput import Stopwatch, device_name, peak_tflops
+from pretraining.observability.throughput import Stopwatch, device_name
 from pretraining.observability.trackers import Trackers
 from pretraining.progress import Interval, Progress, TrainState
 
@@ -61,6 +63,7 @@ class Observer:
         events: told of evaluations.
         datasets: names of those that batches are of, in the order of a step's scores.
         last_loss: the newest reported loss, at first that of an earlier invocation.
+        newest: the newest reported number of each name, of this invocation.
     """
 
     state: TrainState
@@ -79,6 +82,7 @@ class Observer:
     events: Events = field(default_factory=Events)
     datasets: tuple[str, ...] = ()
     last_loss: float | None = None
+    newest: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._start = self._reported = self.state.progress  # of this process, and of the last report
@@ -106,6 +110,8 @@ class Observer:
         self._z_loss_sum += torch.where(kept, outcome.z_loss_sum, 0.0)
         self._valid_tokens += torch.where(kept, outcome.valid_tokens, 0)
         self._scores += torch.where(kept, outcome.scores, 0.0)
+        for name, pair in outcome.custom.items():
+            self._custom[name] = self._custom.get(name, 0.0) + torch.where(kept, pair, 0.0)
         self._skipped += outcome.skipped
         self._steps += 1
         self._attention_spans += outcome.attention_span
@@ -123,9 +129,13 @@ class Observer:
         for line in lines:
             log.info("step %d  %s", progress.steps, line)
         numbers = {name: _finite(value) for name, value in values.items()}
-        self.trackers.log(progress.steps, {"tokens_seen": progress.tokens, **numbers})
+        self._keep(progress.steps, {"tokens_seen": progress.tokens, **numbers})
         losses = {name: value for name, value in numbers.items() if name.startswith("evaluation_loss")}
         self.events.add("evaluation", progress.steps, **losses)
+
+    def _keep(self, step: int, values: dict[str, Any]) -> None:
+        self.newest |= values
+        self.trackers.log(step, values)
 
     def _clear_sums(self) -> None:
         self._steps = 0
@@ -134,6 +144,7 @@ class Observer:
         self._valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         sizes = (len(self.datasets), len(Scores._fields))
         self._scores = torch.zeros(sizes, dtype=torch.float64, device=self.device)
+        self._custom: Sums = {}  # in the same order on every rank
         self._skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         self._attention_spans = 0.0
 
@@ -141,7 +152,7 @@ class Observer:
         spans = torch.full_like(self._loss_sum, self._attention_spans)
         sums = (self._loss_sum, self._z_loss_sum, spans)
         same = (self._valid_tokens, self._skipped, outcome.grad_norm, self._parameter_norm())
-        numbers, scores = self._sum_over_ranks(sums, same)
+        numbers, scores, custom = self._sum_over_ranks(sums, same)
         loss_sum, z_loss_sum, attention_spans, valid_tokens, skipped, grad_norm, param_norm = numbers
         memory = self._memory_of_the_fullest_rank()
         seconds, spent = self.stopwatch.lap()  # after `tolist`: the device has finished the steps
@@ -179,12 +190,13 @@ class Observer:
             memory_allocated_gib=memory[1] if self.device.type == "cuda" else None,
             memory_reserved_gib=memory[2] if self.device.type == "cuda" else None,
             time_left_seconds=(self.state.total_steps - now.steps) * tokens_per_step / overall_rate,
+            custom={name: metric.value for name, metric in custom.items()},
         )
         self.last_loss = _finite(report.loss)
         self.display.show(report)
         for line in self.stragglers.report(report.step_seconds):
             log.info(line)
-        self.trackers.log(report.step, {name: _finite(value) for name, value in report.values().items()})
+        self._keep(report.step, {name: _finite(value) for name, value in report.values().items()})
         self._reported = now
         self._attention_spans = 0.0
 
@@ -195,7 +207,7 @@ class Observer:
         """
         if self._steps == 0:
             return {}
-        (loss_sum, z_loss_sum), scores = self._sum_over_ranks((self._loss_sum, self._z_loss_sum))
+        (loss_sum, z_loss_sum), scores, custom = self._sum_over_ranks((self._loss_sum, self._z_loss_sum))
         return {
             "steps": self._steps,
             "loss_sum": _finite(loss_sum),
@@ -203,6 +215,7 @@ class Observer:
             "valid_tokens": int(self._valid_tokens.item()),
             "skipped_updates": int(self._skipped.item()),
             "scores": {name: [_finite(value) for value in of_dataset] for name, of_dataset in scores.items()},
+            "custom": {name: [_finite(value) for value in metric] for name, metric in custom.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,6 +232,9 @@ class Observer:
             nothing = list(Scores())
             kept = [scores.get(name, nothing) for name in self.datasets]
             self._scores += torch.tensor(kept, dtype=torch.float64, device=self.device).view_as(self._scores)
+        for name, pair in state.get("custom", {}).items():
+            of_rank = pair if dist.get_rank() == 0 and None not in pair else [0.0, 0.0]
+            self._custom[name] = torch.tensor(of_rank, dtype=torch.float64, device=self.device)
         self._valid_tokens += state["valid_tokens"]  # these are of all ranks, on each of them
         self._skipped += state["skipped_updates"]
 
@@ -229,22 +245,23 @@ class Observer:
 
     def _sum_over_ranks(
         self, sums: Sequence[torch.Tensor], same: Sequence[torch.Tensor] = ()
-    ) -> tuple[list[float], dict[str, Scores]]:
-        """Adds up scalars and the scores of each dataset; a collective call that waits for them, once.
+    ) -> tuple[list[float], dict[str, Scores], dict[str, Ratio]]:
+        """Adds up scalars, the scores of each dataset and the user's metrics; a collective call that waits, once.
 
         Args:
             sums: of this rank.
             same: more scalars, which are the same on all ranks and stay as they are.
 
         Returns:
-            All scalars, and the scores by dataset.
+            All scalars, the scores by dataset, and the user's metrics by name.
         """
-        summed = torch.cat((torch.stack(list(sums)), self._scores.flatten()))
+        summed = torch.cat((torch.stack(list(sums)), self._scores.flatten(), *self._custom.values()))
         dist.all_reduce(summed)
-        numbers = torch.cat((summed, *(number.double().view(1) for number in same))).tolist()
-        end, width = len(summed), len(Scores._fields)
-        scores = [Scores(*numbers[begin : begin + width]) for begin in range(len(sums), end, width)]
-        return [*numbers[: len(sums)], *numbers[end:]], dict(zip(self.datasets, scores, strict=True))
+        numbers = iter(torch.cat((summed, *(number.double().view(1) for number in same))).tolist())
+        scalars = list(islice(numbers, len(sums)))
+        scores = {name: Scores(*islice(numbers, len(Scores._fields))) for name in self.datasets}
+        custom = {name: Ratio(*islice(numbers, len(Ratio._fields))) for name in self._custom}
+        return [*scalars, *numbers], scores, custom
 
     def _memory_of_the_fullest_rank(self) -> list[float]:
         """Returns GiB of the fullest rank: peak, allocated now, reserved; on a CPU only the peak of the process."""

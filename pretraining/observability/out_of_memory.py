@@ -21,7 +21,7 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
 from pretraining.errors import ConfigError, OutOfMemoryError
-from pretraining.estimate import LOGITS_AT_ONCE, MASTER_BYTES, optimizer_state_bytes
+from pretraining.estimate.memory import LOGITS_AT_ONCE, MASTER_BYTES, optimizer_state_bytes
 from pretraining.launch.machine import machine_memory, resident_bytes
 from pretraining.observability.profiler import TRACES
 from pretraining.progress import TrainState

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,7 +24,7 @@ class SpikeVerdict:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a training step leaves behind; tensors are scalars on the device.
+    """What a training step leaves behind; tensors are scalars on the device, unless they say otherwise.
 
     Attributes:
         loss_sum: of this rank's valid tokens, without z-loss.
@@ -37,6 +37,7 @@ class StepOutcome:
         scores: of this rank's tokens, by dataset (`scores.score`).
         verdict: None where spikes are not looked for.
         rescaled: whether the update was left out to go on with a smaller loss scale; None without one.
+        custom: of this rank, sum and count of each of the user's metrics, [2] float64.
     """
 
     loss_sum: torch.Tensor
@@ -49,3 +50,4 @@ class StepOutcome:
     scores: torch.Tensor
     verdict: SpikeVerdict | None = None
     rescaled: torch.Tensor | None = None
+    custom: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -8,7 +8,6 @@ no such figure: `pretrain doctor` measures what it reaches.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,44 +16,6 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-
-# Dense bfloat16 peaks in TFLOP/s of devices whose names match. The first one counts, so longer names stand before
-# shorter ones. Where a data sheet names the figure with sparsity, it is halved here.
-PEAK_TFLOPS = (
-    # NVIDIA: data sheets of HGX B300 and B200, GB300 and GB200 NVL72
-    ("B300|B200", 2250.0),
-    ("GB300|GB200", 2500.0),
-    # NVIDIA: data sheets of GH200, H200, H100, H100 NVL; H800 computes as H100 does, H20 is its smaller sibling
-    ("H200 NVL|H100 NVL", 835.5),
-    ("H100 PCIe", 756.0),
-    ("GH200|H200|H100|H800", 989.4),
-    ("H20", 148.0),
-    # NVIDIA: data sheets of A100 (A800 computes as it does), A40, A30, A10; AWS and NVIDIA for A10G
-    ("A100|A800", 312.0),
-    ("A40", 149.7),
-    ("A30", 165.0),
-    ("A10", 125.0),
-    ("A10G", 70.0),
-    # NVIDIA: data sheets of L40S, L40, L4; white papers of the Blackwell, Ada and Ampere GeForce architectures,
-    # with accumulation in float32
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-    ("RTX 5090", 209.5),
-    ("RTX 4090", 165.2),
-    ("RTX 3090", 71.0),
-    # AMD: data sheets of MI355X, MI350X, MI325X, MI300X, MI250X, MI250, MI210
-    ("MI355X", 2500.0),
-    ("MI350X", 2300.0),
-    ("MI325X|MI300X", 1307.4),
-    ("MI250X", 191.5),  # a device is one of the card's two dies
-    ("MI250|MI210", 181.0),  # MI250: the same
-)
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """Returns the dense bfloat16 peak of a device in TFLOP/s; None where it is not known, as of CPUs."""
-    return next((peak for names, peak in PEAK_TFLOPS if re.search(rf"\b({names})\b", device_name)), None)
 
 
 def device_name(device: torch.device) -> str:

@@ -40,7 +40,7 @@ class Wandb:
             raise ConfigError(
                 f"--tracker=wandb needs the `wandb` package ({error}): pip install 'pretraining[wandb]'"
             ) from None
-        self._wandb = wandb
+        self._wandb: Any = wandb  # mypy says the same with and without it
         self.run_id = run.run_id or secrets.token_hex(8)
         self._run = self._start(run)
         if self._run is not None:

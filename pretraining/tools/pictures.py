@@ -1,4 +1,4 @@
-"""Pictures: learning-rate schedules and the losses of a sweep. They need matplotlib, of the extra `report`."""
+"""Pictures: schedules, the losses of a sweep, a plan's memory and time. They need matplotlib (extra `report`)."""
 
 from __future__ import annotations
 
@@ -71,6 +71,35 @@ def draw_sweep(
         if min(values) > 0:
             axes[1].set_xscale("log")
         axes[1].set_xlabel(numeric)
+    _finish(figure, axes, path)
+
+
+def draw_plan(memory: Mapping[str, float], memory_of_gpu: float, step: Mapping[str, float], path: Path) -> None:
+    """Draws the memory of a GPU by part, and the timeline of a step: what runs, and what runs behind it.
+
+    Args:
+        memory: bytes by part.
+        memory_of_gpu: bytes that there are.
+        step: seconds by part, those of `StepTime`.
+        path: of the picture.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        OSError: the picture cannot be written.
+    """
+    figure, axes = _figure(2)
+    bottom = 0.0
+    for name, size in memory.items():
+        axes[0].bar("memory", size / 2**30, bottom=bottom, label=name.replace("_", " "))
+        bottom += size / 2**30
+    axes[0].axhline(memory_of_gpu / 2**30, color="black", linestyle="--", label="of a GPU")
+    axes[0].set_ylabel("GiB a GPU")
+    begin = 0.0
+    for name in ("compute", "unhidden", "exposed"):
+        axes[1].barh("GPU", step[name], left=begin, label=name)
+        begin += step[name]
+    axes[1].barh("network, hidden", step["hidden"], label="hidden")
+    axes[1].set_xlabel("seconds of a step")
     _finish(figure, axes, path)
 
 

@@ -6,7 +6,7 @@ prompt -> token ids -> one token after the other, until the text ends -> stdout,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -28,15 +28,51 @@ UNFINISHED_CHARACTER = "\ufffd"
 
 
 def sample(config: SampleConfig) -> None:
-    """Prints a prompt and what a model goes on with, a token at a time.
+    """Prints a prompt and what a model goes on with, a token at a time; raises as `continue_prompt`."""
+    found = continue_prompt(config, "cuda" if torch.cuda.is_available() else "cpu")
+    if config.prompt_tokens:
+        _print_now(",".join(map(str, found.prompt)))
+        for token in found.new:
+            _print_now(f",{token}")
+    else:
+        _print_now(config.prompt or "")
+        for piece in found.text():
+            _print_now(piece)
+    print()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and what a model goes on with.
+
+    Attributes:
+        prompt: its tokens, with those that begin a text.
+        new: the tokens that follow, until the text ends or enough are drawn; each is drawn when it is asked for.
+        tokenizer: of their text; None where the prompt was given as token ids.
+    """
+
+    prompt: list[int]
+    new: Iterator[int]
+    tokenizer: Tokenizer | None
+
+    def text(self) -> Iterator[str]:
+        """The text of the new tokens, in pieces, as they are drawn."""
+        assert self.tokenizer is not None  # there was a prompt to encode
+        stream = TextStream(self.tokenizer.decode, self.prompt)
+        for token in self.new:
+            yield stream.push(token)
+        yield stream.end()
+
+
+def continue_prompt(config: SampleConfig, device: str) -> Continuation:
+    """Loads a model, in bfloat16 on a GPU, and has it continue a prompt.
 
     Raises:
         CheckpointError: there is no model, or it is damaged.
         ConfigError, DataError: the prompt or the tokenizer cannot be used.
     """
-    is_on_gpu = torch.cuda.is_available()
-    device, dtype = torch.device("cuda" if is_on_gpu else "cpu"), torch.bfloat16 if is_on_gpu else torch.float32
-    checkpoint, model = load_model(config.ckpt_load_path, device, dtype)
+    place, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
+    checkpoint, model = load_model(config.ckpt_load_path, place, dtype)
     text = _text_of(config, checkpoint, model.shape.max_position_embeddings)
     prompt = _prompt_tokens(config, text)
     too_large = [token for token in prompt if token >= model.shape.vocab_size]
@@ -44,7 +80,7 @@ def sample(config: SampleConfig) -> None:
         flag = f"--prompt_tokens has {too_large[0]}" if config.prompt_tokens else f"the tokenizer gives {too_large[0]}"
         raise ConfigError(f"{flag}, and the model of {checkpoint.path} has tokens 0 to {model.shape.vocab_size - 1}")
     drawn = draw_tokens(
-        CachedModel(model, text.context, device),
+        CachedModel(model, text.context, place),
         prompt,
         config.max_new_tokens,
         seed=config.seed,
@@ -52,18 +88,7 @@ def sample(config: SampleConfig) -> None:
         top_k=config.top_k,
     )
     new = takewhile(lambda token: token not in text.ends, drawn)
-    if config.prompt_tokens:
-        _print_now(",".join(map(str, prompt)))
-        for token in new:
-            _print_now(f",{token}")
-    else:
-        assert text.tokenizer is not None  # there was a prompt to encode
-        _print_now(config.prompt or "")
-        stream = TextStream(text.tokenizer.decode, prompt)
-        for token in new:
-            _print_now(stream.push(token))
-        _print_now(stream.end())
-    print()
+    return Continuation(prompt, new, None if config.prompt_tokens else text.tokenizer)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def recipe_text(name: str, translation: Translation) -> str:
     """Returns a recipe by sections, each setting with what it was made of behind it."""
     lines = [f"# Translated from {name} ({KINDS[translation.kind].what})."]
     section = None
+    explained: list[Note] = []
     for setting in settings_of(TrainConfig).values():
         if setting.name not in translation.settings:
             continue
@@ -55,18 +56,29 @@ def recipe_text(name: str, translation: Translation) -> str:
             lines.append(f"{section}:")
         note = translation.note_of(setting.name)
         value = _as_yaml(translation.settings[setting.name])
-        lines.append(f"  {setting.name}: {value}  # {_explained(note)}")
+        lines.append(f"  {setting.name}: {value}  # {_explained(note, with_remark=note not in explained)}")
+        explained.append(note)
     without = [note for note in translation.notes if not note.settings]
     if without:
         lines += ["# Without a setting here:", *(f"#   {_explained(note)}" for note in without)]
     return "\n".join(lines) + "\n"
 
 
-def _explained(note: Note) -> str:
-    text = f"{note.key}: {note.value}" + (f" ({note.remark})" if note.remark else "")
+def _explained(note: Note, with_remark: bool = True) -> str:
+    text = note.given + (f" ({note.remark})" if note.remark and with_remark else "")
     return " ".join(text.split())  # a line of comment, whatever the value holds
 
 
 def _as_yaml(text: str) -> str:
-    written: str = yaml.safe_dump(text, width=10**6, allow_unicode=True)
+    written: str = yaml.dump(text, Dumper=_PlainDumper, width=10**6, allow_unicode=True)
     return written.removesuffix("...\n").strip()
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """YAML for the reader of recipes, to which every scalar but null is text: numbers stand without quotes."""
+
+
+_PlainDumper.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith(":null")]
+    for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}

@@ -41,6 +41,7 @@ from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
+from pretraining.observability.custom_metrics import MetricsHook, NoMetrics, custom_metrics
 from pretraining.observability.events import Events
 from pretraining.observability.observer import build_observer
 from pretraining.observability.out_of_memory import MemoryWatch
@@ -76,6 +77,7 @@ class Job:
         threads: that were chosen for this process; None = it keeps those that it has.
         events: what happens to the run.
         launcher: what has started the processes.
+        hook: makes the user's own metrics; None = there are none.
     """
 
     processes: Processes
@@ -86,6 +88,7 @@ class Job:
     threads: CpuThreads | None = None
     events: Events = field(default_factory=Events)
     launcher: str = "single"
+    hook: MetricsHook | None = None
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,8 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
     )
     if plan.restored is not None:
         observer.last_loss = plan.restored.manifest.loss
-    context = _step_context(plan)
+    metrics = custom_metrics(job.hook, plan.model.module, processes.device)
+    context = _step_context(plan, metrics)
 
     def should_stop() -> bool:
         state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
@@ -326,6 +330,7 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         best_by=best_by,
         early_stopping=EarlyStopping(config.evaluation.early_stopping_evaluations, decided_by if is_chosen else ()),
         byte_lengths_V=byte_lengths(config, processes, plan.shape.vocab_size) if plan.sources else None,
+        metrics=metrics,
     )
     replicas = Replicas(list(plan.parameters.values()), plan.mesh)
     guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
@@ -387,7 +392,7 @@ def _spike_detector(plan: RunPlan) -> SpikeDetector | None:
     return SpikeDetector(guard.spike_threshold, guard.spike_window, plan.processes.device, conditions)
 
 
-def _step_context(plan: RunPlan) -> StepContext:
+def _step_context(plan: RunPlan, metrics: NoMetrics) -> StepContext:
     config, device = plan.config, plan.processes.device
     in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(
@@ -399,6 +404,7 @@ def _step_context(plan: RunPlan) -> StepContext:
         device=device,
         spikes=_spike_detector(plan),
         scaler=LossScaler(device) if in_float16 else None,
+        metrics=metrics,
     )
 
 

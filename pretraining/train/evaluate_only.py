@@ -1,13 +1,13 @@
 """`--eval_only`: how well a checkpoint or a Hugging Face folder predicts the evaluation sets. Nothing is written.
 
-weights, laid out as for training --the batches of the run's own evaluations--> a table and a JSON object on stdout
+weights, laid out as for training --the batches of the run's own evaluations--> Evaluated -> a table, a JSON object
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -21,8 +21,9 @@ from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DamagedError
-from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, numbers
+from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate
 from pretraining.model.init import parameter_name
+from pretraining.observability.custom_metrics import MetricsHook, custom_metrics
 from pretraining.observability.scores import format_perplexity
 from pretraining.train.build import build_model, build_run_mesh, use_deterministic_kernels
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
@@ -39,11 +40,30 @@ def of_what_is_evaluated(config: TrainConfig) -> TrainConfig:
     return replace(config, checkpoint=replace(checkpoint, ckpt_save_path=path, ckpt_load_path=path))
 
 
-def evaluate_only(config: TrainConfig, processes: Processes, requests: StopRequests) -> None:
-    """Evaluates on every set, in every process; rank 0 prints.
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation of a checkpoint has found."""
+
+    checkpoint: Path
+    step: int
+    evaluation: Evaluation
+
+    def document(self) -> dict[str, object]:
+        """All of it as a JSON object: the mean, and under `sets` each set."""
+        found = self.evaluation
+        sets = {name: {"tokens": int(each.tokens), **_finite(found.numbers(name))} for name, each in found.sets.items()}
+        mean = _finite({f"evaluation_{name}": value for name, value in found.numbers().items()})
+        return {"checkpoint": str(self.checkpoint), "step": self.step, **mean, "sets": sets}
+
+
+def evaluate_only(
+    config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
+) -> Evaluated:
+    """Evaluates on every set, in every process, with the same result.
 
     Args:
         config: as `of_what_is_evaluated` returns it, with the dimensions of the model.
+        hook: makes the user's own metrics; None = there are none.
 
     Raises:
         CheckpointError: there is nothing to evaluate, it is damaged, or of another model.
@@ -74,13 +94,18 @@ def evaluate_only(config: TrainConfig, processes: Processes, requests: StopReque
 
         processes.activity.end_step(start.step)  # all is open and restored: from here on `hang_timeout` counts
         processes.activity.turn_to("evaluation")
-        found = evaluate(model.module, sources, device, should_stop, table_V)
+        metrics = custom_metrics(hook, model.module, device)
+        found = evaluate(model.module, sources, device, should_stop, table_V, metrics)
     if found is None:
         raise ending(stop, f"in an evaluation ({reason_of(stop)}): nothing was written.")
-    if processes.is_main:
-        for line in table(found):
-            print(line)
-        print(json.dumps({"checkpoint": str(start.path), "step": start.manifest.step, **_document(found)}), flush=True)
+    return Evaluated(start.path, start.manifest.step, found)
+
+
+def print_evaluation(evaluated: Evaluated) -> None:
+    """Prints a table, and as the last line the JSON object."""
+    for line in table(evaluated.evaluation):
+        print(line)
+    print(json.dumps(evaluated.document()), flush=True)
 
 
 def _start(config: TrainConfig, damaged: dict[Path, str]) -> CheckpointRef:
@@ -124,11 +149,6 @@ def table(found: Evaluation) -> list[str]:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-
-
-def _document(found: Evaluation) -> dict[str, object]:
-    sets = {name: {"tokens": int(each.tokens), **_finite(numbers(each))} for name, each in found.sets.items()}
-    return {**_finite({f"evaluation_{name}": value for name, value in numbers(found.mean).items()}), "sets": sets}
 
 
 def _finite(values: dict[str, float | None]) -> dict[str, float | None]:

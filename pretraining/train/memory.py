@@ -13,7 +13,7 @@ from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count, r
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError
-from pretraining.estimate import MemoryEstimate, estimate_memory
+from pretraining.estimate.memory import MemoryEstimate, estimate_memory
 from pretraining.launch.machine import machine_memory
 from pretraining.observability.out_of_memory import format_bytes
 

@@ -26,9 +26,10 @@ from pretraining.config.values import Raw, format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.errors import ConfigError, Preempted
-from pretraining.model.flops import flops_per_token, matmul_parameters
+from pretraining.estimate.devices import peak_tflops
+from pretraining.estimate.flops import flops_per_token, matmul_parameters
 from pretraining.observability.display import format_seconds
-from pretraining.observability.throughput import device_name, peak_tflops
+from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
 from pretraining.optim.schedules import build_learning_rate

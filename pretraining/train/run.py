@@ -1,12 +1,17 @@
-"""A run from its configuration to its end: join the processes, build, train, say what came of it."""
+"""A run from its configuration to its end: join the processes, build, train, say what came of it.
+
+The command line and `pretraining.Trainer` begin here.
+"""
 
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -19,15 +24,18 @@ from pretraining.data.tokenizer import load_fitting_tokenizer, load_tokenizer
 from pretraining.distributed.compile import naming_the_flag, without_compiling
 from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import Patience
+from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.evaluation.generation import generate
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
+from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import explain_out_of_memory
+from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.train.build import Job
-from pretraining.train.evaluate_only import evaluate_only, of_what_is_evaluated
+from pretraining.train.evaluate_only import Evaluated, evaluate_only, of_what_is_evaluated, print_evaluation
 from pretraining.train.loop import Run
 from pretraining.train.messages import conclude, conclude_preempted
 from pretraining.train.preemption import StopRequests
@@ -37,47 +45,73 @@ from pretraining.train.run_status import StatusKeeper
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run has come to.
+
+    Attributes:
+        status: finished: this invocation has done what it was to do; preempted: it was told to end before, is saved,
+            and the next start goes on.
+        step: updates done, of `total_steps`.
+        loss: the last one reported, mean over the tokens of its interval; None where none was.
+        evaluation_loss: of the newest evaluation; None without one.
+        best_evaluation_loss: the lowest one of the run so far.
+        metrics: the newest number of each name in metrics.jsonl, of this invocation; None is unknown. Rates are those
+            of this process, all else is the same in each.
+        run_path: the run's folder.
+        checkpoint: the newest one; None where nothing was saved.
+        metrics_file: a JSON object a report.
+    """
+
+    status: Literal["finished", "preempted"]
+    step: int
+    total_steps: int
+    tokens_seen: int
+    loss: float | None
+    evaluation_loss: float | None
+    best_evaluation_loss: float | None
+    metrics: dict[str, Any] = field(repr=False)
+    run_path: Path
+    checkpoint: Path | None
+    metrics_file: Path
+
+
 def train(
     config: TrainConfig,
     layout: ProcessLayout,
     stop_requests: StopRequests | None = None,
     threads: CpuThreads | None = None,
-) -> None:
-    """Trains as configured, in every process of a job; with `eval_only` it evaluates, and writes nothing.
+    *,
+    hook: MetricsHook | None = None,
+    is_guest: bool = False,
+) -> TrainResult | None:
+    """Trains as configured, in every process of a job; with `eval_only` it evaluates, prints, and returns None.
 
     Args:
         config: the same in every process.
         stop_requests: what asks this process to end early; None = nothing.
         threads: how many were chosen for this process; None = it keeps those that it has.
+        hook: makes the user's own metrics; None = there are none.
+        is_guest: whether the process goes on with something else: one that is alone is not ended where it hangs.
 
     Raises:
         Preempted: the run was told to end before it was done, and is saved; `Interrupted` if it was Ctrl-C.
         PretrainError: any mistake of the user; the message says what to change.
     """
-    for line in remarks(config):
-        log.info(line)
+    if config.evaluation.eval_only:
+        evaluated = evaluate(config, layout, stop_requests, hook=hook, is_guest=is_guest)
+        if layout.rank == 0:
+            print_evaluation(evaluated)
+        return None
     requests = StopRequests() if stop_requests is None else stop_requests
     # Whether the time limit leaves room for a start is asked once the start is counted.
     end_at_signal = replace(requests, deadline=None).end_before_training
-    waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
     events = Events()
     # The status is written last, when an error has been put into words.
     with (
         StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0, events) as status,
-        join_processes(
-            *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
-            layout.as_environment(),
-            timeout=collective_timeout(config.guard),
-            patience=Patience(timedelta(seconds=waiting), end_at_signal),
-            parallel=config.parallel,
-        ) as processes,
-        Watchdog(config.guard, processes),
-        leaving_cores_to_others(torch.get_num_threads()) if processes.device.type == "cpu" else nullcontext(),
+        _working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
-        if config.evaluation.eval_only:
-            with naming_the_flag(processes.rank if processes.world_size > 1 else None):
-                evaluate_only(adopt_model(of_what_is_evaluated(config)), processes, requests)
-            return
         config = adopt_model(without_own_load_path(config))
         prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
         on_every_rank(end_at_signal)
@@ -88,11 +122,77 @@ def train(
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            job = Job(processes, requests, status, lease, memory, threads, events, layout.launcher)
+            job = Job(processes, requests, status, lease, memory, threads, events, layout.launcher, hook)
             run, trained = train_to_the_end(config, job)
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-            raise conclude_preempted(run.state)
+            preempted = conclude_preempted(run.state)
+            preempted.result = _result(run_path, run, "preempted")
+            raise preempted
         _finish(config, processes, run, prompt, trained)
+        return _result(run_path, run, "finished")
+
+
+def evaluate(
+    config: TrainConfig,
+    layout: ProcessLayout,
+    stop_requests: StopRequests | None = None,
+    *,
+    hook: MetricsHook | None = None,
+    is_guest: bool = False,
+) -> Evaluated:
+    """Evaluates a checkpoint, in every process of a job, and writes nothing; arguments and errors are as in `train`.
+
+    Args:
+        config: with `eval_only`.
+    """
+    requests = StopRequests() if stop_requests is None else stop_requests
+    end_at_signal = replace(requests, deadline=None).end_before_training
+    with (
+        _working_together(config, layout, end_at_signal, is_guest) as processes,
+        naming_the_flag(processes.rank if processes.world_size > 1 else None),
+    ):
+        return evaluate_only(adopt_model(of_what_is_evaluated(config)), processes, requests, hook)
+
+
+@contextmanager
+def _working_together(
+    config: TrainConfig, layout: ProcessLayout, end_at_signal: Callable[[], None], is_guest: bool
+) -> Iterator[Processes]:
+    """Joins the processes of a job for the time of a `with` block, and has threads look after them."""
+    for line in remarks(config):
+        log.info(line)
+    waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
+    with (
+        join_processes(
+            *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
+            layout.as_environment(),
+            timeout=collective_timeout(config.guard),
+            patience=Patience(timedelta(seconds=waiting), end_at_signal),
+            parallel=config.parallel,
+        ) as processes,
+        nullcontext() if is_guest and layout.world_size == 1 else Watchdog(config.guard, processes),
+        leaving_cores_to_others(torch.get_num_threads()) if processes.device.type == "cpu" else nullcontext(),
+    ):
+        if is_guest and layout.world_size > 1:
+            keep_store_of_job()
+        yield processes
+
+
+def _result(run_path: str, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+    state, checkpoints = run.state, run.checkpoints
+    return TrainResult(
+        status=status,
+        step=state.step,
+        total_steps=state.total_steps,
+        tokens_seen=state.progress.tokens,
+        loss=run.observer.last_loss,
+        evaluation_loss=checkpoints.evaluation_loss,
+        best_evaluation_loss=checkpoints.best_evaluation_loss,
+        metrics=dict(run.observer.newest),
+        run_path=Path(run_path),
+        checkpoint=checkpoints.newest,
+        metrics_file=Path(run_path) / LOGS / METRICS_FILE,
+    )
 
 
 def _encode_prompt(config: TrainConfig) -> list[int] | None:

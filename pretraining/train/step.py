@@ -23,6 +23,7 @@ from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, loc
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel
+from pretraining.observability.custom_metrics import NO_METRICS, NoMetrics, Sums
 from pretraining.observability.scores import score
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
@@ -40,6 +41,7 @@ class StepContext:
         shard_group: processes that hold the pieces of one copy of the gradient.
         spikes: judges each loss by those before; None = losses need only be finite.
         scaler: of the loss, in float16; None = it needs none.
+        metrics: of the user's own.
     """
 
     model: ParallelModel
@@ -50,6 +52,7 @@ class StepContext:
     device: torch.device
     spikes: SpikeDetector | None = None
     scaler: LossScaler | None = None
+    metrics: NoMetrics = NO_METRICS
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
@@ -65,19 +68,20 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     # One process would only wake a thread of gloo's beside those that compute.
     counting = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
     loss_sum, z_loss_sum, scores = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(3))
+    custom: Sums = {}
     scale = 1.0 if context.scaler is None else context.scaler.scale
     for index, micro_batch in enumerate(micro_batches):
         context.model.next_backward(is_last=index == len(micro_batches) - 1)
-        objective_sum, _, micro_z_loss_sum, tokens_BS2 = context.model.module(*inputs[index])
-        if counting is not None:
+        outputs = context.model.module(*inputs[index])
+        context.metrics.add(custom, outputs, inputs[index])
+        if counting is not None and index == 0:
             wait_for(counting)  # it was under way during the first forward
-            counting = None
         # The gradient of the mean over the global batch is 1 / valid tokens. A loss that is not finite adds NaN to it,
         # which the backward pass spreads: no rank makes an update of it, whatever way it came about.
-        objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * objective_sum.detach())
-        loss_sum += objective_sum.detach() - micro_z_loss_sum
-        z_loss_sum += micro_z_loss_sum
-        scores = scores + score(tokens_BS2, inputs[index].labels_BS, micro_batch, len(batch.datasets))
+        outputs.objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * outputs.objective_sum.detach())
+        loss_sum += outputs.objective_sum.detach() - outputs.z_loss_sum
+        z_loss_sum += outputs.z_loss_sum
+        scores = scores + score(outputs.tokens_BS2, inputs[index].labels_BS, micro_batch, len(batch.datasets))
     context.model.finish_gradients()
     gradients = local_gradients(context.model.parameters.values())
     norm = gradient_norm(gradients, context.shard_group) / scale
@@ -94,5 +98,5 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     context.optimizer.zero_grad(set_to_none=True)
     span = fmean(each.attention_span for each in inputs)
     return StepOutcome(
-        loss_sum, z_loss_sum, valid_tokens, norm, skipped, learning_rate, span, scores, verdict, rescaled
+        loss_sum, z_loss_sum, valid_tokens, norm, skipped, learning_rate, span, scores, verdict, rescaled, custom
     )

@@ -22,6 +22,15 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
 
 
+def test_help_of_a_group_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--help=schedule"])
+    text = capsys.readouterr().out
+    assert text.startswith("schedule:") and "--warmup_steps" in text and "--seed" not in text
+    with pytest.raises(SystemExit):
+        main(["train", "--help=shedule"])
+    assert "did you mean schedule?" in capsys.readouterr().err
+
+
 def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--help"])
     train = capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import VARIANTS
-from pretraining.estimate import estimate_memory
+from pretraining.estimate.memory import estimate_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 LINE = re.compile(

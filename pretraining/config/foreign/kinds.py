@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from pretraining.config.foreign import nanogpt, stub
+from pretraining.config.foreign import composed, deepspeed, guide, nanogpt, stub, torchtitan, training_arguments
 from pretraining.config.foreign.translation import Source, Translating, Translation
 from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
@@ -13,6 +13,7 @@ from pretraining.errors import ConfigError
 YAML = (".yaml", ".yml")
 JSON = (".json",)
 PYTHON = (".py",)
+TOML = (".toml",)
 
 
 @dataclass(frozen=True)
@@ -24,18 +25,42 @@ class Kind:
         suffixes: of its files.
         signs: keys or sections, one of which is in each file of the kind, and in no file of another.
         read: translates a file.
+        arguments: names that its users give on the command line, besides the file.
     """
 
     what: str
     suffixes: tuple[str, ...]
     signs: tuple[str, ...]
     read: Callable[[Translating], None]
+    arguments: Collection[str] = ()
 
 
 KINDS = {
     "stub": Kind("one YAML of a training stub (dist, model.hf_config, …)", YAML, stub.SIGNS, stub.read),
+    "guide": Kind("the JSON of a training guide: model, training, data", JSON + YAML, guide.SIGNS, guide.read),
+    "deepspeed": Kind("the JSON that DeepSpeed is configured with", JSON, deepspeed.SIGNS, deepspeed.read),
+    "training_arguments": Kind(
+        "TrainingArguments of Hugging Face's Trainer",
+        JSON + YAML,
+        training_arguments.SIGNS,
+        training_arguments.read,
+    ),
     "nanogpt": Kind(
         "Python assignments for nanoGPT's train.py, or a descendant's", PYTHON, nanogpt.SIGNS, nanogpt.read
+    ),
+    "composed": Kind(
+        "a folder of composed configs (defaults, optimizer.lr_config, …)",
+        YAML,
+        composed.SIGNS,
+        composed.read,
+        composed.TABLE,
+    ),
+    "torchtitan": Kind(
+        "the TOML of torchtitan 0.2 (job, training, parallelism, …)",
+        TOML,
+        torchtitan.SIGNS,
+        torchtitan.read,
+        torchtitan.TABLE,
     ),
 }
 

@@ -495,16 +495,14 @@ def _whole(translating: Translating, key: str, smallest: int = 1) -> int:
     """Returns a whole number; a ConfigError where a key has none."""
     number = _number(translating, key)
     if number.denominator != 1 or number < smallest:
-        raise ConfigError(
-            f"{translating.place(key)}: {translating.text(key)}: a whole number from {smallest} on is needed"
-        )
+        raise ConfigError(f"{translating.told(key)}: a whole number from {smallest} on is needed")
     return int(number)
 
 
 def _number(translating: Translating, key: str) -> Fraction:
     number = parse_number(translating.text(key) or "")
     if number is None:
-        raise ConfigError(f"{translating.place(key)}: {translating.text(key)}: a number is needed")
+        raise ConfigError(f"{translating.told(key)}: a number is needed")
     return number
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from pretraining.observability.throughput import peak_tflops
+from pretraining.estimate.devices import peak_tflops
 from pretraining.tools.doctor.measure import CollectiveTime, Link, Rate
 
 SLOW_BFLOAT16 = 1.5

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.data.tokenizer import load_tokenizer
-from pretraining.estimate import estimate_memory
+from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import has_gpu, machine_memory
 from pretraining.observability.display import format_seconds
 from pretraining.tools.prepare.records import PrepareSummary, read_summaries

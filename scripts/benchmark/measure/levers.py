@@ -19,7 +19,7 @@ import torch
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.activation_checkpointing import recomputed_share
+from pretraining.estimate.flops import recomputed_share
 from scripts.benchmark.common import LENGTH, Number, Table, announce, parse, read_settings, spread
 from scripts.benchmark.common import train_project as train
 from scripts.benchmark.race import ON_CPU, ON_GPU, RACE, Lane, Turn, run_race

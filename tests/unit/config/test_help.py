@@ -11,11 +11,13 @@ from typing import Literal
 import pytest
 
 from pretraining.config.assignments import ALIASES
+from pretraining.config.commands import PrepareConfig
 from pretraining.config.fields import required, sections_of, setting, settings_of
 from pretraining.config.help import help_text, with_new_tables
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
+from pretraining.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "configurations.md").read_text(encoding="utf-8")
@@ -94,3 +96,27 @@ def test_help_of_a_flat_command() -> None:
         "  --kind=TEXT                 which kind (one of one, two)",
         "                              [one]",
     ]
+
+
+def test_help_of_one_group_shows_its_settings_alone() -> None:
+    text = help_text(TrainConfig, "pretrain train", "train a model", section="optimizer")
+    assert text.startswith("optimizer: ") and "--adam_beta2=X" in text
+    assert "--num_steps" not in text and "usage:" not in text
+    assert "--help=GROUP shows one group of settings: model, data, batch, run," in help_text(
+        TrainConfig, "pretrain train", "train a model", width=110
+    )
+
+
+@pytest.mark.parametrize(
+    ("root", "said"),
+    [
+        (
+            TrainConfig,
+            r"--help=optimiser: there is no such group of settings. did you mean optimizer\? Groups of x: model,",
+        ),
+        (PrepareConfig, "--help=optimiser: there is no such group of settings. Groups of x: none"),
+    ],
+)
+def test_a_group_that_is_not_there_is_an_error(root: type, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        help_text(root, "x", "y", section="optimiser")

@@ -17,12 +17,17 @@ def problem_of(content: str, suffix: str) -> str:
 @pytest.mark.parametrize(
     ("suffix", "content"),
     [
-        (".yaml", "a: 1e-3\nb: {c: on, d: [1, 010]}\ne: null\n"),
-        (".json", '{"a": 1e-3, "b": {"c": "on", "d": [1, "010"]}, "e": null}'),
+        (".yaml", "a: 1e-3\nb: {c: on, d: [1, 010]}\ne: null\nf: true\n"),
+        (".json", '{"a": 1e-3, "b": {"c": "on", "d": [1, "010"]}, "e": null, "f": true}'),
     ],
 )
 def test_scalars_stay_texts(suffix: str, content: str) -> None:
-    assert parse_tree(content, "a", suffix) == {"a": "1e-3", "b": {"c": "on", "d": ["1", "010"]}, "e": None}
+    assert parse_tree(content, "a", suffix) == {
+        "a": "1e-3",
+        "b": {"c": "on", "d": ["1", "010"]},
+        "e": None,
+        "f": "true",
+    }
 
 
 def test_toml_is_read_as_the_texts_that_flags_would_have() -> None:

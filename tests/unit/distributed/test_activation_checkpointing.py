@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.config.training import ParallelConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.distributed.activation_checkpointing import checkpoint_activations, recomputed_share
-from pretraining.model.flops import flops_per_token
+from pretraining.distributed.activation_checkpointing import checkpoint_activations
+from pretraining.estimate.flops import flops_per_token, recomputed_share
 from pretraining.model.init import initialize_weights, parameter_name
 from pretraining.model.llama import Llama
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from pretraining.config.mesh_shape import mesh_shape
 from pretraining.config.training import ParallelConfig, ShardingStrategy
-from pretraining.distributed.mesh import build_mesh, mesh_shape
+from pretraining.distributed.mesh import build_mesh
 from pretraining.errors import ConfigError
 
 

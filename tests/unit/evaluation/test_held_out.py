@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.held_out import EvaluationSource, Evaluator, evaluate
 from pretraining.model.loss import HeadLoss
+from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs, Ratio
 from pretraining.observability.scores import Scores
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
@@ -102,6 +103,22 @@ def test_each_set_has_its_numbers_and_the_mean_weighs_tokens() -> None:
     first, *others = found.lines()
     assert first.startswith("evaluation_loss 2.8750  perplexity 17.73  accuracy 0.2500  bits a byte 2.21")
     assert [line.split()[0] for line in others] == ["a", "b", "c"]
+
+
+def test_each_set_has_the_users_metrics_and_the_mean_weighs_what_was_counted() -> None:
+    def measure(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+        return {"hits": (outputs.hits.sum(), outputs.valid_tokens), "rows": (1, batch.tokens_BS.size(0))}
+
+    metrics = CustomMetrics(MetricsHook(measure), nn.Module(), torch.device("cpu"))
+    found = evaluate(LossIsInput(), sources([]), torch.device("cpu"), lambda: False, None, metrics)
+    assert found is not None
+    hits = {name: of_set["hits"] for name, of_set in found.custom_of_sets.items()}
+    assert hits == {"a": Ratio(0, 2), "b": Ratio(2, 4), "c": Ratio(0, 2)} and found.custom["hits"] == Ratio(2, 8)
+    values = found.values()
+    assert values["evaluation_custom/hits/b"] == 0.5 and values["evaluation_custom/hits"] == 0.25
+    assert values["evaluation_custom/rows/a"] == 1.0 and values["evaluation_loss/b"] == 4.0
+    first, _, of_b, _ = found.lines()
+    assert first.endswith("  hits 0.25  rows 1") and of_b.endswith("  hits 0.5  rows 1")
 
 
 def test_without_a_tokenizer_there_are_no_bits_a_byte() -> None:

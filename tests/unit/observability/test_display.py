@@ -75,6 +75,12 @@ def test_the_line_shows_loss_rate_mfu_with_its_peak_memory_and_time_left() -> No
         assert part in line
 
 
+def test_metrics_of_the_users_own_stand_behind_the_loss_in_full_lines() -> None:
+    report = replace(REPORT, custom={"mine": 0.25, "norm": 1234.5678})
+    assert "loss 3.2500  mine 0.25  norm 1235  lr" in summary(report, None, verbose=True)
+    assert "mine" not in summary(report, None, verbose=False)
+
+
 def test_mfu_is_left_out_where_the_peak_is_not_known_and_skips_show_only_when_there_are_some() -> None:
     line = summary(replace(REPORT, mfu=None), None, verbose=True)
     assert "MFU" not in line and "skipped" not in line

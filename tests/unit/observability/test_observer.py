@@ -58,6 +58,7 @@ def observe(
     recomputed_share: float = 0.0,
     done: int = 0,
     kept: dict[str, Any] | None = None,
+    custom: bool = False,
 ) -> Observer:
     """Observes steps of 10 tokens and 2 seconds with the given mean losses, after some that are done."""
     steps = done + len(losses)
@@ -97,6 +98,7 @@ def observe(
                     learning_rate=0.1,
                     attention_span=spans[index % len(spans)],
                     scores=torch.tensor([[loss * 4, 3.0, 4.0, 0.0], [loss * 6, 2.0, 6.0, 0.0]], dtype=torch.float64),
+                    custom={"mine": torch.tensor([loss * 2, 4.0], dtype=torch.float64)} if custom else {},
                 ),
             )
     return observer
@@ -115,13 +117,17 @@ def test_a_report_is_the_mean_over_its_interval_and_the_last_step_is_always_repo
 def test_a_report_after_a_resume_is_that_of_the_run_which_was_not_stopped(stop: int) -> None:
     losses, skipped = [0.1, 3.7, math.nan, 5.2, 8.9, 0.3, 1.1, 2.2], (2,)
     whole, before, after = Recorder(), Recorder(), Recorder()
-    observe(whole, losses, every=4, skipped=skipped)
-    kept = json.loads(json.dumps(observe(before, losses[:stop], every=4, skipped=skipped).state_dict()))
+    observe(whole, losses, every=4, skipped=skipped, custom=True)
+    stopped = observe(before, losses[:stop], every=4, skipped=skipped, custom=True)
+    kept = json.loads(json.dumps(stopped.state_dict()))
     later = tuple(index - stop for index in skipped)
-    observe(after, losses[stop:], every=4, skipped=later, done=stop, kept=kept)
+    observe(after, losses[stop:], every=4, skipped=later, done=stop, kept=kept, custom=True)
     reports = before.reports + after.reports
     seen, expected = (
-        {each.step: (each.loss, each.z_loss, each.skipped_updates, each.losses, each.token_accuracy) for each in given}
+        {
+            each.step: (each.loss, each.z_loss, each.skipped_updates, each.losses, each.token_accuracy, each.custom)
+            for each in given
+        }
         for given in (reports, whole.reports)
     )
     assert {step: seen[step] for step in expected} == expected
@@ -137,6 +143,25 @@ def test_a_report_tells_datasets_apart_and_counts_hits() -> None:
     values = recorder.logged[0][1]
     assert (values["loss/web"], values["loss/code"], values["token_accuracy"]) == (2.0, 2.0, 0.5)
     assert "losses" not in values
+
+
+def test_metrics_of_the_users_own_are_means_over_what_was_counted_in_the_updates_that_were_made() -> None:
+    recorder = Recorder()
+    observer = observe(recorder, [1.0, math.nan, 3.0], every=3, skipped=(1,), custom=True)
+    assert recorder.reports[0].custom == {"mine": 1.0}  # (2 + 6) / (4 + 4)
+    assert recorder.logged[0][1]["custom/mine"] == 1.0 and "custom" not in recorder.logged[0][1]
+    assert observer.newest == recorder.logged[0][1]
+
+
+def test_a_metric_that_is_not_finite_stays_behind_at_a_resume_and_without_any_nothing_is_reported() -> None:
+    recorder = Recorder()
+    kept = observe(Recorder(), [1.0], every=2, custom=True).state_dict()
+    kept["custom"]["mine"][0] = None
+    observe(recorder, [3.0], every=2, done=1, kept=kept, custom=True)
+    assert recorder.reports[0].custom == {"mine": 1.5}
+    recorder = Recorder()
+    observe(recorder, [3.0], every=1)
+    assert recorder.reports[0].custom == {} and not [name for name in recorder.logged[0][1] if "custom" in name]
 
 
 def test_sums_of_an_earlier_version_are_taken_without_datasets() -> None:

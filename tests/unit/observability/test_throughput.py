@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pytest
-
-from pretraining.observability.throughput import Stopwatch, peak_tflops
+from pretraining.observability.throughput import Stopwatch
 
 
 class Clock:
@@ -15,35 +13,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H20", 148.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A10G", 70.0),
-        ("NVIDIA A10", 125.0),
-        ("NVIDIA GB200", 2500.0),
-        ("NVIDIA RTX A4000", None),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA L4", 121.0),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA B200", 2250.0),
-        ("NVIDIA GB300", 2500.0),
-        ("AMD Instinct MI300X OAM", 1307.4),
-        ("AMD Instinct MI350X", 2300.0),
-        ("AMD Instinct MI250X / MI250", 191.5),
-        ("cpu", None),
-        ("Some CPU", None),
-    ],
-)
-def test_peaks_are_found_by_the_devices_own_name(device: str, peak: float | None) -> None:
-    assert peak_tflops(device) == peak
 
 
 def test_a_lap_is_training_less_what_activities_took_and_with_the_wait_for_data() -> None:

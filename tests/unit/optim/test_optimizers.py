@@ -15,7 +15,7 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
-from pretraining.estimate import STATE_BYTES, optimizer_state_bytes
+from pretraining.estimate.memory import STATE_BYTES, optimizer_state_bytes
 from pretraining.model.llama import Llama
 from pretraining.optim import muon
 from pretraining.optim.optimizer import is_hidden_matrix, materialise_state, skips_on_device, update

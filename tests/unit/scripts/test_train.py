@@ -163,6 +163,15 @@ def test_the_other_systems_block_may_be_pasted(stand_in: StandIn) -> None:
     assert stand_in.calls()[0] == f"main {expected} --ckpt_save_path=/ckpt --seed=1"
 
 
+def test_dotted_names_replace_the_blocks_flags_of_the_same_settings(stand_in: StandIn) -> None:
+    names = ["optimizer.lr_config.lr=1.0", "train.max_steps=5", "checkpoint.save_path=x", "logging.wandb_project=p"]
+    train(stand_in, "optimizer=sgdm", *names)
+    given = next(call for call in stand_in.calls() if call.startswith("main ")).split()
+    replaced = ("learning_rate", "num_steps", "ckpt_save_path", "tracker", "tracker_project_name")
+    assert not [word for word in given if word.startswith(tuple(f"--{name}=" for name in replaced))]
+    assert given[-5:] == ["optimizer=sgdm", *names]
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_goes_to_the_program_at_once(stand_in: StandIn, flag: str) -> None:
     train(stand_in, flag, NPROC="4")

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from unit.train.test_step import CPU, context_for_step, micro_batches, sequences
 
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
+from pretraining.observability.custom_metrics import NO_METRICS, MetricsHook, Outputs, custom_metrics
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.step import StepContext, train_step
 
@@ -60,6 +61,15 @@ def with_spikes(context: StepContext) -> StepContext:
     return replace(context, spikes=SpikeDetector(6.0, 4, CPU, {}))
 
 
+def with_metrics(context: StepContext) -> StepContext:
+    def measure(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+        assert outputs.hidden_states is not None
+        return {"loss": (outputs.loss_sum, outputs.valid_tokens), "norm": (outputs.hidden_states.norm(), 1)}
+
+    hook = MetricsHook(measure, needs_hidden_states=True)
+    return replace(context, metrics=custom_metrics(hook, context.model.module, CPU))
+
+
 FORMS = {"rows": lambda batch: batch, "documents": documents}
 batches = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 sizes = pytest.mark.parametrize("size", [2, 4], ids=["whole", "padded"])
@@ -76,7 +86,9 @@ def test_inputs_are_derived_without_the_tokens_being_looked_at(
         assert inputs.attention_span == (8 if inputs.document_lengths is None else 4)
 
 
-@pytest.mark.parametrize("change", [lambda context: context, with_spikes], ids=["plain", "spikes"])
+@pytest.mark.parametrize(
+    "change", [lambda context: context, with_spikes, with_metrics], ids=["plain", "spikes", "metrics"]
+)
 @batches
 @sizes
 def test_a_step_asks_the_device_for_nothing(
@@ -98,6 +110,7 @@ def test_a_step_asks_the_device_for_nothing(
         for step in (1, 2, 3):
             outcome = train_step(context, form(micro_batches(sequences(6), size)), step)
     assert not bool(outcome.skipped)
+    assert context.metrics is NO_METRICS or outcome.custom.keys() == {"loss", "norm"}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from pretraining.config.foreign.kinds import KINDS, recognise, translate
-from pretraining.config.foreign.translation import FILLED_IN, Source, Translating, becomes, left_out, one_of, only
+from pretraining.config.foreign.translation import (
+    FILLED_IN,
+    Source,
+    Translating,
+    becomes,
+    left_out,
+    one_of,
+    only,
+    share_of_run,
+    trackers,
+)
 from pretraining.config.settings_files import parse_tree
 from pretraining.errors import ConfigError
 
@@ -88,7 +98,7 @@ def test_an_argument_of_the_command_line_wins_over_the_files_key() -> None:
     work.take_override("lr")
     work.take_override("other")
     assert work.values == {"lr": "often"}
-    with pytest.raises(ConfigError, match=r"^--lr: often: a number is needed"):
+    with pytest.raises(ConfigError, match=r"^lr=often: a number is needed"):
         work.number("lr")
     work.set("lr", learning_rate="2")
     assert work.finish().used_overrides == {"lr"}
@@ -153,6 +163,95 @@ def test_a_kind_that_is_not_known_names_the_nearest() -> None:
         translate(Source("a.yaml", None, "", {}), ".yaml", "stup")
 
 
-def test_no_sign_of_a_kind_is_one_of_another() -> None:
-    signs = [sign for kind in KINDS.values() for sign in kind.signs]
-    assert len(signs) == len(set(signs))
+def test_no_sign_of_a_kind_is_one_of_another_or_holds_it() -> None:
+    for name, kind in KINDS.items():
+        others = [sign for other, each in KINDS.items() if other != name for sign in each.signs]
+        assert [(sign, each) for sign in kind.signs for each in others if f"{each}.".startswith(f"{sign}.")] == []
+
+
+def test_a_value_that_is_a_secret_is_not_shown() -> None:
+    content = "hub_token: abc\na: {token: abc, WANDB_API_KEY: abc}\nsep_token: 5\n"
+    assert [note.value for note in translating(content).finish().notes] == ["(not shown)"] * 3 + ["5"]
+
+
+def test_two_keys_that_give_a_setting_two_values_are_named() -> None:
+    work = translating("a: 0.10\nb: 1e-1\nc: 0.2\n")
+    work.apply({key: becomes("learning_rate") for key in "abc"})
+    with pytest.raises(ConfigError) as error:
+        work.finish()
+    problem = "two values for learning_rate, 0.10 and 0.2: a.yaml:1: a: 0.10 and a.yaml:3: c: 0.2: keep one"
+    assert list(error.value.problems) == [problem]
+
+
+def test_a_bad_value_that_two_rules_read_is_one_problem() -> None:
+    work = translating("a: x\nb: 1\n")
+    work.apply(dict.fromkeys("ab", lambda each, key: each.set(key, seed=each.number("a"))))
+    with pytest.raises(ConfigError) as error:
+        work.finish()
+    assert list(error.value.problems) == ["a.yaml:1: a: x: a number is needed"]
+
+
+def test_what_is_assumed_stands_at_the_end_and_takes_nothing_from_what_is_given() -> None:
+    work = translating("a: 1\nb: null\n")
+    work.set("a", seed="1")
+    work.assume("c", "by default", batch_size=4)
+    work.assume("b", "by default", num_workers=2)
+    work.assume("d", "by default", seed=2, min_length=3)
+    work.assume("a", "by default", keep_last=1)
+    work.assume("model", "give one")
+    done = work.finish()
+    assert done.settings == {"seed": "1", "batch_size": "4", "num_workers": "2"}
+    assert done.table()[1:] == [
+        "  b: (not given)      num_workers=2  by default",
+        "  c: (not given)      batch_size=4   by default",
+        "  model: (not given)  -              give one",
+    ]
+
+
+def test_a_part_of_a_file_is_a_source_of_its_own() -> None:
+    outer = translating("lr: 1\nmore:\n  inner:\n    lr: 2\n    other: {}\n")
+    part = Translating("some", outer.source.part("more.inner"))
+    part.apply({"lr": becomes("seed")})
+    assert part.place("lr") == "a.yaml:4: more.inner.lr"
+    outer.include(part)
+    notes = {note.key: note for note in outer.finish().notes}
+    assert (notes["more.inner.lr"].became, notes["more.inner.lr"].line) == ("seed=2", 4)
+    assert notes["more.inner.other"].remark == "not given"
+
+
+def test_groups_are_left_out_with_what_is_under_them() -> None:
+    work = translating("a: {b: 1, c: {d: 2}}\nab: 3\ne: {}\n")
+    work.set("a.b", seed="1")
+    work.leave_out_groups({"a": "speed", "e": "nothing"})
+    remarks = ["", "speed", "not known to the reader of some files", "nothing"]
+    assert [note.remark for note in work.finish().notes] == remarks
+
+
+@pytest.mark.parametrize(
+    ("listed", "became", "remark"),
+    [
+        ("[TensorBoard, wandb]", "tracker=tensorboard,wandb", ""),
+        ("[]", "tracker=none", ""),
+        ("none", "tracker=none", ""),
+        ("all", "", "tensorboard, as by default here; --tracker names others"),
+        ("[wandb, comet_ml]", "tracker=wandb", "comet_ml: no tracker here, but a class of your own is one"),
+        ('["", wandb]', "tracker=wandb", ""),
+        ("neptune", "", "neptune: no tracker here, but a class of your own is one"),
+    ],
+)
+def test_a_list_of_trackers(listed: str, became: str, remark: str) -> None:
+    work = translating(f"report_to: {listed}\n")
+    work.apply({"report_to": trackers})
+    note = work.finish().notes[0]
+    assert (note.became, note.remark) == (became, remark)
+
+
+@pytest.mark.parametrize(("share", "written"), [("0.03", "3%"), ("1", "100%"), ("0", "0%"), ("0.001", "0.1%")])
+def test_a_fraction_of_the_run_is_a_percentage(share: str, written: str) -> None:
+    assert share_of_run(share) == written
+
+
+@pytest.mark.parametrize("share", ["1.5", "-0.1", "often", "nan"])
+def test_what_is_no_fraction_is_refused(share: str) -> None:
+    with pytest.raises(ValueError, match="a number from 0 to 1 is needed"):
+        share_of_run(share)

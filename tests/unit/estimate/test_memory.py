@@ -11,7 +11,7 @@ import torch
 from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, block_parameters, parameter_count, resolve_shape
-from pretraining.estimate import MemoryEstimate, estimate_memory, kept_bytes_per_token
+from pretraining.estimate.memory import MemoryEstimate, estimate_memory, kept_bytes_per_token
 from pretraining.model.llama import Llama
 
 GIB = 2**30

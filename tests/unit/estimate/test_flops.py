@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count
-from pretraining.model.flops import (
+from pretraining.estimate.flops import (
     flops_per_token,
     matmul_parameters,
     recomputed_flops_per_token,

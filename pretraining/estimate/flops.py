@@ -5,6 +5,7 @@ Letters: D hidden, H query heads, K key/value heads, E head dim, F feed-forward,
 
 from __future__ import annotations
 
+from pretraining.config.training import PER_OPERATION, ParallelConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape
 
 
@@ -52,3 +53,21 @@ def recomputed_flops_per_token(shape: LlamaShape, share: float, seq_length: floa
     matrices = 2 * (matmul_parameters(shape) - shape.hidden_size * shape.vocab_size)
     attention = 2 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * seq_length
     return share * (matrices + attention)
+
+
+def recomputed_share(parallel: ParallelConfig, shape: LlamaShape, seq_length: float) -> float:
+    """Returns the operations that backward repeats, as a share of those of the blocks' forward; 0 = none.
+
+    A checkpointed block repeats all but its last matrix product, whose result backward does not need. Operations are
+    counted as above. `seq_length` is the tokens that attention reaches over: of a sequence, or of a
+    document on average.
+    """
+    if not parallel.fsdp_activation_checkpointing or parallel.selective_checkpointing == PER_OPERATION:
+        return 0.0
+    blocks = checkpointed_blocks(parallel.selective_checkpointing, shape.num_hidden_layers)
+    query_width, key_width = (
+        heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads)
+    )
+    attention = 2 * shape.hidden_size * 2 * (query_width + key_width) + 2 * query_width * seq_length
+    product = 2 * shape.hidden_size * shape.intermediate_size  # gate, up, down: one each
+    return len(blocks) / shape.num_hidden_layers * (1 - product / (attention + 3 * product))

@@ -1,0 +1,235 @@
+"""Metrics of the user's own, beside the loss: a sum and a count of each, reported as their quotient.
+
+    outputs and inputs of a micro-batch --the user's function, without gradients--> {name: (sum, count)}
+        --added up on the device--> the observer's reports, over micro-batches, steps and ranks
+                                    an evaluation, the same by set
+
+A run without such metrics has `NoMetrics`, which does nothing. The first call of a run learns the names, and that they
+are the same on every rank; nothing else here waits for the device or for other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pretraining.data.batch import IGNORED_LABEL, MicroBatch, ModelInputs, send
+from pretraining.distributed.processes import gather_from_every_rank, on_every_rank
+from pretraining.errors import ConfigError
+from pretraining.model.loss import HeadLoss
+
+Sums = dict[str, Tensor]
+"""Of each metric, by its name: sum and count, [2] float64 on the device."""
+
+_NOTHING = "with a count of 0 where there is nothing to count"
+
+
+class Ratio(NamedTuple):
+    """A metric, summed over all that it was measured on."""
+
+    sum: float = 0.0
+    count: float = 0.0
+
+    @staticmethod
+    def total(ratios: Iterable[Ratio]) -> Ratio:
+        """Adds up."""
+        return Ratio(*(sum(column) for column in zip(Ratio(), *ratios, strict=True)))
+
+    @property
+    def value(self) -> float:
+        """The sum over the count; NaN where nothing was counted."""
+        return self.sum / self.count if self.count else float("nan")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model has found for a micro-batch: on the device, without gradients. Logits are never kept.
+
+    Attributes:
+        loss_sum: cross-entropy in nats, summed over the labels that count (float32 scalar).
+        valid_tokens: how many labels count (int64 scalar).
+        losses: cross-entropy of each label, float32 [B, S]; 0 where it is ignored.
+        hits: 1 where no token was likelier than the label, else 0, and 0 where it is ignored, float32 [B, S].
+        hidden_states: what the final norm gives, [B, S, D] in the dtype of the computation; None unless asked for.
+    """
+
+    loss_sum: Tensor
+    valid_tokens: Tensor
+    losses: Tensor
+    hits: Tensor
+    hidden_states: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MetricsHook:
+    """The user's function, and whether it looks at hidden states."""
+
+    function: Callable[[Outputs, ModelInputs], Mapping[str, tuple[Tensor, Tensor]]]
+    needs_hidden_states: bool = False
+
+
+class NoMetrics:
+    """The metrics of a run that has none of the user's.
+
+    Attributes:
+        names: of the metrics, in the order in which they are sent between processes.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def add(self, sums: Sums, outputs: HeadLoss, inputs: ModelInputs) -> None:
+        """Adds the metrics of a micro-batch to sums. The first call is a collective one."""
+
+    def add_by_set(self, sums: Sequence[Sums], outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
+        """Adds the metrics of a micro-batch's rows to the sums of the sets that the rows are of; else as `add`."""
+
+
+NO_METRICS = NoMetrics()
+
+
+class CustomMetrics(NoMetrics):
+    """Calls the user's function for one model.
+
+    Args:
+        decoder: gives the hidden states.
+        device: where sums and counts must be.
+    """
+
+    def __init__(self, hook: MetricsHook, decoder: nn.Module, device: torch.device) -> None:
+        self._function = hook.function
+        self._device = device
+        self._is_known = False
+        self._hidden: Tensor | None = None
+        if hook.needs_hidden_states:
+            decoder.register_forward_hook(self._keep)
+
+    def _keep(self, decoder: nn.Module, arguments: Any, hidden_BSD: Tensor) -> None:
+        self._hidden = hidden_BSD.detach()
+
+    @torch.no_grad()
+    def add(self, sums: Sums, outputs: HeadLoss, inputs: ModelInputs) -> None:
+        """As in `NoMetrics`.
+
+        Raises:
+            ConfigError: the function returns something else than scalars on the device, or other names than on another
+                rank or before.
+        """
+        self._add(sums, self._outputs_of(outputs), inputs)
+
+    @torch.no_grad()
+    def add_by_set(self, sums: Sequence[Sums], outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
+        """As in `NoMetrics`; calls the function once a set. Raises as `add`."""
+        whole, numbers_B = self._outputs_of(outputs), micro_batch.datasets_B
+        numbers = [0] if numbers_B is None else numbers_B.tolist()
+        for number in sorted(set(numbers)):
+            if len(set(numbers)) == 1:
+                part = whole, inputs
+            else:
+                part = _rows_of(whole, inputs, [row for row, each in enumerate(numbers) if each == number])
+            self._add(sums[number], *part)
+
+    def _outputs_of(self, outputs: HeadLoss) -> Outputs:
+        hidden, self._hidden = self._hidden, None
+        losses_BS, hits_BS = outputs.tokens_BS2.detach().unbind(2)
+        return Outputs(losses_BS.sum(), outputs.valid_tokens, losses_BS, hits_BS, hidden)
+
+    def _add(self, sums: Sums, outputs: Outputs, inputs: ModelInputs) -> None:
+        measured = self._measure_again(outputs, inputs) if self._is_known else self._measure_first(outputs, inputs)
+        for name, pair in measured.items():
+            sums[name] = sums[name] + pair if name in sums else pair
+
+    def _measure_first(self, outputs: Outputs, inputs: ModelInputs) -> Sums:
+        measured = on_every_rank(lambda: self._measure(outputs, inputs))
+        everyone = gather_from_every_rank(lambda: tuple(measured))
+        other = next((rank for rank, names in enumerate(everyone) if names != everyone[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"extra_metrics returned {_listed(everyone[0])} on rank 0 and {_listed(everyone[other])} on rank "
+                f"{other}: return the same names on every rank, {_NOTHING}"
+            )
+        self.names, self._is_known = everyone[0], True
+        return measured
+
+    def _measure_again(self, outputs: Outputs, inputs: ModelInputs) -> Sums:
+        try:
+            measured = self._measure(outputs, inputs)
+            if tuple(measured) != self.names:
+                raise ConfigError(
+                    f"extra_metrics returned {_listed(tuple(measured))}, and {_listed(self.names)} before: return the "
+                    f"same names each time, {_NOTHING}"
+                )
+        except ConfigError as error:
+            error.rank = dist.get_rank()  # others do not know of it
+            raise
+        return measured
+
+    def _measure(self, outputs: Outputs, inputs: ModelInputs) -> Sums:
+        """Calls the function; its metrics in the order of their names."""
+        found: Any = self._function(outputs, inputs)
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) and name for name in found):
+            raise ConfigError(f"extra_metrics returned {found!r:.200}: return a dict, {{name: (sum, count)}}")
+        return {name: self._pair(name, found[name]) for name in sorted(found)}
+
+    def _pair(self, name: str, value: Any) -> Tensor:
+        parts = value if isinstance(value, tuple | list) and len(value) == 2 else ()
+        scalars = [torch.full((), each, device=self._device) if type(each) in (int, float) else each for each in parts]
+        problems = [_problem(each, self._device) for each in scalars] or ["no pair"]
+        if any(problems):
+            problem = next(filter(None, problems))
+            raise ConfigError(
+                f"extra_metrics: {name} is {problem}; give (sum, count), two scalar tensors on {self._device}, such as "
+                "(values.sum(), outputs.valid_tokens)"
+            )
+        return torch.stack([scalar.double() for scalar in scalars])
+
+
+def custom_metrics(hook: MetricsHook | None, model: nn.Module, device: torch.device) -> NoMetrics:
+    """Makes the metrics of a run; `model` is its Llama, as it is laid out."""
+    return NO_METRICS if hook is None else CustomMetrics(hook, model.get_submodule("model"), device)
+
+
+def _problem(scalar: Any, device: torch.device) -> str | None:
+    if not isinstance(scalar, Tensor):
+        return f"a pair with {type(scalar).__name__} in it"
+    if scalar.dim():
+        return f"a pair with a tensor of shape {tuple(scalar.shape)} in it"
+    return None if scalar.device == device else f"a pair with a tensor on {scalar.device} in it"
+
+
+def _rows_of(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tuple[Outputs, ModelInputs]:
+    """Some rows of a micro-batch, without waiting for the device."""
+    tokens_BS, labels_BS, positions_BS, lengths = inputs
+    places = send(torch.tensor(rows), tokens_BS.device)
+    if lengths is not None:
+        lengths = _lengths_of(lengths, rows, tokens_BS.size(1))
+    labels_BS = labels_BS[places]
+    positions_BS = None if positions_BS is None else positions_BS[places]
+    some = ModelInputs(tokens_BS[places], labels_BS, positions_BS, lengths)
+    losses_BS, hidden = outputs.losses[places], outputs.hidden_states
+    return replace(
+        outputs,
+        loss_sum=losses_BS.sum(),
+        valid_tokens=(labels_BS != IGNORED_LABEL).sum(),
+        losses=losses_BS,
+        hits=outputs.hits[places],
+        hidden_states=None if hidden is None else hidden[places],
+    ), some
+
+
+def _lengths_of(lengths: tuple[int, ...], rows: list[int], row_tokens: int) -> tuple[int, ...]:
+    """The lengths of the documents in some rows, of those of all rows: no document crosses from one row to the next."""
+    by_row: dict[int, list[int]] = {}
+    place = 0
+    for length in lengths:
+        by_row.setdefault(place // row_tokens, []).append(length)
+        place += length
+    return tuple(length for row in rows for length in by_row[row])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "no metric"

@@ -1,0 +1,109 @@
+"""`pretraining.Trainer` in several processes: metrics as of one process, runs after each other, one error for all."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import run_forked
+from helpers import ROOT, free_ports, run_command
+from training_runs import TINY, write_two_datasets
+
+WORKER = Path(__file__).with_name("trainer_worker.py")
+BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_two_datasets(tmp_path_factory.mktemp("data"))
+
+
+def settings(data: Path, run: Path, mode: str = "measured", **more: Any) -> str:
+    """Three steps of 10 sequences, of which ranks have unequal shares, in micro-batches of two; two sets."""
+    given = dict(flag.split("=") for flag in TINY) | {"data_path": str(data), "sep_token": 0, "logical_shards": 8}
+    given |= {"global_batch_size": 10, "batch_size": 2, "num_steps": 3, "held_out_fraction": 0.2, "eval_batches": 2}
+    return json.dumps({"mode": mode, **given, "eval_interval": 2, "ckpt_save_path": str(run), **more})
+
+
+def found_by(done: subprocess.CompletedProcess[str]) -> dict[int, list[Any]]:
+    """What each rank has found."""
+    lines = [json.loads(line.removeprefix("FOUND ")) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    return {line["rank"]: line["found"] for line in lines}
+
+
+def custom_of(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if "custom/" in name} for line in lines]
+
+
+def test_metrics_are_those_of_one_process_whatever_the_layout_and_every_rank_has_them(
+    data: Path, tmp_path: Path
+) -> None:
+    more: dict[str, dict[str, Any]] = {"fsdp": {}, "ddp": {}, "zero2": {"document_mask": True}}
+    found = {}
+    for processes in (1, 2):
+        runs = [
+            settings(data, tmp_path / f"{strategy}_{processes}", sharding_strategy=strategy, **given)
+            for strategy, given in more.items()
+        ]
+        # One meeting place for all of them: the next run begins in one process while another still leaves the last.
+        found[processes] = found_by(run_forked(WORKER, processes, runs))
+    assert found[2][0] == found[2][1]
+    for one, two in zip(found[1][0], found[2][0], strict=True):
+        assert one[:2] == two[:2] == ["finished", 3] and one[2:] == pytest.approx(two[2:], rel=1e-5)
+    for strategy in more:
+        one, two = (custom_of(tmp_path / f"{strategy}_{processes}") for processes in (1, 2))
+        sets = [f"evaluation_custom/norm{each}" for each in ("", "/first", "/second")]
+        assert len(one) == len(two) == 5 and {*sets} <= {name for line in one for name in line}
+        for line, other in zip(one, two, strict=True):
+            assert line == pytest.approx(other, rel=1e-5) and line
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("other names", "ConfigError: extra_metrics returned of_0 on rank 0 and of_1 on rank 1"),
+        ("failing", "PretrainError: rank 1 failed: KeyError: 'a mistake of mine'"),
+    ],
+)
+def test_a_mistake_in_the_first_step_is_an_error_on_all_ranks(data: Path, tmp_path: Path, mode: str, said: str) -> None:
+    found = found_by(run_forked(WORKER, 2, [settings(data, tmp_path, mode)]))
+    assert found[0][0].startswith(said)
+    assert found[1][0].startswith(said if mode == "other names" else "KeyError: 'a mistake of mine'")
+
+
+def test_after_an_error_that_all_ranks_have_the_next_run_trains(data: Path, tmp_path: Path) -> None:
+    bad, good = settings(data, tmp_path / "bad", "other names"), settings(data, tmp_path / "good", num_steps=1)
+    found = found_by(run_forked(WORKER, 2, [bad, good]))
+    assert [found[rank][1][:2] for rank in (0, 1)] == [["finished", 1]] * 2
+
+
+@pytest.fixture
+def pages_scripts(tmp_path: Path) -> Path:
+    """A folder with the scripts of docs/python.md."""
+    scripts = BLOCK.findall((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
+    assert [name for name, _ in scripts] == ["from_settings.py", "my_training.py"]
+    for name, code in scripts:
+        (tmp_path / name).write_text(code)
+    return tmp_path
+
+
+def test_the_scripts_of_the_page_train_alone_and_under_torchrun(pages_scripts: Path) -> None:
+    out = run_command([sys.executable, "from_settings.py"], cwd=pages_scripts).stdout
+    assert re.search(r"^finished 4 \d\.\d+ runs/tiny/checkpoints/step_4_ckp$", out, re.MULTILINE), out
+    alone = run_command([sys.executable, "my_training.py"], cwd=pages_scripts).stdout
+    (pages_scripts / "runs" / "with_metrics").rename(pages_scripts / "runs" / "alone")
+    port = str(free_ports(1)[0])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    together = run_command([*torchrun, "my_training.py"], cwd=pages_scripts).stdout
+    numbers = [float(number) for number in alone.splitlines()[-1].split()]
+    said = [line for line in together.splitlines() if re.fullmatch(r"\d\.\d+ \d\.\d+", line)]
+    assert len(numbers) == 2 and len(said) == 2  # a line of each process
+    for line in said:
+        assert [float(number) for number in line.split()] == pytest.approx(numbers, rel=1e-3)
+    assert len(custom_of(pages_scripts / "runs" / "with_metrics")) == 4
