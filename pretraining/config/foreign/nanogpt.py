@@ -69,8 +69,11 @@ def read(translating: Translating) -> None:
     """Translates a file of nanoGPT or of a descendant."""
     counts_tokens = "max_iters" not in translating and any(key in translating for key in COUNTS_TOKENS)
     table = {**TABLE, **(TABLE_OF_TOKENS if counts_tokens else TABLE_OF_STEPS)}
-    for name in table.keys() - settings_of(TrainConfig).keys() - ALIASES.keys():
-        translating.take_override(name)
+    names = table.keys() - settings_of(TrainConfig).keys() - ALIASES.keys()
+    source, used = translating.source.overridden(lambda name: name if name in names else None)
+    translating.take(source)
+    for name in used:
+        translating.use_override(name)
     if counts_tokens:
         _fill_in_defaults_of_tokens(translating)
     else:
@@ -98,10 +101,10 @@ def _fill_in_defaults_of_tokens(translating: Translating) -> None:
 
 
 def _fill_in_model(translating: Translating, dimensions: Mapping[str, str]) -> None:
-    given = translating.source.overrides.keys()
-    if given.isdisjoint({*START_POINTS, "model_variant"}):
+    if not translating.is_overridden(*START_POINTS, "model_variant"):
         translating.fill_in(dimensions)
-    if given.isdisjoint({*START_POINTS, "vocab_size", "tokenizer_path"}) and not _is_of_characters(translating):
+    has_vocabulary = translating.is_overridden(*START_POINTS, "vocab_size", "tokenizer_path")
+    if not has_vocabulary and not _is_of_characters(translating):
         translating.fill_in({"vocab_size": VOCABULARY})
 
 
@@ -129,7 +132,7 @@ def _context(translating: Translating, key: str) -> None:
 
 
 def _accumulation(translating: Translating, key: str) -> None:
-    if not translating.source.overrides.keys().isdisjoint({"global_batch_size", "grad_accum_steps"}):
+    if translating.is_overridden("global_batch_size", "grad_accum_steps"):
         translating.leave_out(key, "the command line says the batch")
         return
     sequences = _whole(translating, "batch_size") * _whole(translating, key)
@@ -221,9 +224,9 @@ def _warmup(translating: Translating, key: str) -> None:
 def _smallest_rate(translating: Translating, key: str) -> None:
     share = _smallest_share(translating)
     if share > 1:
-        translating.refuse(key, f"it is more than learning_rate={_peak_of(translating)}")
+        translating.refuse(key, f"it is more than learning_rate={_in_force(translating, 'learning_rate')}")
     elif _is_cosine(translating):
-        translating.set(key, f"of learning_rate={_peak_of(translating)}", min_lr_ratio=share)
+        translating.set(key, f"of learning_rate={_in_force(translating, 'learning_rate')}", min_lr_ratio=share)
     else:
         translating.set(key, "in the points of the schedule")
 
@@ -235,12 +238,8 @@ def _is_cosine(translating: Translating) -> bool:
 
 def _smallest_share(translating: Translating) -> float:
     smallest = _number(translating, "min_lr")
-    peak = parse_number(_peak_of(translating))
+    peak = parse_number(_in_force(translating, "learning_rate") or "")
     return float(smallest / peak) if peak else 1.0
-
-
-def _peak_of(translating: Translating) -> str:
-    return str(translating.source.overrides.get("learning_rate") or translating.text("learning_rate"))
 
 
 def _decay(translating: Translating, key: str) -> None:
@@ -354,16 +353,15 @@ def of_data(rule: Rule) -> Rule:
 
 
 def _data_is_given(translating: Translating) -> bool:
-    return not translating.source.overrides.keys().isdisjoint({"data_path", "use_dummy_dataset"})
+    return translating.is_overridden("data_path", "use_dummy_dataset")
 
 
 def _training_data(translating: Translating, path: Path) -> dict[str, str]:
     """Returns the settings for a file of uint16 without a header; of GPT-2's tokens, also what ends documents."""
-    given = translating.source.overrides
     folder = folder_of(path)
     settings = {"data_path": str(folder.parent), "datasets": folder.name, "file_type": "bin", "token_dtype": "uint16"}
-    vocabulary = parse_number(str(given.get("vocab_size") or translating.text("vocab_size") or VOCABULARY))
-    if given.keys().isdisjoint(START_POINTS) and vocabulary is not None and vocabulary > END_OF_TEXT:
+    vocabulary = parse_number(_in_force(translating, "vocab_size") or VOCABULARY)
+    if not translating.is_overridden(*START_POINTS) and vocabulary is not None and vocabulary > END_OF_TEXT:
         settings["sep_token"] = str(END_OF_TEXT)
     return settings
 
@@ -399,7 +397,7 @@ def _is_of_characters(translating: Translating) -> bool:
 
 def _beginning(translating: Translating, key: str) -> None:
     text = translating.text(key) or ""
-    if "ckpt_load_path" in translating.source.overrides:
+    if translating.is_overridden("ckpt_load_path"):
         translating.leave_out(key, "--ckpt_load_path says what it begins with")
     elif text == "resume":
         translating.set(key, "the run that this project has in out_dir; a ckpt.pt is not read", init_from=text)
@@ -417,7 +415,7 @@ def _beginning(translating: Translating, key: str) -> None:
 
 def _checkpoint(translating: Translating, key: str) -> None:
     name, folder = translating.text(key) or "", Path(translating.text("out_dir") or "")
-    if not name or translating.text("init_from") != "resume" or "ckpt_load_path" in translating.source.overrides:
+    if not name or translating.text("init_from") != "resume" or translating.is_overridden("ckpt_load_path"):
         translating.leave_out(key, "read with init_from='resume' only")
     elif is_file(folder / name):
         translating.refuse(
@@ -438,7 +436,7 @@ def _device(translating: Translating, key: str) -> None:
 
 
 def _is_on_cpu(translating: Translating) -> bool:
-    return (translating.source.overrides.get("device") or translating.text("device")) == "cpu"
+    return _in_force(translating, "device") == "cpu"
 
 
 def _dtype(translating: Translating, key: str) -> None:
@@ -465,9 +463,8 @@ def of_wandb(setting: str) -> Rule:
 
 def _uses_wandb(translating: Translating) -> bool:
     """Whether reports go to wandb; a flag about trackers wins over `wandb_log`."""
-    for name in ("tracker", "report_to"):
-        if name in translating.source.overrides:
-            return "wandb" in str(translating.source.overrides[name])
+    if translating.is_overridden("tracker", "report_to"):
+        return any("wandb" in (_in_force(translating, name) or "") for name in ("tracker", "report_to"))
     return bool(translating.is_true("wandb_log"))
 
 
@@ -489,6 +486,14 @@ def _branch(translating: Translating, key: str) -> None:
             "a branch is a new run from another one's weights: give --ckpt_load_path=<checkpoint> --weights_only=true, "
             "and another --seed for another order of the data",
         )
+
+
+def _in_force(translating: Translating, name: str) -> str | None:
+    """Returns what the command line says under a name that is also ours, or else the file."""
+    for written, raw in translating.source.overrides.items():
+        if written.replace("-", "_").lower() == name:
+            return str(raw)
+    return translating.text(name)
 
 
 def _whole(translating: Translating, key: str, smallest: int = 1) -> int:

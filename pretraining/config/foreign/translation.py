@@ -393,12 +393,6 @@ class Translating:
         """Says that an argument of the command line was read with the file."""
         self._used.add(name)
 
-    def take_override(self, name: str) -> None:
-        """Puts an argument of the command line in the place of the file's key of this name; it wins."""
-        if name in self.source.overrides:
-            self.values[name] = self.source.overrides[name]
-            self.use_override(name)
-
     def fill_in(self, defaults: Mapping[str, str]) -> None:
         """Adds keys that the file leaves out, with what its system takes for them; their notes say so."""
         for key, text in defaults.items():
@@ -459,8 +453,8 @@ class Translating:
 
     def _note_for(self, key: str, settings: Mapping[str, str] | None = None, remark: str = "") -> Note:
         value = "(not shown)" if _SECRET.search(key) and key in self else _shown(self.values.get(key))
-        line = None if key in self._filled_in | self._used else self.source.line_of(key)
-        origin = COMMAND_LINE if key in self._used else self.source.origin_of(key)[0].name
+        line = None if key in self._filled_in else self.source.line_of(key)
+        origin = self.source.origin_of(key)[0].name
         return Note(f"{self.source.above}{key}", value, settings or {}, remark, line, origin)
 
     def told(self, key: str) -> str:

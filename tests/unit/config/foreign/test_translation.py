@@ -92,18 +92,6 @@ def test_what_a_system_takes_for_missing_keys_is_named_as_filled_in() -> None:
     ]
 
 
-def test_an_argument_of_the_command_line_wins_over_the_files_key() -> None:
-    content = "lr: 1\n"
-    work = Translating("some", Source("a.yaml", None, content, {"lr": "1"}, {"lr": "often", "seed": "3"}))
-    work.take_override("lr")
-    work.take_override("other")
-    assert work.values == {"lr": "often"}
-    with pytest.raises(ConfigError, match=r"^lr=often: a number is needed"):
-        work.number("lr")
-    work.set("lr", learning_rate="2")
-    assert work.finish().used_overrides == {"lr"}
-
-
 def test_a_problem_that_several_keys_meet_is_told_once() -> None:
     def ask(work: Translating, key: str) -> None:
         work.number("lr")
