@@ -383,9 +383,11 @@ def _same_torch(is_alone: bool) -> Iterator[None]:
         )
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
     before = cudnn.benchmark, memory.fill_uninitialized_memory
-    casts = getattr(sys.modules.get("torch._inductor.config"), "emulate_precision_casts", False)
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    casts = getattr(inductor, "emulate_precision_casts", False)
     try:
         yield
     finally:
@@ -394,7 +396,8 @@ def _same_torch(is_alone: bool) -> Iterator[None]:
             dist.destroy_process_group()
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
         cudnn.benchmark, memory.fill_uninitialized_memory = before
-        if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+        inductor = sys.modules.get("torch._inductor.config")
+        if inductor is not None:
             inductor.emulate_precision_casts = casts
 
 

@@ -33,7 +33,7 @@ class Ratio(NamedTuple):
     """A metric, summed over all that it was measured on."""
 
     sum: float = 0.0
-    count: float = 0.0
+    count: float = 0.0  # type: ignore[assignment]  # a tuple's own count is of no use for numbers
 
     @staticmethod
     def total(ratios: Iterable[Ratio]) -> Ratio:

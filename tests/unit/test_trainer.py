@@ -22,7 +22,9 @@ from helpers import ROOT, heed_interrupts, plain_environment
 from training_runs import TINY, losses_of, write_two_datasets
 
 from pretraining import Trainer, load_model
+from pretraining.checkpoint import start_point
 from pretraining.cli import main
+from pretraining.config.training import TrainConfig
 from pretraining.data.batch import ModelInputs
 from pretraining.errors import CheckpointError, ConfigError, DivergenceError, LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
@@ -68,7 +70,7 @@ def state_of_the_process() -> dict[str, Any]:
         "streams": (sys.stdout, sys.stderr),
         "environment": {name: os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"},
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "filling": torch.utils.deterministic.fill_uninitialized_memory,
+        "filling": getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009  mypy does not see it
         "benchmark": torch.backends.cudnn.benchmark,
         "compute threads": torch.get_num_threads(),
         "collector": (gc.isenabled(), gc.get_freeze_count()),
@@ -234,7 +236,12 @@ def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     stopped = trainer(Calling, tmp_path, held_out_fraction=0.0)
-    stopped.call = lambda step: [signal.raise_signal(signal.SIGINT) for _ in range(2)] if step == 2 else None
+
+    def interrupt_twice(step: int) -> None:
+        for _ in range(2 if step == 2 else 0):
+            signal.raise_signal(signal.SIGINT)
+
+    stopped.call = interrupt_twice
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     assert [report["step"] for report in metrics_of(tmp_path)] == [1]
@@ -262,10 +269,13 @@ def test_an_interrupt_before_the_first_step_is_pythons_own(tmp_path: Path, monke
 def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = run_module.settle_run_path
-    monkeypatch.setattr(
-        run_module, "settle_run_path", lambda config: signal.raise_signal(signal.SIGTERM) or settle(config)
-    )
+    settle = start_point.settle_run_path
+
+    def settle_and_stop(config: TrainConfig) -> str:
+        signal.raise_signal(signal.SIGTERM)
+        return settle(config)
+
+    monkeypatch.setattr(run_module, "settle_run_path", settle_and_stop)
     with pytest.raises(Preempted, match=r"before training began \(SIGTERM\)"):
         trainer(Trainer, tmp_path).train()
 
@@ -308,7 +318,7 @@ def test_all_mistakes_in_the_settings_come_in_one_error(tmp_path: Path) -> None:
     assert len(refused.value.problems) == 2
     config = trainer(Trainer, tmp_path).config
     with pytest.raises(ConfigError) as refused:
-        Trainer(replace(config, batch=replace(config.batch, batch_size=0), run=replace(config.run, num_steps=3)))  # type: ignore[arg-type]
+        Trainer(replace(config, batch=replace(config.batch, batch_size=0), run=replace(config.run, num_steps=3)))
     assert len(refused.value.problems) == 2 and "as Duration.parse makes it" in str(refused.value)
 
 
