@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -44,6 +46,24 @@ def make_model(shape: LlamaShape, dtype: torch.dtype, is_sharded: bool, settings
         made = ReplicatedModel(module, dtype, CPU, mesh["replicate"].get_group())
     initialize_parameters(made.parameters, shape, 0, CPU)
     return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_that_nobody_uses_any_more_leaves_no_memory_behind(dtype: torch.dtype, replicas: int) -> None:
+    """As after a rollback, and where one process trains several models."""
+    group = build_mesh(ParallelConfig(), 1, 1, "cpu")["replicate"].get_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "size", lambda group: replicas)
+        model = ReplicatedModel(Llama(TINY_SHAPE), dtype, CPU, group)
+    assert (model._buckets is not None) == (replicas == 2)
+    initialize_parameters(model.parameters, TINY_SHAPE, 0, CPU)
+    backward(model, seed=0)
+    parameters = [*model.parameters.values(), *model.module.parameters()]
+    kept = [weakref.ref(each) for each in (model, model.module, *parameters)]
+    del model, parameters
+    gc.collect()
+    assert not [each() for each in kept if each() is not None]
 
 
 def backward(model: ParallelModel, seed: int, micro_batches: int = 3) -> float:
