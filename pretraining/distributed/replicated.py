@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -41,16 +42,16 @@ class ReplicatedModel:
         self._copies: list[torch.Tensor] = []
         if dtype != torch.float32:
             self._copies = [_empty_copy(master, dtype) for master in self._masters]
-        self._is_fresh = False
-        self._is_last = True
+        self._is_fresh, self._is_last = False, True
         self._buckets = GradientBuckets(self._masters, replicas) if replicas.size() > 1 else None
         computing = self._copies or self._masters
         _exchange_parameters(module, computing)
-        if self._copies:
-            module.register_forward_pre_hook(lambda module, arguments: self.refresh())
+        module.register_forward_pre_hook(lambda module, arguments: self.refresh())
         if self._copies or self._buckets is not None:
-            for parameter, master in zip(computing, self._masters, strict=True):
-                parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, master))
+            # What a parameter refers to by a hook, Python's collector does not see: nothing may lead back from there.
+            take = partial(ReplicatedModel._take_gradient, proxy(self))
+            for index, parameter in enumerate(computing):
+                parameter.register_post_accumulate_grad_hook(partial(take, index))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -72,9 +73,9 @@ class ReplicatedModel:
             self._buckets.wait()
 
     @torch.no_grad()
-    def _take_gradient(self, master: torch.Tensor, parameter: torch.Tensor) -> None:
+    def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Adds what a backward has left at a parameter to the gradient of its master."""
-        gradient, buckets = parameter.grad, self._buckets
+        master, gradient, buckets = self._masters[index], parameter.grad, self._buckets
         assert gradient is not None
         if parameter is not master:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""`pretraining.Trainer` in several processes: metrics as of one process, runs after each other, one error for all."""
+"""`pretraining.Trainer` in several processes: the metrics of one, runs one after the other, one error for all."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def test_metrics_are_those_of_one_process_whatever_the_layout_and_every_rank_has
             settings(data, tmp_path / f"{strategy}_{processes}", sharding_strategy=strategy, **given)
             for strategy, given in more.items()
         ]
-        # One meeting place for all of them: the next run begins in one process while another still leaves the last.
         found[processes] = found_by(run_forked(WORKER, processes, runs))
     assert found[2][0] == found[2][1]
     for one, two in zip(found[1][0], found[2][0], strict=True):
@@ -81,6 +80,13 @@ def test_after_an_error_that_all_ranks_have_the_next_run_trains(data: Path, tmp_
     bad, good = settings(data, tmp_path / "bad", "other names"), settings(data, tmp_path / "good", num_steps=1)
     found = found_by(run_forked(WORKER, 2, [bad, good]))
     assert [found[rank][1][:2] for rank in (0, 1)] == [["finished", 1]] * 2
+
+
+def test_a_process_may_come_for_the_next_run_before_the_first_one_has_left_the_last(data: Path, tmp_path: Path) -> None:
+    ddp = {"num_steps": 1, "sharding_strategy": "ddp"}  # what shards leaves a group, and with it the store, behind
+    runs = [settings(data, tmp_path / str(number), **ddp) for number in range(2)]
+    found = found_by(run_forked(WORKER, 2, runs, {"LEAVE_LATE": str(tmp_path / "come")}))
+    assert [[each[:2] for each in found[rank]] for rank in (0, 1)] == [[["finished", 1]] * 2] * 2
 
 
 @pytest.fixture

@@ -179,6 +179,11 @@ def test_runs_follow_each_other_and_the_same_one_goes_on(tmp_path: Path) -> None
     assert (again.step, again.loss, again.metrics) == (6, second.loss, {})
 
 
+def test_a_run_leaves_no_model_behind_also_where_it_computes_with_copies(tmp_path: Path) -> None:
+    trainer(WithHits, tmp_path, mixed_precision=True, num_steps=1).train()
+    assert not [each for each in gc.get_objects() if issubclass(type(each), Llama)]
+
+
 def test_a_run_leaves_the_switches_of_torch_and_the_environment_as_they_were(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     seen: list[tuple[bool, int, bool]] = []

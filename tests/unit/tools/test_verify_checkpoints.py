@@ -243,7 +243,9 @@ def test_full_files_with_other_content_are_named(tmp_path: Path) -> None:
     torch.save({**model, UP: [1.0, 2.0]}, folder / MODEL_FILE)
     assert f"{UP} is no tensor" in faults()[0] and f"{UP} is no tensor" in refused(folder)
     torch.save({**model, UP: model[UP].to_sparse()}, folder / MODEL_FILE)
-    assert f"{UP} is no tensor whose elements lie in a row" in faults()[0]
+    # torch 2.15 does not load sparse tensors from files that nobody vouches for.
+    said = "damaged, or holds more" if torch.__version__ >= "2.15" else f"{UP} is no tensor whose elements lie in a row"
+    assert said in faults()[0]
     torch.save(model, folder / MODEL_FILE)
     torch.save([1], folder / SCHEDULE_FILE)
     assert "lr_state_dict.pt holds no dictionary" in faults()[0]
