@@ -46,7 +46,7 @@ def test_each_start_adds_a_record_of_what_it_was_started_with_and_on_what(
     first, second = records_of(run)
     assert (first["step"], second["step"], second["launcher"], second["processes"]) == (0, 40, "torchrun", 1)
     assert first["command"] == "main_training.py '--api_key=***' '--datasets=a b'"
-    assert first["packages"]["torch"] == torch.__version__ and "numpy" in first["packages"]
+    assert torch.__version__.startswith(first["packages"]["torch"]) and "numpy" in first["packages"]
     assert first["variables"]["OMP_NUM_THREADS"] == "2" and "a-secret" not in json.dumps(first)
     (host,) = first["hosts"]
     assert host["ranks"] == [0] and host["threads"] == [torch.get_num_threads()]
