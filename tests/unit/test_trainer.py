@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,13 +21,14 @@ import torch.distributed as dist
 from helpers import ROOT, heed_interrupts, plain_environment
 from training_runs import TINY, losses_of, write_two_datasets
 
-from pretraining import Trainer, load_model
+from pretraining import TrainConfig, Trainer, load_model
 from pretraining.cli import main
 from pretraining.data.batch import ModelInputs
 from pretraining.errors import CheckpointError, ConfigError, DivergenceError, LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import Outputs
 from pretraining.train import run as run_module
+from pretraining.train.build import Job
 
 SETTINGS: dict[str, Any] = dict(flag.split("=") for flag in TINY) | {
     "use_dummy_dataset": True,
@@ -68,7 +69,7 @@ def state_of_the_process() -> dict[str, Any]:
         "streams": (sys.stdout, sys.stderr),
         "environment": {name: os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"},
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "filling": torch.utils.deterministic.fill_uninitialized_memory,
+        "filling": cast(Any, torch.utils.deterministic).fill_uninitialized_memory,
         "benchmark": torch.backends.cudnn.benchmark,
         "compute threads": torch.get_num_threads(),
         "collector": (gc.isenabled(), gc.get_freeze_count()),
@@ -239,7 +240,13 @@ def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     stopped = trainer(Calling, tmp_path, held_out_fraction=0.0)
-    stopped.call = lambda step: [signal.raise_signal(signal.SIGINT) for _ in range(2)] if step == 2 else None
+
+    def interrupt_twice(step: int) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    stopped.call = interrupt_twice
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     assert [report["step"] for report in metrics_of(tmp_path)] == [1]
@@ -267,10 +274,11 @@ def test_an_interrupt_before_the_first_step_is_pythons_own(tmp_path: Path, monke
 def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = run_module.settle_run_path
-    monkeypatch.setattr(
-        run_module, "settle_run_path", lambda config: signal.raise_signal(signal.SIGTERM) or settle(config)
-    )
+    def build(config: TrainConfig, job: Job) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        job.stop_requests.end_before_training()
+
+    monkeypatch.setattr(run_module, "train_to_the_end", build)
     with pytest.raises(Preempted, match=r"before training began \(SIGTERM\)"):
         trainer(Trainer, tmp_path).train()
 
@@ -313,7 +321,7 @@ def test_all_mistakes_in_the_settings_come_in_one_error(tmp_path: Path) -> None:
     assert len(refused.value.problems) == 2
     config = trainer(Trainer, tmp_path).config
     with pytest.raises(ConfigError) as refused:
-        Trainer(replace(config, batch=replace(config.batch, batch_size=0), run=replace(config.run, num_steps=3)))  # type: ignore[arg-type]
+        Trainer(replace(config, batch=replace(config.batch, batch_size=0), run=replace(config.run, num_steps=3)))
     assert len(refused.value.problems) == 2 and "as Duration.parse makes it" in str(refused.value)
 
 

@@ -79,8 +79,13 @@ def test_outputs_are_those_of_the_micro_batch_and_know_no_gradients() -> None:
 
 def test_hidden_states_are_kept_for_one_call_and_only_where_they_are_asked_for() -> None:
     seen: list[Outputs] = []
+
+    def look(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+        seen.append(outputs)
+        return {}
+
     for needs in (False, True):
-        metrics, loss = metrics_of(lambda outputs, batch: seen.append(outputs) or {}, needs)
+        metrics, loss = metrics_of(look, needs)
         metrics.add({}, loss, INPUTS)
         assert metrics._hidden is None
     assert [outputs.hidden_states is None for outputs in seen] == [True, False]
@@ -135,7 +140,12 @@ def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
 
 def test_rows_of_one_set_are_looked_at_as_they_are() -> None:
     seen: list[ModelInputs] = []
-    metrics, loss = metrics_of(lambda outputs, batch: seen.append(batch) or {"one": (1, 1)})
+
+    def look(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+        seen.append(batch)
+        return {"one": (1, 1)}
+
+    metrics, loss = metrics_of(look)
     sums: list[Sums] = [{}]
     metrics.add_by_set(sums, loss, INPUTS, MicroBatch(MICRO_BATCH.tokens_BT))
     assert seen == [INPUTS] and summed(sums[0]) == {"one": [1.0, 1.0]}
