@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
 
 from pretraining.checkpoint import start_point
 from pretraining.checkpoint.manifest import committed_checkpoints
@@ -383,11 +383,9 @@ def _same_torch(is_alone: bool) -> Iterator[None]:
         )
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn: Any = torch.backends.cudnn
-    memory: Any = torch.utils.deterministic
+    cudnn, memory = torch.backends.cudnn, cast(Any, torch.utils.deterministic)  # whose types lack the switch
     before = cudnn.benchmark, memory.fill_uninitialized_memory
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    casts = getattr(inductor, "emulate_precision_casts", False)
+    casts = getattr(sys.modules.get("torch._inductor.config"), "emulate_precision_casts", False)
     try:
         yield
     finally:
@@ -396,7 +394,7 @@ def _same_torch(is_alone: bool) -> Iterator[None]:
             dist.destroy_process_group()
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
         cudnn.benchmark, memory.fill_uninitialized_memory = before
-        inductor = sys.modules.get("torch._inductor.config")
+        inductor: Any = sys.modules.get("torch._inductor.config")
         if inductor is not None:
             inductor.emulate_precision_casts = casts
 

@@ -33,7 +33,7 @@ class Ratio(NamedTuple):
     """A metric, summed over all that it was measured on."""
 
     sum: float = 0.0
-    count: float = 0.0  # type: ignore[assignment]  # a tuple's own count is of no use for numbers
+    counted: float = 0.0
 
     @staticmethod
     def total(ratios: Iterable[Ratio]) -> Ratio:
@@ -43,7 +43,7 @@ class Ratio(NamedTuple):
     @property
     def value(self) -> float:
         """The sum over the count; NaN where nothing was counted."""
-        return self.sum / self.count if self.count else float("nan")
+        return self.sum / self.counted if self.counted else float("nan")
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,10 @@ def test_after_an_error_that_all_ranks_have_the_next_run_trains(data: Path, tmp_
 
 
 def test_a_process_may_come_for_the_next_run_before_the_first_one_has_left_the_last(data: Path, tmp_path: Path) -> None:
-    ddp = {"num_steps": 1, "sharding_strategy": "ddp"}  # what shards leaves a group, and with it the store, behind
+    ddp: dict[str, Any] = {
+        "num_steps": 1,
+        "sharding_strategy": "ddp",
+    }  # what shards leaves a group, and with it the store, behind
     runs = [settings(data, tmp_path / str(number), **ddp) for number in range(2)]
     found = found_by(run_forked(WORKER, 2, runs, {"LEAVE_LATE": str(tmp_path / "come")}))
     assert [[each[:2] for each in found[rank]] for rank in (0, 1)] == [[["finished", 1]] * 2] * 2

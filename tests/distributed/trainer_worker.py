@@ -73,9 +73,9 @@ def leave_late(come: Path) -> None:
         leave(*arguments)
 
     if RANK == 1:
-        dist.TCPStore = connect_and_say
+        setattr(dist, "TCPStore", connect_and_say)  # noqa: B010
     else:
-        dist.destroy_process_group = leave_when_the_other_has_come
+        setattr(dist, "destroy_process_group", leave_when_the_other_has_come)  # noqa: B010
 
 
 if __name__ == "__main__":

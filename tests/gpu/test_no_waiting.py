@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from training_runs import TINY
 
+from pretraining import Trainer
 from pretraining.cli import main
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.data.batch import StepBatch
+from pretraining.data.batch import ModelInputs, StepBatch
+from pretraining.observability.custom_metrics import Outputs
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.train import loop
 from pretraining.train.step import StepContext, train_step
@@ -32,6 +35,23 @@ def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(loop, "train_step", watched)
     yield
+
+
+class WithMetrics(Trainer):
+    needs_hidden_states = True
+
+    def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+        assert outputs.hidden_states is not None
+        norms = outputs.hidden_states.float().norm(dim=-1)
+        return {"hits": (outputs.hits.sum(), outputs.valid_tokens), "norm": (norms.sum(), norms.numel())}
+
+
+@pytest.mark.usefixtures("waiting_is_an_error")
+def test_metrics_of_the_users_own_make_it_wait_for_nothing_either(tmp_path: Path) -> None:
+    settings = dict(flag.split("=") for flag in TINY if not flag.startswith(("mixed_precision", "report_interval")))
+    more = {"use_dummy_dataset": True, "num_steps": 6, "report_interval": 6, "ckpt_save_path": tmp_path}
+    metrics = WithMetrics.from_recipe(**settings, **more).train().metrics
+    assert metrics["custom/hits"] == pytest.approx(metrics["token_accuracy"]) and metrics["custom/norm"] > 0
 
 
 @pytest.mark.usefixtures("waiting_is_an_error")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pretraining.distributed.processes import keep_freed_memory
+from pretraining.distributed.processes import keep_freed_memory, return_freed_memory
 
 # Blocks of more than 2 GiB are not written: the system hands out pages when they are.
 PROGRAM = """
@@ -49,6 +49,31 @@ def test_freed_blocks_are_taken_again_without_asking_the_system_unless_the_user_
     assert ended.stdout.strip() == said
 
 
+RETURNING = """
+import resource, torch
+from pathlib import Path
+from pretraining.distributed.processes import keep_freed_memory, return_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+assert keep_freed_memory()
+before = resident()
+block = torch.ones(2**28, dtype=torch.uint8)
+del block
+kept = resident() - before
+return_freed_memory()
+print(kept > 2**27, resident() - before < 2**27)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
+def test_a_process_that_goes_on_returns_what_was_kept() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", RETURNING]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "True True\n"
+
+
 @pytest.mark.parametrize("name", ["TRIM_THRESHOLD", "MMAP_THRESHOLD", "TOP_PAD", "MMAP_MAX"])
 def test_an_allocator_that_the_user_has_set_up_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"MALLOC_{name}_", "131072")
@@ -60,3 +85,4 @@ def test_a_system_without_glibc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda library: object())
     assert not keep_freed_memory()
+    return_freed_memory()

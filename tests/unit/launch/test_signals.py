@@ -3,6 +3,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import pytest
 from helpers import ROOT, heed_interrupts, plain_environment
@@ -18,6 +20,33 @@ def test_the_first_signal_is_remembered_and_nothing_else_happens(number: signal.
     for again in PREEMPTION_SIGNALS:
         signal.raise_signal(again)
     assert signals.first is number
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, lambda *_: None])
+def test_a_process_that_goes_on_gets_its_handlers_back(handler: Any) -> None:
+    for number in PREEMPTION_SIGNALS:
+        signal.signal(number, handler)
+    with pytest.raises(ValueError), ReceivedSignals().listening() as signals:
+        signal.raise_signal(signal.SIGUSR1)
+        with signals.remembering_interrupts():
+            pass
+        raise ValueError
+    assert signals.first is signal.SIGUSR1 and not signals._listens
+    assert {signal.getsignal(number) for number in PREEMPTION_SIGNALS} == {handler}
+
+
+def test_outside_of_the_main_thread_no_handler_is_set() -> None:
+    before = [signal.getsignal(number) for number in PREEMPTION_SIGNALS]
+    seen: list[Any] = []
+
+    def look() -> None:
+        with ReceivedSignals().listening() as signals:
+            seen.append((signals.first, [signal.getsignal(number) for number in PREEMPTION_SIGNALS]))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]
 
 
 def run_python(
@@ -84,6 +113,26 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_process_gets_sigterm_when_its_torchrun_is_killed() -> None:
     done = run_python(LAUNCHER, {"TORCHELASTIC_RUN_ID": "1"}, WORKER)
     assert (done.returncode, done.stderr) == (-signal.SIGKILL, "told to end\n")  # the worker has the same stderr
+
+
+IN_A_BLOCK = """
+import ctypes, os
+from pretraining.launch.signals import PR_GET_PDEATHSIG, ending_with_launcher
+def now():
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
+    return number.value
+before = now()
+with ending_with_launcher():
+    inside = now()
+print(before, inside, now())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a service of Linux")
+@pytest.mark.parametrize(("environment", "inside"), [({"TORCHELASTIC_RUN_ID": "1"}, 15), ({}, 0)])
+def test_a_process_that_goes_on_asks_for_it_for_a_while(environment: dict[str, str], inside: int) -> None:
+    assert run_python(IN_A_BLOCK, environment).stdout == f"0 {inside} 0\n"
 
 
 def test_without_torchrun_a_process_outlives_whoever_started_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from pretraining.launch.terminal import PACKAGE, TerminalHandler, _Output, log_to_terminal, showing_through
+from pretraining.launch.terminal import (
+    PACKAGE,
+    TerminalHandler,
+    _Output,
+    log_to_terminal,
+    logging_to_terminal,
+    showing_through,
+)
 
 log = logging.getLogger(f"{PACKAGE}.some.module")
 
@@ -38,6 +45,19 @@ def test_a_second_call_replaces_the_first(capsys: pytest.CaptureFixture[str]) ->
     log_to_terminal(0)
     log.info("once")
     assert capsys.readouterr() == ("once\n", "")
+
+
+def test_messages_are_shown_for_a_while_beside_what_the_program_has_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+    logger, own = logging.getLogger(PACKAGE), logging.NullHandler()
+    logger.addHandler(own)
+    logger.setLevel(logging.ERROR)
+    with pytest.raises(ValueError), logging_to_terminal(0):
+        log.info("inside")
+        raise ValueError
+    log.info("outside")
+    assert capsys.readouterr() == ("inside\n", "")
+    assert own in logger.handlers and logger.level == logging.ERROR
+    assert not any(isinstance(each, TerminalHandler) for each in logger.handlers)
 
 
 def test_a_live_line_takes_messages_for_a_while_but_not_warnings(capsys: pytest.CaptureFixture[str]) -> None:

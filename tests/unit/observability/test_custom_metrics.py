@@ -79,12 +79,12 @@ def test_outputs_are_those_of_the_micro_batch_and_know_no_gradients() -> None:
 
 def test_hidden_states_are_kept_for_one_call_and_only_where_they_are_asked_for() -> None:
     seen: list[Outputs] = []
+
+    def look(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+        seen.append(outputs)
+        return {}
+
     for needs in (False, True):
-
-        def look(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
-            seen.append(outputs)
-            return {}
-
         metrics, loss = metrics_of(look, needs)
         metrics.add({}, loss, INPUTS)
         assert metrics._hidden is None

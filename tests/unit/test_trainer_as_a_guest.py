@@ -1,0 +1,268 @@
+"""The process that `pretraining.Trainer` is a guest of is as it was before, however a run ends."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, heed_interrupts, plain_environment
+from trainers import SETTINGS, WithHits, metrics_of, trainer
+from training_runs import losses_of
+
+from pretraining import TrainConfig, Trainer
+from pretraining.data.batch import ModelInputs
+from pretraining.errors import ConfigError, DivergenceError, PathError, Preempted
+from pretraining.model.llama import Llama
+from pretraining.observability.custom_metrics import Outputs
+from pretraining.train import run as run_module
+from pretraining.train.build import Job
+
+
+class Calling(WithHits):
+    """Calls something when the metrics of a micro-batch are asked for, which is once a step here."""
+
+    call: Callable[[int], object] = staticmethod(lambda step: None)
+    calls = 0
+
+    def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+        self.calls += 1
+        self.call(self.calls)
+        return super().extra_metrics(outputs, batch)
+
+
+def state_of_the_process() -> dict[str, Any]:
+    """All that a run changes in its process while it is under way."""
+    logger = logging.getLogger("pretraining")
+    return {
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        # The compiler's progress bars have a thread for as long as the process.
+        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor"),
+        "group": dist.is_initialized(),
+        "logging": (list(logger.handlers), logger.level),
+        "streams": (sys.stdout, sys.stderr),
+        "environment": {name: os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"},
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "filling": cast(Any, torch.utils.deterministic).fill_uninitialized_memory,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "compute threads": torch.get_num_threads(),
+        "collector": (gc.isenabled(), gc.get_freeze_count()),
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def same_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test leaves the process as it was; Ctrl-C is Python's, also where the tests run in the background."""
+    before_pytest = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        gc.collect()
+        before = state_of_the_process()
+        yield
+        assert state_of_the_process() == before
+    finally:
+        signal.signal(signal.SIGINT, before_pytest)
+
+
+def test_a_run_leaves_no_model_behind_also_where_it_computes_with_copies(tmp_path: Path) -> None:
+    trainer(WithHits, tmp_path, mixed_precision=True, num_steps=1).train()
+    assert not [each for each in gc.get_objects() if issubclass(type(each), Llama)]
+
+
+def test_a_run_leaves_the_switches_of_torch_and_the_environment_as_they_were(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    seen: list[tuple[bool, int, bool]] = []
+
+    class Looking(WithHits):
+        def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+            state = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+            seen.append((*state, "CUBLAS_WORKSPACE_CONFIG" in os.environ))
+            return super().extra_metrics(outputs, batch)
+
+    trainer(Looking, tmp_path / "first", num_steps=1, deterministic=True, cpu_threads=before + 1).train()
+    trainer(Looking, tmp_path / "second", num_steps=1).train()
+    assert (seen[0], seen[-1]) == ((True, before + 1, True), (False, before, False))
+
+
+def test_a_run_after_one_that_failed_finds_nothing_of_it(tmp_path: Path) -> None:
+    class Failing(WithHits):
+        def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+            raise KeyError("a mistake of mine")
+
+    with pytest.raises(KeyError, match="a mistake of mine") as failed:
+        trainer(Failing, tmp_path / "run").train()
+    gc.collect()
+    # A notebook keeps its last error.
+    assert failed.value.__traceback__ is not None
+    assert not [each for each in gc.get_objects() if issubclass(type(each), Llama)]
+    assert not dist.is_initialized()
+    with pytest.raises(ConfigError, match="hits is a pair with a tensor of shape"):
+        trainer(type("Bad", (Trainer,), {"extra_metrics": lambda *_: {"hits": (torch.ones(2), 1)}}), tmp_path).train()
+    with pytest.raises(DivergenceError):
+        trainer(WithHits, tmp_path / "nan", learning_rate="1e30", max_skipped_steps=1, num_steps=9).train()
+    result = trainer(WithHits, tmp_path / "run").train()
+    assert result.status == "finished" and json.loads((tmp_path / "run" / "run_status.json").read_text())["starts"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {"num_steps": 6, "held_out_fraction": 0.0}
+    trainer(Trainer, tmp_path / "whole", **few).train()
+    stopped = trainer(Calling, tmp_path / "stopped", **few)
+    stopped.call = lambda step: signal.raise_signal(number) if step == 2 else None
+    if number == signal.SIGINT:  # the user wants no more of the script or the cell either
+        with pytest.raises(KeyboardInterrupt):
+            stopped.train()
+    else:
+        assert (result := stopped.train()).status == "preempted" and result.step == 3
+    said = "Interrupted" if number == signal.SIGINT else "Preempted"
+    assert f"{said} at step 3 of 6" in capsys.readouterr().out
+    assert stopped._source(None) == str(tmp_path / "stopped")
+    assert trainer(Trainer, tmp_path / "stopped", **few).train().status == "finished"
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
+
+
+def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
+    stopped = trainer(Calling, tmp_path, held_out_fraction=0.0)
+
+    def interrupt_twice(step: int) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    stopped.call = interrupt_twice
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert [report["step"] for report in metrics_of(tmp_path)] == [1]
+    assert trainer(Trainer, tmp_path, held_out_fraction=0.0).train().step == 4
+
+
+def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: Path) -> None:
+    stopped = trainer(Calling, tmp_path, held_out_fraction=0.0)
+    stopped.call = lambda step: signal.raise_signal(signal.SIGINT) if step == 4 else None
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "finished"
+
+
+def test_an_interrupt_before_the_first_step_is_pythons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: Any) -> None:
+        assert dist.is_initialized()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(run_module, "train_to_the_end", build)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(Trainer, tmp_path).train()
+
+
+def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(config: TrainConfig, job: Job) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        job.stop_requests.end_before_training()
+
+    monkeypatch.setattr(run_module, "train_to_the_end", build)
+    with pytest.raises(Preempted, match=r"before training began \(SIGTERM\)"):
+        trainer(Trainer, tmp_path).train()
+
+
+def test_a_run_in_another_thread_hears_no_signals_and_trains(tmp_path: Path) -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(trainer(WithHits, tmp_path).train()))
+    thread.start()
+    thread.join()
+    assert results[0].status == "finished"
+
+
+def test_what_the_file_system_says_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(filename: str | None) -> None:
+        raise OSError(28, "No space left on device", filename)
+
+    monkeypatch.setattr(run_module, "train_to_the_end", lambda *_: fail("/full/disk"))
+    with pytest.raises(PathError, match="/full/disk cannot be used: No space left on device"):
+        trainer(Trainer, tmp_path).train()
+    monkeypatch.setattr(run_module, "train_to_the_end", lambda *_: fail(None))
+    with pytest.raises(OSError, match="No space left"):
+        trainer(Trainer, tmp_path).train()
+
+
+NOTEBOOK = """
+import gc, json, logging, os, signal, sys, threading
+import torch, torch.distributed as dist
+
+def state():
+    logger = logging.getLogger("pretraining")
+    return [
+        [repr(signal.getsignal(number)) for number in range(1, 65) if number not in (32, 33)],
+        [thread.name for thread in threading.enumerate()],
+        dist.is_initialized(), len(logger.handlers), logger.level, dict(os.environ), torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(), repr(sys.stdout), gc.isenabled(),
+    ]
+
+torch.set_num_threads(2)
+before = state()
+from pretraining import Trainer
+settings = json.loads(sys.argv[1])
+
+class Failing(Trainer):
+    def extra_metrics(self, outputs, batch):
+        raise ValueError("of mine")
+
+class Interrupted(Trainer):
+    def extra_metrics(self, outputs, batch):
+        signal.raise_signal(signal.SIGINT)
+        return {}
+
+results = []
+for number, kind in enumerate((Trainer, Failing, Interrupted, Trainer)):
+    try:
+        trained = kind.from_recipe(**settings, ckpt_save_path=f"{sys.argv[2]}/{number}", deterministic=number == 0)
+        results.append(trained.train().status)
+    except (ValueError, KeyboardInterrupt) as error:
+        results.append(type(error).__name__)
+    assert state() == before, (number, state(), before)
+print(json.dumps(results))
+"""
+
+
+def test_a_process_that_goes_on_after_its_runs_is_as_it_was_and_ends_as_always(tmp_path: Path) -> None:
+    """As a notebook's: no terminal, torch imported before. The interpreter's own end must find nothing to wait for."""
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, json.dumps(SETTINGS), str(tmp_path)],
+        env=plain_environment(),
+        cwd=ROOT,
+        preexec_fn=heed_interrupts,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert json.loads(lines[-1]) == ["finished", "ValueError", "KeyboardInterrupt", "finished"]
+    assert any(line.startswith("step 4/4  loss") for line in lines)
+
+
+def test_torch_is_imported_with_as_many_threads_as_a_command_would_have(tmp_path: Path) -> None:
+    program = (
+        "import json, os, sys; from pretraining import Trainer; assert 'torch' not in sys.modules; "
+        "made = Trainer.from_recipe(**json.loads(sys.argv[1]), ckpt_save_path=sys.argv[2]); "
+        "assert 'torch' not in sys.modules; made.train(); assert 'OMP_NUM_THREADS' not in os.environ"
+    )
+    environment = {name: value for name, value in plain_environment().items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", program, json.dumps(SETTINGS | {"cpu_threads": 2}), str(tmp_path)]
+    out = subprocess.run(command, env=environment, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "2 threads each" in out
