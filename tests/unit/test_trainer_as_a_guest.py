@@ -42,13 +42,16 @@ class Calling(WithHits):
         return super().extra_metrics(outputs, batch)
 
 
+OF_COMPILER = ("tqdm_monitor", "ThreadPoolExecutor-")  # pools of this project have names
+
+
 def state_of_the_process() -> dict[str, Any]:
     """All that a run changes in its process while it is under way."""
     logger = logging.getLogger("pretraining")
     return {
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
-        # The compiler's progress bars have a thread for as long as the process.
-        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor"),
+        # The compiler's progress bars and its pool have threads for as long as the process.
+        "threads": sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith(OF_COMPILER)),
         "group": dist.is_initialized(),
         "logging": (list(logger.handlers), logger.level),
         "streams": (sys.stdout, sys.stderr),
