@@ -26,6 +26,7 @@ from pretraining.checkpoint import start_point
 from pretraining.checkpoint.manifest import committed_checkpoints
 from pretraining.config.command_line import load_train_config
 from pretraining.config.commands import ExportConfig, SampleConfig
+from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import format_value
@@ -35,6 +36,7 @@ from pretraining.launch.cpu_threads import CpuThreads, set_threads
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.signals import ReceivedSignals, ending_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
+from pretraining.progress import Duration
 
 if TYPE_CHECKING:
     from typing import Self
@@ -59,7 +61,7 @@ class Trainer:
     A subclass adds metrics of its own with `extra_metrics`. Errors are those of the command line, as `PretrainError`.
 
     Args:
-        config: the settings, the same in every process.
+        config: the settings, the same in every process. Lengths may be given as recipes have them: 1000, "5Btok".
 
     Attributes:
         needs_hidden_states: whether `extra_metrics` gets the final hidden states.
@@ -71,6 +73,7 @@ class Trainer:
     needs_hidden_states: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig) -> None:
+        config = _with_durations(config)
         check_config(config)
         self.config = config
         self._run_path: str | None = None  # of the last run; before it is known, that of the settings
@@ -289,6 +292,14 @@ class Trainer:
         from pretraining.observability.custom_metrics import MetricsHook
 
         return MetricsHook(self.extra_metrics, self.needs_hidden_states)
+
+
+def _with_durations(config: TrainConfig) -> TrainConfig:
+    """Returns settings whose lengths are durations, also where Python gives a number of steps or a text."""
+    values, settings = values_of(config), settings_of(type(config))
+    given = {name: value for name, value in values.items() if settings[name].base is Duration}
+    parsed = {name: Duration.parse(value) for name, value in given.items() if type(value) in (int, str)}
+    return build(type(config), values | parsed) if parsed else config
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Llama:

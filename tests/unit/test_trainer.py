@@ -19,6 +19,7 @@ from pretraining.cli import main
 from pretraining.data.batch import ModelInputs
 from pretraining.errors import CheckpointError, ConfigError, LaunchError
 from pretraining.observability.custom_metrics import Outputs
+from pretraining.progress import Duration
 
 
 def test_a_run_is_that_of_the_command_line_and_its_result_says_what_came_of_it(
@@ -129,8 +130,18 @@ def test_all_mistakes_in_the_settings_come_in_one_error(tmp_path: Path) -> None:
     assert len(refused.value.problems) == 2
     config = trainer(Trainer, tmp_path).config
     with pytest.raises(ConfigError) as refused:
-        Trainer(replace(config, batch=replace(config.batch, batch_size=0), run=replace(config.run, num_steps=3)))
+        Trainer(replace(config, batch=replace(config.batch, batch_size=0), run=replace(config.run, num_steps=3.5)))
     assert len(refused.value.problems) == 2 and "as Duration.parse makes it" in str(refused.value)
+
+
+def test_lengths_may_be_given_as_recipes_have_them(tmp_path: Path) -> None:
+    config = trainer(Trainer, tmp_path).config
+    given = replace(config, run=replace(config.run, num_steps=3), report=replace(config.report, report_interval="2k"))
+    made = Trainer(given).config
+    assert (made.run.num_steps, made.report.report_interval) == (Duration(3, "steps"), Duration(2000, "steps"))
+    assert Trainer(made).config is made
+    with pytest.raises(ConfigError, match="often"):
+        Trainer(replace(config, run=replace(config.run, num_steps="often")))
 
 
 def test_a_model_goes_on_with_token_ids_or_text_and_is_saved_for_others(
