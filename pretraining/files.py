@@ -69,6 +69,11 @@ def is_file(path: Path) -> bool:
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
+def real_path(path: Path) -> Path:
+    """Returns a path with its links followed, as far as that goes: `Path.resolve` fails where they lead in a circle."""
+    return Path(os.path.realpath(path))
+
+
 def exists(path: Path) -> bool:
     """Whether a path leads to anything; a PathError where nobody can tell."""
     return _status(path) is not None

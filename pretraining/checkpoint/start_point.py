@@ -43,7 +43,7 @@ from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import is_file, is_folder, run_not_writable, write_atomic
+from pretraining.files import is_file, is_folder, real_path, run_not_writable, write_atomic
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
 
 if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a second to import; what loads it does
@@ -274,8 +274,8 @@ def _is_still_empty(run: Path, source: Path) -> bool:
 
 def is_within(path: Path, folder: Path) -> bool:
     """Whether a path is a folder or below it, links followed."""
-    resolved = path.resolve()
-    return folder.resolve() in (resolved, *resolved.parents)
+    real = real_path(path)
+    return real_path(folder) in (real, *real.parents)
 
 
 def _load_path(config: CheckpointConfig) -> tuple[str, str | None]:

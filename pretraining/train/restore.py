@@ -41,7 +41,7 @@ from pretraining.config.training import CheckpointConfig, ParallelConfig, TrainC
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import exists, file_checksum
+from pretraining.files import exists, file_checksum, real_path
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
@@ -171,8 +171,8 @@ def _named_in(own: list[Path], request: str) -> Path | None:
     """The checkpoint among a run's own that was named by its path, its name or its step."""
     named = {path.name: path for path in own}
     by_step = {str(step_of(path)): path for path in own}
-    by_path = {path.resolve(): path for path in own}
-    return named.get(request) or by_step.get(request) or by_path.get(Path(request).resolve())
+    by_path = {real_path(path): path for path in own}
+    return named.get(request) or by_step.get(request) or by_path.get(real_path(Path(request)))
 
 
 def _check_beginning(config: CheckpointConfig, start: CheckpointRef | None) -> None:

@@ -31,6 +31,11 @@ from pretraining.train import rollback, run
 from pretraining.train.loop import Run, train_loop
 
 
+def with_objective(output: Any, objective_sum: torch.Tensor) -> Any:
+    """What the model has found, with another objective."""
+    return output._replace(objective_sum=objective_sum)
+
+
 def at_steps(job: Run, steps: range, change: Callable[[Any], Any]) -> Callable[..., Any]:
     """A hook that changes what a module gives in some steps, numbered from 1, while training."""
 
@@ -48,7 +53,7 @@ def loss_is_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN in step 3; the NaN is added, so that gradients by themselves would stay finite."""
     if rank == 1:
         job.context.model.module.register_forward_hook(
-            at_steps(job, range(3, 4), lambda output: (output[0] + torch.nan, *output[1:]))
+            at_steps(job, range(3, 4), lambda output: with_objective(output, output.objective_sum + torch.nan))
         )
 
 
@@ -56,7 +61,7 @@ def loss_is_infinite(job: Run, rank: int) -> None:
     """Rank 1's loss overflows in step 3."""
     if rank == 1:
         job.context.model.module.register_forward_hook(
-            at_steps(job, range(3, 4), lambda output: (output[0] * 1e30 * 1e30, *output[1:]))
+            at_steps(job, range(3, 4), lambda output: with_objective(output, output.objective_sum * 1e30 * 1e30))
         )
 
 
@@ -87,14 +92,14 @@ def loss_stays_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN from step 3 on."""
     if rank == 1:
         job.context.model.module.register_forward_hook(
-            at_steps(job, range(3, 1000), lambda output: (output[0] * torch.nan, *output[1:]))
+            at_steps(job, range(3, 1000), lambda output: with_objective(output, output.objective_sum * torch.nan))
         )
 
 
 def loss_is_tenfold(job: Run, rank: int) -> None:
     """The loss of every rank is ten times what it should be in step 9."""
     job.context.model.module.register_forward_hook(
-        at_steps(job, range(9, 10), lambda output: (output[0] * 10, *output[1:]))
+        at_steps(job, range(9, 10), lambda output: with_objective(output, output.objective_sum * 10))
     )
 
 
