@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         if name not in LISTING_COMMANDS:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain at the exit
+        _drop_output()
         sys.exit(FAILED)
     except PretrainError as error:
         _fail(error)
@@ -266,9 +266,14 @@ def _print_help(settings: type, name: str, purpose: str, section: str | None) ->
     try:
         print(help_text(settings, f"pretrain {name}", purpose, section=section), flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
     except PretrainError as error:
         _fail(error)
+
+
+def _drop_output() -> None:
+    """Leaves nothing to complain about at the exit, where nobody reads what is printed any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_working_folder() -> None:

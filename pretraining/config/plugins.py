@@ -124,6 +124,7 @@ TOKEN_FORMATS = {
     "npy": "pretraining.data.storage.flat_files:NpyFormat",
     "bin": "pretraining.data.storage.flat_files:BinFormat",
 }
+TOKEN_SUFFIXES = tuple(f".{name}" for name in TOKEN_FORMATS)
 _OF_SERVICES = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
 TRACKERS = {
     "tensorboard": TrackerEntry("pretraining.observability.tensorboard:TensorBoard"),

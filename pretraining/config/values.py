@@ -26,7 +26,7 @@ Raw = str | list[str] | None
 LARGEST_INTEGER = 2**63
 
 NONE_WORDS = ("none", "null", "")
-_BOOL_WORDS = {
+BOOL_WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
@@ -87,9 +87,9 @@ def parse_bool(text: str) -> bool:
     Raises:
         ValueError: it is none.
     """
-    if text.strip().lower() not in _BOOL_WORDS:
+    if text.strip().lower() not in BOOL_WORDS:
         raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
-    return _BOOL_WORDS[text.strip().lower()]
+    return BOOL_WORDS[text.strip().lower()]
 
 
 def parse_range(text: str, smallest: int) -> tuple[int, int]:

@@ -101,7 +101,7 @@ def join_processes(
     environment: dict[str, str],
     timeout: timedelta = COLLECTIVE_TIMEOUT,
     patience: Patience | None = None,
-    parallel: ParallelConfig | None = None,
+    parallel: ParallelConfig = _ANYWHERE,
 ) -> Iterator[Processes]:
     """Joins the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
 
@@ -111,13 +111,13 @@ def join_processes(
         environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
         timeout: after which a process that waits in a collective gives up.
         patience: with processes that have not come yet; None = as long as in a collective.
-        parallel: says on which kind of device; None = on GPUs where there are any.
+        parallel: says on which kind of device; by default on GPUs where there are any.
 
     Raises:
         LaunchError: the processes do not find each other; more processes than GPUs on a node, or two on one GPU; the
             device or backend that is asked for is not there.
     """
-    device = _device_of(local_rank, local_world_size, _ANYWHERE if parallel is None else parallel)
+    device = _device_of(local_rank, local_world_size, parallel)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -18,6 +18,7 @@ from pretraining.config.foreign.translation import (
     COMMAND_LINE,
     Rule,
     Translating,
+    as_here,
     becomes,
     betas,
     left_out,
@@ -549,26 +550,12 @@ def _tokenizer(translating: Translating, key: str) -> None:
 
 def _must_be(value: str, reason: str) -> Rule:
     """A switch that has one value here."""
-
-    def settle(translating: Translating, key: str) -> None:
-        if plain(translating.text(key)) == plain(value):
-            translating.set(key, "as here")
-        else:
-            translating.refuse(key, f"{reason}: write {value}")
-
-    return settle
+    return as_here(value, reason=f"{reason}: write {value}")
 
 
 def _off(reason: str) -> Rule:
     """A switch that is left out where it is off, and refused with the reason where it is on."""
-
-    def settle(translating: Translating, key: str) -> None:
-        if plain(translating.text(key)) in ("false", "no", "off", 0.0):
-            translating.leave_out(key, "off, as here")
-        else:
-            translating.refuse(key, f"{reason}: take it out, or write null")
-
-    return settle
+    return as_here("false", "no", "off", "0", reason=f"{reason}: take it out, or write null", remark="off, as here")
 
 
 OTHER_SECTIONS = ("experimental", "test", "hydra")

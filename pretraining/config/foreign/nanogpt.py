@@ -17,6 +17,7 @@ from pathlib import Path
 from pretraining.config.assignments import ALIASES
 from pretraining.config.fields import settings_of
 from pretraining.config.foreign.translation import Rule, Translating, becomes, left_out, one_of, only
+from pretraining.config.plugins import TOKEN_SUFFIXES
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import entries_of, is_file, is_folder
@@ -60,7 +61,6 @@ END_OF_TEXT = 50256
 FEED_FORWARD_MULTIPLE = 64
 COSINE_PARTS = 16
 """Straight lines in place of a cosine that ends before or after the run: at most 0.25% of the peak away from it."""
-TOKEN_SUFFIXES = (".bin", ".npy", ".arrow")
 START_POINTS = ("ckpt_load_path", "resume_from_checkpoint")
 """Flags that name a checkpoint, which has a model of its own: none is filled in."""
 

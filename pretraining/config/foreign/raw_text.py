@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.config.commands import PrepareConfig
-from pretraining.config.foreign.stub import TOKEN_SUFFIXES, data_settings
+from pretraining.config.foreign.stub import data_settings
 from pretraining.config.foreign.translation import Rule, Translating
+from pretraining.config.plugins import TOKEN_SUFFIXES
 from pretraining.files import entries_of, exists, is_folder
 from pretraining.progress import parse_number
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pretraining.config.foreign.translation import Rule, Translating, becomes, betas, left_out, one_of, only
+from pretraining.config.plugins import TOKEN_SUFFIXES
 from pretraining.files import entries_of, is_folder
 
 SIGNS = (
@@ -15,7 +16,6 @@ SIGNS = (
     *("lr_scheduler.total_iterations", "lr_scheduler.warmup_iterations", "checkpoint.chkpt_saving_iterations"),
 )
 MODEL = "model.hf_config."
-TOKEN_SUFFIXES = (".arrow", ".npy", ".bin")
 _DIMENSIONS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings"),

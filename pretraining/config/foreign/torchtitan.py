@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pretraining.config.foreign.stub import TOKEN_SUFFIXES, data_settings
+from pretraining.config.foreign.stub import data_settings
 from pretraining.config.foreign.translation import (
     Rule,
     Source,
     Translating,
+    as_here,
     becomes,
     copy_tree,
     left_out,
@@ -21,6 +22,7 @@ from pretraining.config.foreign.translation import (
     plain,
     put,
 )
+from pretraining.config.plugins import TOKEN_SUFFIXES
 from pretraining.config.values import did_you_mean
 from pretraining.files import exists, is_file, is_folder
 
@@ -285,14 +287,8 @@ def _degrees(translating: Translating, _: str) -> None:
 
 def _must_be_one(what: str) -> Rule:
     """A degree of parallelism that is not here."""
-
-    def settle(translating: Translating, key: str) -> None:
-        if plain(translating.text(key)) in (1.0, -1.0):
-            translating.leave_out(key, "1, as here")
-        else:
-            translating.refuse(key, f"there is no {what} parallelism here: write 1; weights are sharded over all GPUs")
-
-    return settle
+    reason = f"there is no {what} parallelism here: write 1; weights are sharded over all GPUs"
+    return as_here("1", "-1", reason=reason, remark="1, as here")
 
 
 def _off(reason: str) -> Rule:

@@ -21,7 +21,7 @@ import yaml
 
 from pretraining.config.plugins import TRACKERS
 from pretraining.config.settings_files import read_yaml
-from pretraining.config.values import NONE_WORDS, Raw, format_value
+from pretraining.config.values import BOOL_WORDS, NONE_WORDS, Raw, format_value
 from pretraining.errors import ConfigError
 from pretraining.progress import parse_number
 
@@ -40,8 +40,6 @@ _SECRET = re.compile(
     r"(?:^|\.)(?:token|\w*(?:api_key|access_token|auth_token|hub_token|password|secret))$", re.IGNORECASE
 )
 """Keys whose values are nobody else's: notes are logged, and written into recipes."""
-
-_WORDS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 
 
 @dataclass(frozen=True)
@@ -307,9 +305,9 @@ class Translating:
         text = self.text(key)
         if text is None:
             return None
-        if text.lower() not in _WORDS:
+        if text.lower() not in BOOL_WORDS:
             raise ConfigError(f"{self.told(key)}: true or false is needed")
-        return _WORDS[text.lower()]
+        return BOOL_WORDS[text.lower()]
 
     def number(self, key: str) -> float | None:
         """Returns a number; None where it is missing or null.
@@ -503,7 +501,7 @@ def half_precision(dtype: str, other: str) -> Rule:
     """A switch for a type that is computed in; `other` is the switch of the other one."""
 
     def settle(translating: Translating, key: str) -> None:
-        is_other = _WORDS.get((translating.text(other) or "").lower(), False)
+        is_other = BOOL_WORDS.get((translating.text(other) or "").lower(), False)
         if translating.is_true(key) and is_other:
             translating.refuse(key, f"{other} is true, too: keep one")
         elif translating.is_true(key):
@@ -544,7 +542,7 @@ def of_services(translating: Translating, key: str, listed: str, **settings: str
 def resume_from(translating: Translating, key: str) -> None:
     """A key that names a checkpoint to go on from, or asks for the newest one."""
     text = translating.text(key) or ""
-    if text.lower() in _WORDS:
+    if text.lower() in BOOL_WORDS:
         translating.set(key, "a run that is found in ckpt_save_path is continued anyway")
     else:
         translating.set(key, resume_from_checkpoint=text)
@@ -592,24 +590,24 @@ def left_out(reason: str) -> Rule:
 
 def only(*values: str, reason: str) -> Rule:
     """A key of which a Llama has only these values."""
-
-    def settle(translating: Translating, key: str) -> None:
-        if plain(translating.text(key)) in {plain(value) for value in values}:
-            translating.set(key, "as in every Llama")
-        else:
-            translating.refuse_unless_accepted(key, reason)
-
-    return settle
+    return _unless(
+        values, "as in every Llama", lambda translating, key: translating.refuse_unless_accepted(key, reason)
+    )
 
 
-def as_here(*values: str, reason: str) -> Rule:
+def as_here(*values: str, reason: str, remark: str = "as here") -> Rule:
     """A key of which this project has only these values, and which would change what is learned."""
+    return _unless(values, remark, lambda translating, key: translating.refuse(key, reason))
+
+
+def _unless(values: tuple[str, ...], remark: str, otherwise: Rule) -> Rule:
+    """A key that sets nothing where it has one of these values; `otherwise` settles it where it has another."""
 
     def settle(translating: Translating, key: str) -> None:
         if plain(translating.text(key)) in {plain(value) for value in values}:
-            translating.set(key, "as here")
+            translating.leave_out(key, remark)
         else:
-            translating.refuse(key, reason)
+            otherwise(translating, key)
 
     return settle
 
