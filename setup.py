@@ -20,7 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["pretraining", "pretraining.*"]),
-    package_data={"pretraining": ["py.typed", "config/recipes/*.yaml"]},
+    package_data={"pretraining": ["py.typed", "config/recipes/*.yaml", "tools/report/page.*"]},
     install_requires=[
         "annotated-types>=0.7",
         "torch>=2.11,<2.16",
@@ -38,13 +38,15 @@ setup(
     extras_require={
         # Reading Hugging Face datasets in `pretrain prepare`.
         "hf": ["datasets>=4.0"],
-        # Pictures of schedules and sweeps.
-        "report": ["matplotlib>=3.9"],
+        # Pictures of schedules, sweeps, plans and losses; the plots of `pretrain report`.
+        "report": ["matplotlib>=3.9", "plotly>=6.0"],
         # Float8 training. 0.18 is for all of these versions of torch, and avoids kernels that gave NaN once compiled.
         "float8": ["torchao>=0.18,<0.19"],
         # Trackers.
         "wandb": ["wandb>=0.21"],
         "mlflow": ["mlflow>=3.0"],
+        # The documentation as a site (mkdocs.yml). Pinned: a theme may change what it fetches, and how it looks.
+        "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"],
         # transformers and accelerate are what the model and the speed are compared with; training needs neither.
         "dev": [
             "accelerate>=1.1",
@@ -52,6 +54,7 @@ setup(
             "hypothesis>=6.100",
             "matplotlib>=3.9",
             "mypy>=1.15",
+            "plotly>=6.0",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
@@ -62,7 +65,7 @@ setup(
         ],
         # Foreign tools that slow tests try the results in.
         # (Not mlflow, which wants an older pyarrow: its slow tests are skipped without it.)
-        "slow": ["gguf>=0.17", "lm-eval[hf]>=0.4.9", "wandb>=0.21", "xllamacpp"],
+        "slow": ["gguf>=0.17", "kubeflow-trainer-api>=2.0", "lm-eval[hf]>=0.4.9", "wandb>=0.21", "xllamacpp"],
     },
     entry_points={"console_scripts": ["pretrain = pretraining.cli:run_console_script"]},
 )

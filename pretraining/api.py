@@ -26,7 +26,7 @@ from pretraining.checkpoint import start_point
 from pretraining.checkpoint.manifest import committed_checkpoints
 from pretraining.config.command_line import load_train_config
 from pretraining.config.commands import ExportConfig, SampleConfig
-from pretraining.config.fields import build, settings_of, values_of
+from pretraining.config.fields import build, sections_of, settings_of, values_of
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import format_value
@@ -73,7 +73,7 @@ class Trainer:
     needs_hidden_states: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig) -> None:
-        config = _with_durations(config)
+        config = _as_settings(config)
         check_config(config)
         self.config = config
         self._run_path: str | None = None  # of the last run; before it is known, that of the settings
@@ -125,6 +125,8 @@ class Trainer:
         """
         if self.config.evaluation.eval_only:
             raise ConfigError("eval_only=True trains nothing: call evaluate()")
+        if self.config.run.dry_run:
+            raise ConfigError("dry_run=True is of the command line, `pretrain train --dry_run=true`: leave it out")
         with _as_a_guest(self.config) as guest:
             from pretraining.train.run import train
 
@@ -294,11 +296,30 @@ class Trainer:
         return MetricsHook(self.extra_metrics, self.needs_hidden_states)
 
 
-def _with_durations(config: TrainConfig) -> TrainConfig:
-    """Returns settings whose lengths are durations, also where Python gives a number of steps or a text."""
+def _as_settings(config: TrainConfig) -> TrainConfig:
+    """Returns settings as the command line makes them, where Python gives a path, a number of steps or a text.
+
+    Raises:
+        ConfigError: they are something else, or a section stands in another one's place.
+    """
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(
+            f"a Trainer takes a TrainConfig, and this is a {type(config).__name__}: Trainer.from_recipe(…) takes "
+            "recipes and settings by name"
+        )
+    problems = [
+        f"{name} is a {type(getattr(config, name)).__name__}: give TrainConfig({name}={section.__name__}(…))"
+        for name, section in sections_of(TrainConfig).items()
+        if not isinstance(getattr(config, name), section)
+    ]
+    if problems:
+        raise ConfigError(problems)
     values, settings = values_of(config), settings_of(type(config))
-    given = {name: value for name, value in values.items() if settings[name].base is Duration}
-    parsed = {name: Duration.parse(value) for name, value in given.items() if type(value) in (int, str)}
+    lengths = {name: value for name, value in values.items() if settings[name].base is Duration}
+    parsed: dict[str, Any] = {
+        name: Duration.parse(value) for name, value in lengths.items() if type(value) in (int, str)
+    }
+    parsed |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
     return build(type(config), values | parsed) if parsed else config
 
 

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
-from pretraining.config.command_line import load_train_config, parse_config, value_given, value_on_command_line
+from pretraining.config.command_line import parse_config, resolve_config, value_given, value_on_command_line
 from pretraining.config.commands import (
+    CompletionConfig,
     DoctorConfig,
     ExportConfig,
     ImportConfig,
     InspectConfig,
     ListConfig,
+    PageConfig,
     PlanConfig,
     PrepareConfig,
     SampleConfig,
@@ -35,23 +37,37 @@ from pretraining.config.commands import (
 from pretraining.config.help import help_text
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import CheckpointConfig, TrainConfig
-from pretraining.errors import LaunchError, LostPeerError, PathError, Preempted, PretrainError
+from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
-from pretraining.launch.signals import INTERRUPTED, ReceivedSignals, end_with_launcher, leave_at_interrupt
-from pretraining.launch.terminal import log_to_terminal, outlive_readers
+from pretraining.launch.signals import (
+    INTERRUPTED,
+    ReceivedSignals,
+    end_with_launcher,
+    leave_at_interrupt,
+    tell_launcher_that_time_is_over,
+)
+from pretraining.launch.terminal import (
+    TRAINING_GOES_ON,
+    log_to_terminal,
+    outlive_readers,
+    output_failure,
+    output_was_lost,
+)
 
 log = logging.getLogger(__name__)
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Trains a model."""
-    outlive_readers()
+    is_rehearsal = bool(value_on_command_line("dry_run", overrides, flags))
+    outlive_readers("" if is_rehearsal else TRAINING_GOES_ON)
     signals = ReceivedSignals().listen()
     end_with_launcher()
-    config = load_train_config(overrides, flags)
+    resolved = resolve_config(TrainConfig, overrides, flags)
+    config = resolved.config
     layout = resolve_layout(os.environ)
     if torch_is_imported():
         log.info("torch is imported already: it keeps its number of threads")
@@ -62,7 +78,16 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         from pretraining.train.preemption import stop_requests
         from pretraining.train.run import train
 
-    train(config, layout, stop_requests(signals, config.run.time_limit), threads)
+        if config.run.dry_run:
+            from pretraining.tools.dry_run import dry_run
+
+    requests = stop_requests(signals, config.run.time_limit)
+    if not config.run.dry_run:
+        train(config, layout, requests, threads)
+        return
+    dry_run(resolved, layout, requests, threads)
+    if output_was_lost():
+        sys.exit(FAILED)
 
 
 def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -107,6 +132,14 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     from pretraining.tools.list_checkpoints import list_checkpoints
 
     list_checkpoints(config)
+
+
+def report_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Writes a page about runs."""
+    config = parse_config(PageConfig, overrides, flags)
+    from pretraining.tools.report.report import report
+
+    report(config)
 
 
 def sample_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -174,10 +207,19 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Measures the machines that training would run on."""
     config = parse_config(DoctorConfig, overrides, flags)
     layout = resolve_layout(os.environ)
-    set_threads(None, layout)  # as training does
+    set_threads(config.run.cpu_threads, layout)  # as training does
     from pretraining.tools.doctor.doctor import doctor
 
-    doctor(config, layout)
+    if doctor(config, layout) == "bad":
+        sys.exit(FAILED)
+
+
+def completion_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Prints the script that completes commands in a shell."""
+    config = parse_config(CompletionConfig, overrides, flags)
+    from pretraining.tools.completion import completion_script
+
+    print(completion_script(config.shell, {name: (root, purpose) for name, (_, root, purpose) in COMMANDS.items()}))
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type, str]] = {
@@ -185,6 +227,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "prepare": (prepare_command, PrepareConfig, "turn text into token files; trains a tokenizer where none is given"),
     "inspect": (inspect_command, InspectConfig, "show what steps train on, from the settings of a run or a checkpoint"),
     "list": (list_command, ListConfig, "show the checkpoints of a run"),
+    "report": (report_command, PageConfig, "write a page about a run, or several: curves, events, settings"),
     "sample": (sample_command, SampleConfig, "continue a prompt with a trained model"),
     "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
     "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
@@ -193,10 +236,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "translate": (translate_command, TranslateConfig, "turn another system's file of settings into a recipe"),
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
     "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
+    "completion": (completion_command, CompletionConfig, "print the script that completes commands in bash or zsh"),
 }
-
-LISTING_COMMANDS = ("inspect", "list", "verify", "prepare", "sample", "translate", "plan")
-"""What they print may be piped to a program that stops reading, such as head."""
 
 # Of commands that change something.
 AFTER_INTERRUPTION = {
@@ -226,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import platform
         from importlib.metadata import version
 
-        print(f"pretraining {__version__}, torch {version('torch')}, Python {platform.python_version()}")
+        _print(f"pretraining {__version__}, torch {version('torch')}, Python {platform.python_version()}")
         return
     if name not in COMMANDS:
         _explain_commands(name, wants_help)
@@ -240,18 +281,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log_to_terminal(layout.rank if layout else 0)
     try:
         _check_working_folder()
+        _check_words(arguments[1:])
         import fire  # here: `--help` does without, and answers at once
 
         fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
-    except BrokenPipeError:
-        if name not in LISTING_COMMANDS:
-            raise
-        _drop_output()
-        sys.exit(FAILED)
     except PretrainError as error:
         _fail(error)
     except OSError as error:
         if error.filename is None:  # of no path that a user could mend
+            if (of_output := output_failure()) is not None:
+                _end_without_output(of_output)
             raise
         failure = path_error(error)
         failure.rank = layout.rank if layout and layout.world_size > 1 else None  # the others do not know of it
@@ -264,16 +303,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print_help(settings: type, name: str, purpose: str, section: str | None) -> None:
     try:
-        print(help_text(settings, f"pretrain {name}", purpose, section=section), flush=True)
-    except BrokenPipeError:
-        _drop_output()
+        _print(help_text(settings, f"pretrain {name}", purpose, section=section))
     except PretrainError as error:
         _fail(error)
 
 
-def _drop_output() -> None:
-    """Leaves nothing to complain about at the exit, where nobody reads what is printed any more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        _end_without_output(error)
+
+
+def _end_without_output(error: OSError) -> NoReturn:
+    """Ends where nothing can be printed any more: quietly where the reader has gone, as head does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain about at the exit
+    if not isinstance(error, BrokenPipeError):
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+    sys.exit(FAILED)
 
 
 def _check_working_folder() -> None:
@@ -283,6 +330,16 @@ def _check_working_folder() -> None:
         raise PathError(
             f"the folder that this command was started in is gone ({error.strerror}): change to one that is there"
         ) from None
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Refuses words of dashes alone, behind which fire would drop all others, or take them for flags of its own."""
+    for word in words:
+        if word.startswith("-") and not word.partition("=")[0].strip("-"):
+            raise ConfigError(
+                f"{word!r} is no setting, and what stands behind it would not be read: leave it out, or write "
+                "--name=value in one word where it is a value"
+            )
 
 
 def _interrupted(name: str) -> str:
@@ -305,7 +362,7 @@ def _explain_commands(name: str, wants_help: bool) -> NoReturn:
     lines = "\n".join(f"  pretrain {command:10} {purpose}" for command, (_, _, purpose) in COMMANDS.items())
     text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag."
     if wants_help and name.startswith("-"):
-        print(text)
+        _print(text)
         sys.exit(0)
     problem = f"unknown command {name!r}. " if name else ""
     print(f"error: {problem}{text}", file=sys.stderr)
@@ -314,6 +371,8 @@ def _explain_commands(name: str, wants_help: bool) -> NoReturn:
 
 def _fail(error: PretrainError) -> NoReturn:
     """Prints an error, where no other process prints the same one, and ends this process."""
+    if isinstance(error, Preempted) and error.is_out_of_time:
+        tell_launcher_that_time_is_over()
     if error.rank is not None:
         print(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
     elif _speaks(for_all_nodes=error.is_everywhere):

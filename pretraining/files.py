@@ -51,7 +51,14 @@ DEEPEST_JSON = 64
 """Objects and lists inside each other."""
 _LARGEST_FILE_BYTES = 2**30  # of those that are read as a whole
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a folder",
+}
 
 
 # Looking
@@ -127,6 +134,24 @@ def check_regular(path: Path | str) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file", str(path))
+
+
+def check_replaceable(path: Path, beginning: bytes = b"") -> None:
+    """Raises an OSError where writing a path would replace something else than an earlier file of the same kind.
+
+    Args:
+        beginning: of files that may be replaced.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EEXIST, f"it is {kind}, not a file", str(path))
+    with path.open("rb") as file:
+        if file.read(len(beginning)) != beginning:
+            raise OSError(errno.EEXIST, "it is a file that holds something else", str(path))
 
 
 def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
@@ -289,8 +314,11 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         needed_bytes: about how much will be written.
 
     Raises:
-        CheckpointError: something is there already, or it cannot be written; then nothing is left behind.
+        CheckpointError: it is no name, something is there already, or it cannot be written; then nothing is left
+            behind.
     """
+    if folder.name in ("", ".."):
+        raise CheckpointError(f"{flag}={folder} is no name for a new folder: give one")
     temporary = folder.with_name(f".{folder.name}.partial")
     try:
         if exists(folder) and (not is_folder(folder) or entries_of(folder)):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set up, then lint, check types and run the tests in two processes. Arguments go to pytest (-n 0: in one process):
+# Set up, then lint, check types and run the tests, in three processes, since tests wait as much as they compute.
+# Arguments go to pytest (-n 0: in one process):
 #
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/unit -k layout
@@ -12,7 +13,8 @@ extras=dev
 # shellcheck source=scripts/setup.sh
 source scripts/setup.sh "$extras"
 
+unset PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which need not compile the package each time
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -9,7 +9,9 @@ whatever the worker returned, and a signal with another traceback. That buries w
   further ones are ignored, and the exit code is theirs: 75, the run is saved and can be gone on with;
 - Ctrl-C comes: the same, with exit code 130; by the second one the workers leave at once, by the third they are killed;
 - another signal comes: the workers get it and 30 seconds; exit code 128 + number;
-- the train.sh that started it is killed: as for SIGTERM.
+- the train.sh that started it is killed: as for SIGTERM;
+- the run was told to end and is saved: it is not restarted, whatever --max-restarts says. Where machines may come and
+  go (--nnodes=1:4), those that are left go on, unless the time of all is over.
 
 Errors of torchrun itself (wrong arguments, machines that do not meet) are shown as they are.
 """
@@ -25,6 +27,7 @@ from types import FrameType
 
 INTERRUPTED = 130
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h; the workers', too
+TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # the path of a file that workers then make
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -54,10 +57,12 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds, in 
 import logging  # noqa: E402
 import re  # noqa: E402
 import socket  # noqa: E402
+import tempfile  # noqa: E402
 import time  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 from torch.distributed.elastic import multiprocessing  # noqa: E402
-from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext  # noqa: E402
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException, SubprocessContext  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
 from torch.distributed.run import main  # noqa: E402
 
@@ -73,14 +78,27 @@ UNTIL_KILLED = 10**9  # seconds
 
 
 class Workers(SubprocessContext):
-    """torchrun's workers of this machine; it makes new ones at every restart."""
+    """torchrun's workers of this machine; it makes new ones at every restart.
+
+    Attributes:
+        are_elastic: whether the job goes on without machines that leave.
+    """
 
     newest: Workers | None = None
+    are_elastic = False
 
     def start(self) -> None:
         """Starts them."""
         Workers.newest = self
         super().start()
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """How they ended, once they have; those that were told to end by somebody else are not to be restarted."""
+        result = super().wait(timeout, period)
+        goes_on = self.are_elastic and not Path(os.environ[TIME_IS_OVER]).exists()
+        if result is not None and not goes_on and are_saved(self.exit_codes()):
+            raise Stop("the workers were told to end", signal.SIGTERM)
+        return result
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """Ends them: on request, in their own time."""
@@ -148,6 +166,12 @@ def exit_code_after_stop(number: int, codes: list[int | None]) -> int:
     return 128 + number if failure is None else failure
 
 
+def are_saved(codes: list[int | None]) -> bool:
+    """Whether workers, all of which have ended, were told to."""
+    ends = {PREEMPTED, INTERRUPTED}
+    return not ends.isdisjoint(codes) and {*codes} <= {*ends, 0, -signal.SIGTERM}
+
+
 def is_news(record: logging.LogRecord) -> bool:
     """Whether a message of torchrun's log says more than how jobs end; a filter."""
     return not EXPECTED.match(record.getMessage())
@@ -172,12 +196,19 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 def run(arguments: list[str]) -> int:
     """Runs torchrun to its end; returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="pretraining_") as notes:
+        os.environ[TIME_IS_OVER] = str(Path(notes) / "time_is_over")
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     for log in LOGS:
         logging.getLogger(f"torch.distributed.{log}").addFilter(is_news)
     multiprocessing.SubprocessContext = Workers  # type: ignore[misc]
     # --time_limit counts from here, also in workers that are started again.
     os.environ.setdefault("PRETRAINING_STARTED_AT", str(time.time()))
-    if any(ELASTIC.fullmatch(argument) for argument in arguments):
+    Workers.are_elastic = any(ELASTIC.fullmatch(argument) for argument in arguments)
+    if Workers.are_elastic:
         # With the store that its processes share torchrun tells only machines of the first round where it is: one that
         # comes later, or back, waits for it, and the others for that one, until all give up.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -10,7 +10,7 @@
 # a recipe, data or a model.
 # Several machines: run it on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, or use train.slurm.
 # NPROC sets the number of processes on this machine; by default one a GPU. MAX_RESTARTS=3 starts them again up to three
-# times when one fails; NNODES=2:4 then goes on with two to four machines, whichever are there.
+# times when one fails. NNODES=2:4 goes on with two to four machines, whichever are there (docs/launching.md).
 # Exit code 75: the run was told to end and is saved; the same command goes on.
 set -euo pipefail
 
@@ -36,7 +36,7 @@ FLAGS=(
     --logical_shards=256                            # 1024 (older: 768)
     --num_workers=1                                 # 1
     --held_out_fraction=0.05                        # it does not evaluate
-    --eval_interval=175                             # it does not evaluate
+    --eval_interval=150                             # it does not evaluate
     --eval_batches=16                               # it does not evaluate
     --sharding_strategy=fsdp                        # hsdp
     --hsdp_group_size=none                          # none (its sharding_group_size)
@@ -48,13 +48,14 @@ FLAGS=(
     --use_torch_compile=false                       # true (older: false)
     --seed=2023                                     # 2023
     --batch_size=4                                  # 2
-    --num_steps=700                                 # 1000000 (older: 2000000)
-    --learning_rate=1.5e-3                          # 3e-4
+    --num_steps=600                                 # 1000000 (older: 2000000)
+    --optimizer=muon                                # adamw: it has no other
+    --learning_rate=6e-3                            # 3e-4
     --min_lr_ratio=0.05                             # 0.1
     --grad_clip_thresh=1                            # 1
     --training_stage=initial                        # initial
     --report_interval=25                            # 100 (older: 200)
-    --checkpoint_interval=350                       # 10000 (older: 20000)
+    --checkpoint_interval=300                       # 10000 (older: 20000)
     --use_profiler=false                            # false
     --profiler_rank0_only=true                      # true
     --tracker=tensorboard                           # none; wandb, aim
@@ -124,7 +125,7 @@ if gives "help h" "$@"; then
 fi
 
 # What `cksum` makes of the block as it stands above, without the path of this checkout.
-DEMO_BLOCK=3912190593
+DEMO_BLOCK=768312047
 checksum=$(printf '%s\n' ${FLAGS[@]+"${FLAGS[@]//"$root"/}"} | cksum)
 is_demo=false
 [[ ${checksum%% *} != "$DEMO_BLOCK" ]] || is_demo=true
@@ -157,6 +158,14 @@ processes=${NPROC:-$(count_gpus)}
 [[ ${processes:=1} != 0 ]] || processes=1
 nodes=${NNODES:-1}
 restarts=${MAX_RESTARTS:-0}
+[[ $nodes != *:* ]] || restarts=${MAX_RESTARTS:-3} # a machine that is lost costs one
+
+# Ends the script where a variable is missing: its name, and what it is for.
+needs() {
+    [[ -z ${!1:-} ]] || return 0
+    echo "train: NNODES=$nodes needs $1, the $2" >&2
+    exit 1
+}
 
 if [[ $processes == 1 && $nodes == 1 && $restarts == 0 ]]; then
     exec python "$root/main_training.py" "${arguments[@]}"
@@ -166,24 +175,30 @@ if [[ $nodes == 1 ]]; then
     meeting=(--standalone)
 elif [[ $nodes == *:* ]]; then
     # Machines may come and go, all but the one that the others meet at.
+    needs MASTER_ADDR "host that the machines meet at"
     meeting=(--nnodes="$nodes" --rdzv-backend=c10d --rdzv-id="${JOB_ID:-pretraining}"
-        --rdzv-endpoint="${MASTER_ADDR:?host that the machines meet at}:${MASTER_PORT:-29500}")
+        --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}")
 else
-    meeting=(--nnodes="$nodes" --node-rank="${NODE_RANK:?number of this machine, from 0}"
-        --master-addr="${MASTER_ADDR:?host of machine 0}" --master-port="${MASTER_PORT:-29500}")
+    needs NODE_RANK "number of this machine, from 0"
+    needs MASTER_ADDR "host of machine 0"
+    meeting=(--nnodes="$nodes" --node-rank="$NODE_RANK"
+        --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
 echo "train: $processes processes on this machine, $nodes machine(s)" >&2 || true
 
 # In a process group of its own torchrun does not see Ctrl-C itself: it gets each signal once, from here, and hands it to
 # its workers. It ends with this shell, however that ends.
 set -m
+child=
+early= # a signal that comes while torchrun is being started
+for signal in TERM INT HUP USR1; do
+    # shellcheck disable=SC2064  # the signal's name now, not when it comes
+    trap "if [[ -n \$child ]]; then kill -s $signal \$child 2>/dev/null || true; else early=$signal; fi" "$signal"
+done
 PRETRAINING_SCRIPT_PID=$$ python "$root/scripts/torchrun.py" "${meeting[@]}" --nproc-per-node="$processes" --max-restarts="$restarts" \
     "$root/main_training.py" "${arguments[@]}" &
 child=$!
-for signal in TERM INT HUP USR1; do
-    # shellcheck disable=SC2064  # the signal's name now, not when it comes
-    trap "kill -s $signal $child 2>/dev/null || true" "$signal"
-done
+[[ -z $early ]] || kill -s "$early" "$child" 2>/dev/null || true
 # A signal ends `wait` early; the exit code is there once the child is gone.
 status=0
 wait "$child" || status=$?

@@ -30,7 +30,8 @@ if [[ -n $HOSTFILE ]]; then
         echo "train_mpi: no host in HOSTFILE=$HOSTFILE" >&2
         exit 1
     }
-    first_host=${first_line%%[[:space:]:]*}
+    read -r first_host _ <<<"$first_line" # without blanks before it
+    first_host=${first_host%%:*}
     MASTER_ADDR=${MASTER_ADDR:-$first_host}
     MASTER_PORT=${MASTER_PORT:-29500}
 fi

@@ -10,10 +10,15 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from slurm_cluster import SlurmCluster, reason_to_skip
 from xdist.scheduler import LoadFileScheduling
 
 USING_SLURM = ("faults/test_slurm.py", "distributed/test_launchers.py", "distributed/test_prepare.py")
+
+# No test says how fast it is: a machine may stand still for seconds.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # Before any test imports torch: tests are small, and threads of several processes only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

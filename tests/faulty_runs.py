@@ -33,7 +33,7 @@ def train_with_faults(
     processes: int, runs: Sequence[tuple[str, Sequence[str]]], environment: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """Trains runs one after the other in one job; returns what each came to on each rank."""
-    done = run_forked(WORKER, processes, [job(runs)], environment, timeout=240)
+    done = run_forked(WORKER, processes, [job(runs)], environment)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from helpers import ROOT, free_ports, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, free_ports, plain_environment
 
 GRACE_SECONDS = 30
 
@@ -113,7 +113,6 @@ def run_forked(
     processes: int,
     args: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script as the processes of a job to its end; one that fails ends the others, as under torchrun.
@@ -123,7 +122,6 @@ def run_forked(
         processes: how many.
         args: arguments of the script.
         environment: variables on top of `plain_environment()`.
-        timeout: seconds until the job is ended and the test fails.
         check: fail the test, showing the output, unless every process succeeded.
 
     Returns:
@@ -131,7 +129,7 @@ def run_forked(
     """
     job = start_forked(script, processes, args, environment)
     try:
-        is_in_time = _wait_for_job(job, time.monotonic() + timeout)
+        is_in_time = _wait_for_job(job, time.monotonic() + PATIENCE_SECONDS)
     finally:
         for process in job:
             process.kill()
@@ -139,7 +137,7 @@ def run_forked(
     codes = [process.returncode for process in job]
     stdout, stderr = ("".join(texts) for texts in zip(*outputs, strict=True))
     if not is_in_time or (check and any(codes)):
-        outcome = f"exited with {codes}" if is_in_time else f"ran past {timeout:.0f} s"
+        outcome = f"exited with {codes}" if is_in_time else f"ran past {PATIENCE_SECONDS:.0f} s"
         raise AssertionError(f"{script} {list(args)}\n{outcome}\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
     return subprocess.CompletedProcess([str(script), *args], int(any(codes)), stdout, stderr)
 

@@ -58,7 +58,7 @@ def train_on(processes: int, runs: Sequence[Sequence[str]]) -> str:
     """Trains several runs in one job of processes with one thread each; returns what they printed."""
     jobs = list(zip(free_ports(len(runs)), runs, strict=True))
     worker = Path(__file__).parent / "distributed" / "training_worker.py"
-    done = run_forked(worker, processes, [json.dumps(jobs)], timeout=240.0)
+    done = run_forked(worker, processes, [json.dumps(jobs)])
     return done.stdout + done.stderr
 
 

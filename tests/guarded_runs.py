@@ -25,7 +25,7 @@ def train_with_faults(processes: int, data_path: Path, runs: Sequence[tuple[str,
         runs: name of the fault and overrides on top of the tiny model's, of each run.
     """
     jobs = _jobs(data_path, runs)
-    done = run_forked(WORKER, processes, [json.dumps(jobs)], timeout=240)
+    done = run_forked(WORKER, processes, [json.dumps(jobs)])
     print(done.stdout, done.stderr)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -17,6 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+PATIENCE_SECONDS = 900.0
+"""How long a test waits for what should come within seconds: a busy machine may stand still for minutes, and only what
+hangs waits this long. pytest's own limit for a test is a little longer."""
+
 # What launchers leave in the environment; a test must not inherit the layout of the job that runs it.
 LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "HYDRA_", "TORCHELASTIC_")
 LAUNCHER_NAMES = {
@@ -67,16 +71,16 @@ def heed_interrupts() -> None:
 def run_command(
     command: Sequence[str | Path],
     environment: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
     check: bool = True,
     cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end.
 
+    Past `PATIENCE_SECONDS` it gets SIGTERM (launchers then end their workers), and the test fails.
+
     Args:
         command: program and arguments.
         environment: variables on top of `plain_environment()`.
-        timeout: seconds; past them the command gets SIGTERM (launchers then end their workers) and the test fails.
         check: fail the test, showing the output, unless the exit code is 0.
         cwd: folder to run in.
 
@@ -94,10 +98,10 @@ def run_command(
         text=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
+        stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         stdout, stderr = _stop(process)
-        raise AssertionError(_describe(arguments, f"ran past {timeout:.0f} s", stdout, stderr)) from None
+        raise AssertionError(_describe(arguments, f"ran past {PATIENCE_SECONDS:.0f} s", stdout, stderr)) from None
     if check and process.returncode != 0:
         raise AssertionError(_describe(arguments, f"exited with {process.returncode}", stdout, stderr))
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
@@ -108,7 +112,6 @@ def run_distributed(
     processes: int,
     args: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a Python script or module as `processes` processes under torchrun on this machine (gloo on a CPU).
@@ -120,12 +123,11 @@ def run_distributed(
         processes: how many; 1 is torchrun with one worker.
         args: arguments of the script.
         environment: variables on top of `plain_environment()`.
-        timeout: seconds until the job is ended and the test fails.
         check: fail the test, showing the output, unless every process succeeded.
     """
     named = [target] if isinstance(target, str | Path) else list(target)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return run_command([*launcher, *named, *args], environment=environment, timeout=timeout, check=check)
+    return run_command([*launcher, *named, *args], environment=environment, check=check)
 
 
 def _stop(process: subprocess.Popen[str]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers import free_ports, plain_environment, run_command
+from helpers import PATIENCE_SECONDS, free_ports, plain_environment, run_command
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scancel", "sinfo", "scontrol")
 SBIN = "/usr/sbin"
@@ -95,6 +95,7 @@ class SlurmCluster:
                     "ProctrackType=proctrack/linuxproc",
                     "TaskPlugin=task/none",
                     "SchedulerParameters=sched_interval=1",
+                    "OverTimeLimit=5",  # minutes in which a busy machine may save
                     "SelectType=select/cons_tres",
                     "SelectTypeParameters=CR_CPU",
                     "JobAcctGatherType=jobacct_gather/none",
@@ -126,15 +127,12 @@ class SlurmCluster:
         self,
         command: Sequence[str | Path],
         environment: Mapping[str, str] | None = None,
-        timeout: float = 120.0,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """Runs srun, sbatch or another command of this cluster."""
-        return run_command(command, {**self.environment, **(environment or {})}, timeout=timeout, check=check)
+        return run_command(command, {**self.environment, **(environment or {})}, check=check)
 
-    def submit(
-        self, arguments: Sequence[str | Path], environment: Mapping[str, str] | None = None, timeout: float = 120.0
-    ) -> str:
+    def submit(self, arguments: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> str:
         """Submits a batch job and waits for its end.
 
         `sbatch --wait` looks only every few seconds; this asks more often.
@@ -142,14 +140,13 @@ class SlurmCluster:
         Args:
             arguments: of sbatch.
             environment: variables of the job.
-            timeout: seconds until the job is cancelled and the test fails.
 
         Returns:
             SLURM's word for how it ended: COMPLETED, FAILED, …
         """
         job = self.run(["sbatch", "--parsable", *arguments], environment).stdout.strip()
         try:
-            self.wait_until(lambda: self.state_of(job) in ENDED, f"job {job} has ended", timeout)
+            self.wait_until(lambda: self.state_of(job) in ENDED, f"job {job} has ended")
         except RuntimeError:
             self.run(["scancel", job], check=False)
             raise
@@ -173,12 +170,12 @@ class SlurmCluster:
     def _node_state(self) -> str:
         return self.run(["sinfo", "--noheader", "--format=%t"], check=False).stdout
 
-    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Asks ten times a second until something is so; past the time, fails and shows the logs."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             if time.monotonic() > deadline:
                 logs = [*self.folder.glob("*.log"), *self.folder.glob("*.out")]
                 texts = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
-                raise RuntimeError(f"SLURM: waited {seconds:.0f} s until {what}\n{texts}")
+                raise RuntimeError(f"SLURM: waited {PATIENCE_SECONDS:.0f} s until {what}\n{texts}")
             time.sleep(0.1)

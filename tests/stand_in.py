@@ -7,6 +7,7 @@ The scripts run unchanged, but for torchrun.py, which only notes its arguments u
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -59,6 +60,8 @@ if "--wait" in sys.argv:
 sys.exit(int(os.environ.get("EXIT_CODE", 0)))
 """
 
+WHOLE_BLOCK = r"(?sm)(?<=FLAGS=\(\n).*?(?=^\)$)"
+
 
 class StandIn:
     """A repository made of the scripts and programs that note their calls.
@@ -88,6 +91,19 @@ class StandIn:
         path = self.environment / "bin" / name
         path.write_text(text)
         path.chmod(0o755)
+
+    def train_with(self, program: Path) -> None:
+        """Has train.sh start this program with its arguments alone: no flags of its block, and it is no demo."""
+        self.edit_block(WHOLE_BLOCK, "")
+        text = f"import runpy, sys\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
+        (self.root / "main_training.py").write_text(text)
+
+    def edit_block(self, pattern: str, replacement: str) -> None:
+        """Edits the block of flags at the top of train.sh."""
+        script = self.root / "scripts" / "train.sh"
+        text, count = re.subn(pattern, lambda _: replacement, script.read_text(), count=1)
+        assert count == 1
+        script.write_text(text)
 
     def variables(self, **more: str) -> dict[str, str]:
         """What to run the scripts with: the environment active, no GPU."""

@@ -68,13 +68,12 @@ def train_runs(
     processes: int,
     data_path: Path,
     runs: Sequence[Sequence[str]],
-    timeout: float = 240.0,
     worker: str = "training_worker.py",
 ) -> None:
     """Trains several runs in one job of `processes` processes; each run is a list of overrides on top of `TINY`."""
     common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8"]
     jobs = [(port, [*common, *run]) for port, run in zip(free_ports(len(runs)), runs, strict=True)]
-    run_forked(Path(__file__).parent / "distributed" / worker, processes, [json.dumps(jobs)], timeout=timeout)
+    run_forked(Path(__file__).parent / "distributed" / worker, processes, [json.dumps(jobs)])
 
 
 def losses_of(run: Path) -> list[float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,15 +23,18 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.writer import SavePlan
 from pretraining.distributed.processes import on_every_rank
-from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 
 
 class BackgroundSave:
-    """One thread for saves, which writes what is staged; its methods are collective calls, but for `settle`."""
+    """One thread for saves, which writes what is staged; its methods are collective calls, but for `settle`.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        timeout: after which a process that waits for the others of a save gives up.
+    """
+
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self.staging = Staging(device)
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._offer: tuple[Any, torch.Tensor] | None = None

@@ -33,6 +33,7 @@ from pretraining.files import checked_values, exists, read_json, run_not_writabl
 log = logging.getLogger(__name__)
 
 LEASE = "lease.json"
+UNKNOWN = f"an unknown process ({LEASE} is damaged)"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 
@@ -158,11 +159,8 @@ class Lease:
         holder, renewed = _read(self._path), self._renewed()
         if holder is not None and holder.is_gone():
             return self._remove_stale(holder)
-        whoever = holder or f"an unknown process ({LEASE} is damaged)"
-        refusal = CheckpointError(
-            f"another run is writing into {self._run}: {whoever}. Stop it, or give another "
-            f"--ckpt_save_path. (If you are sure that it is gone, remove {self._path}.)"
-        )
+        whoever = holder or UNKNOWN
+        refusal = _refusal(self._run, whoever)
         if holder is not None and holder.machine == _machine():
             raise refusal
         # Its time may lie in the future, where a clock was set or a machine has started again: that is no older lease.
@@ -230,6 +228,32 @@ def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
     finally:
         if processes.is_main:
             lease.release()
+
+
+def look_at_lease(run: Path) -> None:
+    """Refuses what `hold_lease` refuses at once, without taking the lease; a line says where a start would wait.
+
+    Raises:
+        CheckpointError: a process of this machine holds the lease.
+    """
+    path = run / LEASE
+    if not exists(path):
+        return
+    holder = _read(path)
+    if holder is not None and holder.machine == _machine() and not holder.is_gone():
+        raise _refusal(run, holder)
+    if holder is None or holder.machine != _machine():
+        log.info(
+            "%s belongs to %s: a start waits up to %.0f s whether it is still there",
+            *(run, holder or UNKNOWN, STALE_SECONDS),
+        )
+
+
+def _refusal(run: Path, whoever: Holder | str) -> CheckpointError:
+    return CheckpointError(
+        f"another run is writing into {run}: {whoever}. Stop it, or give another "
+        f"--ckpt_save_path. (If you are sure that it is gone, remove {run / LEASE}.)"
+    )
 
 
 def _read(path: Path) -> Holder | None:

@@ -39,11 +39,13 @@ from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.loader import Loader
 from pretraining.distributed.processes import on_rank_zero
+from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.files import exists
 from pretraining.observability.events import Events
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import Stopwatch
+from pretraining.optim.optimizer import materialise_state, skips_on_device
 from pretraining.progress import Interval, Progress, TrainState
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,9 @@ class CheckpointContents:
     states: Mapping[str, Stateful]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors to save, not copied."""
+        """The tensors to save, not copied; the same ones at each save."""
+        if not skips_on_device(self.optimizer) and not any(self.optimizer.state.values()):
+            materialise_state(self.optimizer)  # every update so far was left out, without a call of the optimizer
         return tensor_state(self.parameters, self.optimizer)
 
     def describe(self, progress: Progress) -> Manifest:
@@ -151,13 +155,14 @@ class CheckpointManager:
         self.best_evaluation_loss: float | None = None
         self._has_trained = False
         self._saved_step: int | None = None
+        self._unevaluated_step: int | None = None
         self._saving: Path | None = None
         self._saving_kind: str | None = None
         self.newest: Path | None = None
         self._background: BackgroundSave | None = None
         device = next(iter(contents.parameters.values())).device
         if config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full:
-            self._background = BackgroundSave(device)
+            self._background = BackgroundSave(device, collective_timeout(contents.config.guard))
             hold_update = self._background.staging.hold_update  # an update must not change what is still being copied
             contents.optimizer.register_step_pre_hook(lambda *_: hold_update())
         if restored is not None:
@@ -189,7 +194,10 @@ class CheckpointManager:
         if self._background is not None and self._background.poll():
             self._note_saved()
         is_best = evaluation_loss is not None and self._note_evaluation(evaluation_loss)
-        kind = self._kind_due(state, is_best)
+        if evaluation_loss is not None and state.step == self._unevaluated_step:
+            kind: str | None = _kind_at_end(state)  # again, and of its kind, since it lacks what was found now
+        else:
+            kind = self._kind_due(state, is_best)
         if kind is not None:
             self._save(state.progress, kind, wait=state.stopping)
 
@@ -205,9 +213,10 @@ class CheckpointManager:
             self.save_now(state, _kind_at_end(state))
 
     def _kind_due(self, state: TrainState, is_best: bool) -> str | None:
-        if state.finished or (state.stopping and not self._interval.is_due(state)):
+        is_regular = self._interval.is_due(state) or state.step in self._config.checkpoint_steps
+        if state.finished or (state.stopping and not is_regular):
             return _kind_at_end(state)
-        if self._interval.is_due(state) or state.step in self._config.checkpoint_steps:
+        if is_regular:
             return "interval"
         if is_best and self._config.save_best:
             return "best"
@@ -278,6 +287,8 @@ class CheckpointManager:
                 *(" and ".join(names) or "nothing" for names in (before.decided_by, self._decided_by)),
             )
         self.newest = restored.path
+        if restored.is_own and before.kind == "interval":  # its evaluation, if one is pending, comes before any step
+            self._unevaluated_step = before.step
         self._contents.restore(restored.manifest)
         if restored.is_own and restored.manifest.files:  # a kill may have come after its commit and before this
             on_rank_zero(lambda: tidy_up(self._run, restored.path, self._config.keep_last))

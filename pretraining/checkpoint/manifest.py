@@ -55,6 +55,10 @@ FULL_FILES = (MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE, ITERATION_FILE)
 
 EVALUATION_STATE = "evaluation"
 """Of the evaluator, among a manifest's states."""
+_PENDING_KEY = "owed"
+"""In the evaluator's state: whether an evaluation of these weights is due and not done."""
+GUARDS_STATE = "guards"
+"""Of what ends a run that goes wrong, among a manifest's states."""
 
 KINDS = ("interval", "final", "preempt", "best")
 
@@ -132,6 +136,19 @@ class Manifest:
         if isinstance(kept, dict) and isinstance(kept.get("decided_by"), list):
             return tuple(map(str, kept["decided_by"]))
         return tuple(sorted(self.data["phases"][-1]["weights"])) if self.data else ()
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Updates just before it that were left out: a run that diverges goes back to before the first of them."""
+        kept = self.state.get(GUARDS_STATE)
+        count = kept.get("skipped_in_a_row") if isinstance(kept, dict) else None
+        return count if type(count) is int else 0
+
+    @property
+    def is_of_finished_run(self) -> bool:
+        """Whether nothing is left to do: the last step is done, and so is its evaluation."""
+        kept = self.state.get(EVALUATION_STATE)
+        return self.kind == "final" and not (isinstance(kept, dict) and kept.get(_PENDING_KEY))
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:

@@ -1,6 +1,6 @@
 """Which checkpoints stay, and which one is the best.
 
-    kept always    the newest, the best, and every final one
+    kept always    the newest, the best, and every final one; the newest without an update left out just before it
     kept           the newest `keep_last` of those saved on an interval, all of them by default
     superseded     a preemption checkpoint by any newer one, a checkpoint that was the best by the next best
 
@@ -27,7 +27,7 @@ from pretraining.checkpoint.manifest import (
     read_document,
 )
 from pretraining.checkpoint.writer import remove_checkpoint
-from pretraining.errors import CheckpointError
+from pretraining.errors import CheckpointError, PretrainError
 from pretraining.files import exists, flush_folder, link_atomic
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Record:
     Attributes:
         as_saved: whether it has the name that its save gave it.
         decided_by: the evaluation sets whose loss it is; losses of other sets do not compare.
+        skipped_in_a_row: updates just before it that were left out.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Record:
     evaluation_loss: float | None
     as_saved: bool = True
     decided_by: tuple[str, ...] = ()
+    skipped_in_a_row: int = 0
 
 
 def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
@@ -62,8 +64,12 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
         newest: the checkpoint that was just committed, or that the run goes on from.
         keep_last: how many to keep; None = all.
     """
-    own = _record_at(newest)
-    records = [record for record in list_records(run) if record.step <= own.step]
+    try:
+        own = _record_at(newest)
+        records = [record for record in list_records(run) if record.step <= own.step]
+    except (OSError, PretrainError) as error:  # a network file system may lose sight of it for a moment
+        log.warning("%s cannot be read again, and nothing older is removed: %s", newest, error)
+        return
     best = best_of(records)
     point_to_best(run, best)
     for record in superseded(records, own, best, keep_last):
@@ -75,7 +81,9 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
 
 def superseded(records: Sequence[Record], newest: Record, best: Record | None, keep_last: int | None) -> list[Record]:
     """What has to go of all checkpoints up to the newest, in the order of their steps."""
-    removable = [record for record in records if record not in (newest, best)]
+    # A run that diverges gives up those that were saved while updates were left out, and goes back to this one.
+    sound = [record for record in (*records, newest) if not record.skipped_in_a_row]
+    removable = [record for record in records if record not in (newest, best, *sound[-1:])]
     passing = [record for record in removable if record.kind in ("preempt", "best")]
     regular = [record for record in records if record.kind not in ("preempt", "best")]
     too_old = regular[:-keep_last] if keep_last is not None else []
@@ -135,8 +143,8 @@ def _record_at(path: Path) -> Record:
 def _record(path: Path, modified_ns: int) -> Record:
     # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
     manifest = read_document(path)
-    is_own, decided_by = is_as_saved(path, manifest), manifest.decided_by
-    return Record(path, manifest.step, manifest.kind, manifest.evaluation_loss, is_own, decided_by)
+    told = manifest.step, manifest.kind, manifest.evaluation_loss
+    return Record(path, *told, is_as_saved(path, manifest), manifest.decided_by, manifest.skipped_in_a_row)
 
 
 def point_to_best(run: Path, best: Record | None) -> None:

@@ -11,8 +11,10 @@ Llama (`hf_import`). Of the last, and with weights_only, a run takes the weights
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -40,10 +42,10 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.rules import check_config
-from pretraining.config.training import CheckpointConfig, ModelConfig, TrainConfig
+from pretraining.config.training import CheckpointConfig, ModelConfig, RunConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import is_file, is_folder, real_path, run_not_writable, write_atomic
+from pretraining.files import exists, is_file, is_folder, real_path, run_not_writable, write_atomic
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
 
 if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a second to import; what loads it does
@@ -78,12 +80,9 @@ def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
     Raises:
         CheckpointError: a new folder cannot be made.
     """
-    pattern = config.checkpoint.ckpt_save_path
-    if TIMESTAMP not in pattern:
-        return pattern
-    for folder in folders_of(pattern):
-        if _has_settings(folder, config) and not _is_finished(folder):
-            return str(folder)
+    pattern, there = config.checkpoint.ckpt_save_path, existing_run_path(config)
+    if there is not None:
+        return there
     moment = now or datetime.now(UTC)
     while True:
         folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
@@ -94,6 +93,17 @@ def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
             moment += timedelta(seconds=1)  # another run began in the same second
         except OSError as error:
             raise run_not_writable(folder, error) from None
+
+
+def existing_run_path(config: TrainConfig) -> str | None:
+    """The folder that a start goes on in; None where `settle_run_path` would make one with a timestamp."""
+    pattern = config.checkpoint.ckpt_save_path
+    if TIMESTAMP not in pattern:
+        return pattern
+    for folder in folders_of(pattern):
+        if _has_settings(folder, config) and not _is_finished(folder):
+            return str(folder)
+    return None
 
 
 def newest_run_path(pattern: str) -> str:
@@ -130,7 +140,13 @@ def _has_settings(folder: Path, config: TrainConfig) -> bool:
 def _comparable(config: TrainConfig) -> TrainConfig:
     return replace(
         config,
-        run=replace(config.run, run_steps=None),
+        run=replace(
+            config.run,
+            run_steps=None,
+            dry_run=False,
+            time_limit=None,  # the errors of a crash loop ask for this and the next by the same command
+            max_starts_without_progress=RunConfig.max_starts_without_progress,
+        ),
         checkpoint=replace(
             config.checkpoint,
             ckpt_save_path=CheckpointConfig.ckpt_save_path,
@@ -143,7 +159,7 @@ def _comparable(config: TrainConfig) -> TrainConfig:
 def _is_finished(folder: Path) -> bool:
     for path in reversed(committed_checkpoints(folder)):
         try:
-            return read_document(path).kind == "final"
+            return read_document(path).is_of_finished_run
         except CheckpointError:
             continue  # damaged: the start passes it over and says so
     return False
@@ -155,6 +171,15 @@ def make_run_folder(run: Path) -> None:
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise run_not_writable(run, error) from None
+
+
+def check_run_folder(run: Path) -> None:
+    """Raises the CheckpointError of `make_run_folder` where that is sure to fail, and makes nothing."""
+    there = next(folder for folder in (run, *run.absolute().parents) if exists(folder))
+    if not is_folder(there):
+        raise run_not_writable(run, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there)))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise run_not_writable(run, PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there)))
 
 
 def write_config(config: TrainConfig) -> None:

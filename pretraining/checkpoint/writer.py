@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -41,12 +42,15 @@ from pretraining.checkpoint.manifest import (
     FileEntry,
     Manifest,
     crc32_text,
+    distinct_name,
     unfinished_saves,
 )
 from pretraining.distributed.grad_norm import is_sharded, local_part
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
 from pretraining.files import exists, flush_folder, reason_of, with_retries, write_flushed
+
+log = logging.getLogger(__name__)
 
 # A process writes as many files as its threads have work for: checksums of one are computed while another is copied or
 # flushed. But none is so small that making it takes longer than filling it, and none enormous.
@@ -119,9 +123,14 @@ def save_checkpoint(
 
 def remove_checkpoint(folder: Path) -> None:
     """Removes a checkpoint so that one half removed never looks like one."""
+    _remove(_hide(folder))
+
+
+def _hide(folder: Path) -> Path:
+    """Gives a checkpoint a name under which nobody reads it, and the next save removes it; returns that."""
     unfinished = _temporary_name(folder)
     folder.rename(unfinished)
-    _remove(unfinished)
+    return unfinished
 
 
 def _remove(folder: Path) -> None:
@@ -130,6 +139,14 @@ def _remove(folder: Path) -> None:
         folder.unlink()
     else:
         shutil.rmtree(folder)
+
+
+def _remove_or_warn(folder: Path) -> None:
+    """Removes what nobody reads. A network file system may refuse that while a file is open somewhere: no run ends."""
+    try:
+        _remove(folder)
+    except OSError as error:
+        log.warning("%s cannot be removed (%s): the next save tries again", folder, error.strerror or error)
 
 
 def _temporary_name(folder: Path) -> Path:
@@ -142,7 +159,7 @@ def _start_fresh(folder: Path, plan: Plan) -> Path:
     temporary = _temporary_name(folder)
     with _writing(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
-            shutil.rmtree(abandoned)
+            _remove_or_warn(abandoned)
         temporary.mkdir(parents=True)
     return temporary
 
@@ -159,15 +176,20 @@ def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease
         flush_folder(temporary)
     if lease is not None:
         lease.check()
+    replaced = []
     with _writing(folder, plan.total_bytes):
-        replaced = None
-        if exists(folder):  # a checkpoint that a restore passed over: make room, but only now
-            replaced = _temporary_name(folder)
-            folder.rename(replaced)
+        if exists(folder):  # one that a restore passed over, or that is saved again: make room, but only now
+            # Under a second name first: whenever the process dies, one of the two is there.
+            second = folder.with_name(distinct_name(folder.name, manifest.step))
+            replaced = [_hide(each) for each in (second,) if exists(each)]
+            temporary.rename(second)
+            flush_folder(folder.parent)
+            replaced.append(_hide(folder))
+            temporary = second
         temporary.rename(folder)
         flush_folder(folder.parent)
-        if replaced is not None:
-            _remove(replaced)
+    for each in replaced:
+        _remove_or_warn(each)
 
 
 @contextmanager

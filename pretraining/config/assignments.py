@@ -56,6 +56,7 @@ class Assignment:
         where: how the user finds it again: `--learning_rate=abc` or `a.yaml: learning_rate: abc`.
         flag: the name in the form of this source: `--learning_rate` or `a.yaml: learning_rate`.
         valueless: whether the name stood alone; `raw` is then "True" or "False", which only settings of that type take.
+        source: who gives it, in words that stand behind a value.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Assignment:
     where: str
     flag: str
     valueless: bool = False
+    source: str = "command line"
 
     @property
     def section_and_name(self) -> tuple[str, str]:
@@ -74,7 +76,8 @@ class Assignment:
 class Reader(Generic[T]):
     """Collects the settings of one root: `values` by name, `problems` in sentences, and what is `unreadable` for them.
 
-    `also_known` are names that are no settings and that a misspelt one may have meant.
+    `chosen` are the assignments that the values come from. `also_known` are names that are no settings and that a
+    misspelt one may have meant.
     """
 
     def __init__(self, root: type[T], also_known: Sequence[str] = ()) -> None:
@@ -87,6 +90,7 @@ class Reader(Generic[T]):
             if alias.target in self.settings and name not in self.settings
         }
         self.values: dict[str, Any] = {}
+        self.chosen: dict[str, Assignment] = {}
         self.problems: list[str] = []
         self.unreadable: set[str] = set()
 
@@ -109,7 +113,12 @@ class Reader(Generic[T]):
                 what = "two run lengths" if setting.name == "num_steps" else f"two values for {setting.name}"
                 self._refuse(setting, f"{what}, {seen[setting.name][0].where} and {assignment.where}: keep one")
             seen[setting.name] = (assignment, value)
-            self.values[setting.name] = value
+            self.values[setting.name], self.chosen[setting.name] = value, assignment
+
+    def forget(self, name: str) -> None:
+        """Leaves a setting at its default, whatever was read for it."""
+        self.values.pop(name, None)
+        self.chosen.pop(name, None)
 
     def build(self) -> T | None:
         """Makes the root; None, with a problem for each, where required settings are missing."""

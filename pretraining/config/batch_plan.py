@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pretraining.config.training import BatchConfig
 from pretraining.errors import ConfigError
 
+LARGEST_GLOBAL_BATCH = 10**8
+"""Sequences."""
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -33,6 +36,14 @@ class BatchPlan:
     micro_batch_size: int
     grad_accum_steps: int
     data_parallel_ranks: int
+
+    def __post_init__(self) -> None:
+        """Refuses a batch that no memory holds even the numbers of, which would end in a traceback."""
+        if self.global_batch_size > LARGEST_GLOBAL_BATCH:
+            raise ConfigError(
+                f"a step of {self.global_batch_size:,} sequences is more than any run has ({LARGEST_GLOBAL_BATCH:,} at "
+                "most): give a smaller --global_batch_size, or a smaller --batch_size or --grad_accum_steps"
+            )
 
     def share(self, rank: int) -> tuple[int, int]:
         """Returns the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
@@ -72,7 +83,7 @@ def plan_batch(
             size. Accumulation is then derived, so that the same command goes on with another number of ranks.
 
     Raises:
-        ConfigError: `grad_accum_steps` was given and does not fit the global batch size.
+        ConfigError: `grad_accum_steps` was given and does not fit the global batch size, or that is beyond any run's.
     """
     steps = batch.grad_accum_steps
     size = batch.global_batch_size

@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, names_setting
 from pretraining.config.fields import sections_of, settings_of
@@ -35,6 +36,14 @@ ABOUT_RECIPES = (*RECIPE_NAMES, ACCEPT_LLAMA)
 """Names on a command line that are no settings: which recipes are read, and how."""
 
 
+@dataclass(frozen=True)
+class ResolvedConfig(Generic[T]):
+    """A configuration, and by name the assignment that each setting comes from; the others keep their defaults."""
+
+    config: T
+    chosen: Mapping[str, Assignment]
+
+
 def load_train_config(overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
     """Reads the settings of a training run; see `parse_config`."""
     return parse_config(TrainConfig, overrides, flags)
@@ -46,6 +55,16 @@ def parse_config(
     flags: Mapping[str, Any] | None = None,
     beneath: Sequence[Assignment] = (),
 ) -> T:
+    """Reads a command line into a dataclass of settings, as `resolve_config` does."""
+    return resolve_config(root, overrides, flags, beneath).config
+
+
+def resolve_config(
+    root: type[T],
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    beneath: Sequence[Assignment] = (),
+) -> ResolvedConfig[T]:
     """Reads a command line into a dataclass of settings, and checks that they fit each other.
 
     Where the settings are those of training, the flag `recipe` (or `config`, or a path as the first word) names
@@ -55,7 +74,7 @@ def parse_config(
     Args:
         root: the dataclass.
         overrides: positional `name=value`; of the same name the last one counts. The first may be a value alone, of a
-            setting that is declared as `first_word`.
+            setting that is declared as `first_word`; of one that is a list, several may.
         flags: text by flag name, as fire hands it over; "True", "False" or None stand for a flag without a value. From
             Python, any value that can be written as text.
         beneath: settings that come before those of recipes, such as a checkpoint's.
@@ -63,15 +82,15 @@ def parse_config(
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
     """
-    assignments, problems = read_arguments(_name_first_word(root, overrides), flags or {})
     reads_recipes = issubclass(root, TrainConfig)
+    assignments, problems = read_arguments(*name_first_words(root, overrides, flags or {}), reads_recipes)
     recipes, given, problems_of_recipes = _read_recipes(assignments) if reads_recipes else ([], assignments, [])
     reader = Reader(root, also_known=_names_besides_settings(recipes) if reads_recipes else ())
     for source in (beneath, *(recipe.assignments for recipe in recipes), given):
         reader.read(source)
     on_command_line = {assignment.section_and_name[1] for assignment in given}
     if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line and reads_recipes:
-        reader.values.pop("use_dummy_dataset", None)  # a recipe's: the command line's data wins over it
+        reader.forget("use_dummy_dataset")  # a recipe's: the command line's data wins over it
     config = reader.build()
     problems += problems_of_recipes + reader.problems
     # Without its recipe a run looks incomplete in ways that it is not.
@@ -83,7 +102,7 @@ def parse_config(
         if recipe.translation is not None:
             lines = "\n".join(recipe.translation.table())
             log.info("%s is read as settings of another system (%s):\n%s", recipe.name, recipe.translation.kind, lines)
-    return config
+    return ResolvedConfig(config, reader.chosen)
 
 
 def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
@@ -121,12 +140,44 @@ def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
     names = [setting.name for setting in settings_of(root).values() if setting.first_word]
     if issubclass(root, TrainConfig) and not names and first.endswith(RECIPE_SUFFIXES):
         names = [RECIPE_NAMES[0]]
-    is_path = bool(names and first) and ("=" not in first or exists(Path(first)))
-    return [f"{names[0]}={first}", *others] if is_path else list(overrides)
+    return [f"{names[0]}={first}", *others] if names and _is_path(first) else list(overrides)
 
 
-def read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[Assignment], list[str]]:
-    """Returns the assignments of a command line, and a problem for each argument that assigns nothing."""
+def name_first_words(
+    root: type, overrides: Sequence[str], flags: Mapping[str, Any]
+) -> tuple[list[str], Mapping[str, Any]]:
+    """Returns overrides and flags, the first words that are paths alone with the name of the setting that they are of.
+
+    Of a list, a word is an item if such a path is there, else a comma list: folders of a sweep have commas.
+
+    Raises:
+        ConfigError: a word is no comma list, or a flag is given for the same list.
+    """
+    lists = [setting.name for setting in settings_of(root).values() if setting.first_word and setting.many]
+    if not lists:
+        return _name_first_word(root, overrides), flags
+    words = list(takewhile(_is_path, overrides))
+    try:
+        items = [item for word in words for item in ([word] if exists(Path(word)) else split_list(word))]
+    except ValueError as error:
+        raise ConfigError(f"{' '.join(words)}: {error}") from None
+    if words and lists[0] in flags:
+        raise ConfigError(f"two values for {lists[0]}, {' '.join(words)} and --{lists[0]}={flags[lists[0]]}: keep one")
+    return list(overrides[len(words) :]), {lists[0]: items, **flags} if words else flags
+
+
+def _is_path(word: str) -> bool:
+    return bool(word) and ("=" not in word or exists(Path(word)))
+
+
+def read_arguments(
+    overrides: Sequence[str], flags: Mapping[str, Any], reads_recipes: bool = True
+) -> tuple[list[Assignment], list[str]]:
+    """Returns the assignments of a command line, and a problem for each argument that assigns nothing.
+
+    Args:
+        reads_recipes: whether the command takes a recipe, so that a path alone may mean one.
+    """
     problems = []
     positional = {}
     for override in overrides:
@@ -137,7 +188,10 @@ def read_arguments(overrides: Sequence[str], flags: Mapping[str, Any]) -> tuple[
             name = name.strip().lstrip("-")
             positional[name] = Assignment(name, text, where=override, flag=name)
         else:
-            hint = f"--recipe={override}" if override.endswith(RECIPE_SUFFIXES) else "name=value or --name=value"
+            means_recipe = reads_recipes and override.endswith(RECIPE_SUFFIXES)
+            hint = f"--recipe={override}" if means_recipe else "name=value or --name=value"
+            if reads_recipes and exists(main_file := Path(override) / "config.yaml"):
+                hint = f"--recipe={main_file}, the main file of this folder of groups"
             problems.append(f"{override!r} sets nothing: write {hint}")
     given = [_read_flag(name, value) for name, value in flags.items() if name.replace("-", "_") not in IGNORED_NAMES]
     return [*positional.values(), *given], problems

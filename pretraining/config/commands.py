@@ -6,6 +6,7 @@ on, and a section of its own.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ COMPRESSED_ENDINGS = (".gz", ".zst")
 """May follow any ending of a text file."""
 LARGEST_STEP = 10**12
 """More than any run has."""
+LARGEST_CLUSTER = 10**6
+"""GPUs."""
+ForeignKind = Literal["stub", "guide", "deepspeed", "training_arguments", "composed", "nanogpt", "torchtitan"]
+"""Files of settings of other systems: the names of `config/foreign/kinds.py`."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +143,10 @@ class ExportConfig:
         """`max_shard_size` in bytes; raises a ConfigError where it is no size."""
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", self.max_shard_size, re.ASCII)
         unit = _SIZE_UNITS.get(match[2].upper()) if match else None
-        size = int(float(match[1]) * unit) if match and unit else 0
-        if size < 1:
+        size = float(match[1]) * unit if match and unit else 0.0
+        if not 1 <= size < math.inf:
             raise ConfigError(f"--max_shard_size={self.max_shard_size} is no size: write 500MB, 5GB or 2GiB")
-        return size
+        return int(size)
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ class TranslateConfig:
     """
 
     input_path: str = required("the file; also as the first word", first_word=True)
-    kind: str | None = setting(
+    kind: ForeignKind | None = setting(
         None,
         "what it is: stub, guide, deepspeed, training_arguments, composed, nanogpt or torchtitan; none = what its keys "
         "say",
@@ -197,6 +202,17 @@ class ListConfig:
 
     run_path: str = required("the run's folder; also as the first word", first_word=True)
     json: bool = setting(False, "one JSON object a checkpoint")
+
+
+@dataclass(frozen=True)
+class PageConfig:
+    """Write a page about a run, or about several beside each other: curves, events, settings. It needs no network."""
+
+    run_path: tuple[str, ...] = required("folders of runs, comma list; also as the first words", first_word=True)
+    output_path: str | None = setting(
+        None, "page to write; none = report.html in the run's folder, or with several runs in the current folder"
+    )
+    picture: str | None = setting(None, "a picture of the loss curves besides, .png or .svg")
 
 
 @dataclass(frozen=True)
@@ -239,20 +255,28 @@ class InspectConfig(TrainConfig):
 class PlanSettings:
     """On what the run would train, and what to show. Nothing is read and nothing is started: it is arithmetic."""
 
-    gpu: str = setting("h100", "kind of GPU: h100, h200, a100, b200, l40s or 4090")
-    gpus: PositiveInt = setting(8, "GPUs in all")
+    gpu: Literal["h100", "h200", "a100", "b200", "l40s", "4090"] = setting(
+        "h100", "kind of GPU: h100, h200, a100, b200, l40s or 4090"
+    )
+    gpus: Annotated[int, Ge(1), Le(LARGEST_CLUSTER)] = setting(8, "GPUs in all")
     gpus_per_node: PositiveInt = setting(8, "GPUs of a node")
-    network: NonNegativeFloat | None = setting(
+    network: Annotated[float, Ge(0.001)] | None = setting(
         None, "Gbit/s from each node to others, all of its adapters together; none = common with that GPU"
     )
     search: bool = setting(
         False,
-        "a table of what fits, the fastest first, of all strategies, groups, kinds of checkpointing and micro-batches",
+        "a table of what fits, the fastest first, of all strategies, groups, kinds of checkpointing and micro-batches, "
+        "with the global batch of the settings",
     )
-    optimizer_state_bytes: NonNegativeFloat | None = setting(
+    simulate: bool = setting(
+        False,
+        "take a step of the real model on GPUs that are not there, in this process and without memory, and show what "
+        "each part takes beside the estimate. It takes seconds to a minute",
+    )
+    optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
         None, "bytes a parameter that an optimizer of your own keeps; none = 8, as AdamW"
     )
-    picture: str | None = setting(None, "a picture of memory and time, .png or .svg (extra report)")
+    picture: str | None = setting(None, "a picture of memory and time, .png or .svg (extra report); not with search")
     json: bool = setting(False, "one JSON object in place of the table; with search, one a line")
 
 
@@ -312,11 +336,15 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True)
-class DoctorConfig:
-    """Measure devices, disk and links of the machines that training would run on, and name what is slow.
+class CompletionConfig:
+    """Print the script that makes a shell complete commands, flags and values; docs/launching.md says where it goes."""
 
-    Started like training: alone, or under torchrun, srun or mpirun. Takes seconds.
-    """
+    shell: Literal["bash", "zsh"] = required("whose script; also as the first word", first_word=True)
+
+
+@dataclass(frozen=True)
+class DoctorSettings:
+    """What to measure of the machines that the run would be on. Started like training; takes seconds."""
 
     disk_path: str | None = setting(
         ".", "folder whose disk is measured, such as that of the data or the checkpoints; none = no disk"
@@ -329,3 +357,11 @@ class DoctorConfig:
         1.3, "name a rank or a link that is this many times slower than the median of the others"
     )
     json: bool = setting(False, "one JSON object in place of the tables")
+
+
+@dataclass(frozen=True)
+class DoctorConfig(TrainConfig):
+    """A run, and what to measure of its machines. With ckpt_save_path saves are measured; with a model, their size."""
+
+    data: DataConfig = DataConfig(use_dummy_dataset=True)
+    doctor: DoctorSettings = DoctorSettings()

@@ -27,6 +27,9 @@ from pretraining.progress import PERCENT, UNITS, Duration
 
 T = TypeVar("T")
 
+PATH_ENDINGS = ("_path", "_dir")
+OTHER_PATHS = ("eval_datasets", "hf_dataset", "picture", "resume_from_checkpoint")
+
 
 @dataclass(frozen=True)
 class Units:
@@ -112,6 +115,11 @@ class Setting:
     def required(self) -> bool:
         """Whether there is no default."""
         return self.default is MISSING
+
+    @property
+    def is_path(self) -> bool:
+        """Whether it is a path, or may be one, as its name says."""
+        return self.name.endswith(PATH_ENDINGS) or self.name in OTHER_PATHS
 
 
 def sections_of(root: type) -> dict[str, type]:

@@ -126,7 +126,8 @@ def _settings_tables() -> Iterator[str]:
         yield f"\n### {section}\n\n{subject}\n"
         yield "| setting | default | values | meaning |\n|---|---|---|---|"
         for setting in members:
-            cells = (f"`{setting.name}`", f"`{_default(setting)}`", describe_type(setting), setting.help)
+            meaning = setting.help.replace("<", "&lt;")  # a placeholder, which Markdown would take for an element
+            cells = (f"`{setting.name}`", f"`{_default(setting)}`", describe_type(setting), meaning)
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -102,7 +102,7 @@ OPTIMIZERS = {
     "muon": OptimizerEntry(
         "pretraining.optim.muon:muon",
         ("momentum", "nesterov", "muon_ns_steps", "muon_adam_learning_rate", "muon_adam_weight_decay", *_OF_ADAM),
-        {"learning_rate": 3e-4, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
+        {"learning_rate": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
         _ADAM_MOMENTS,
         matrix_moments=_MOMENTUM,
     ),

@@ -8,7 +8,7 @@ translated as it is read (`foreign/`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import yaml
 from pretraining.config.assignments import Assignment, Reader, names_setting
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.foreign.kinds import recognise, translate
-from pretraining.config.foreign.translation import COMMAND_LINE, Source, Translation
+from pretraining.config.foreign.translation import COMMAND_LINE, FILLED_IN, Note, Source, Translation
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, did_you_mean, format_value
+from pretraining.config.values import Raw, did_you_mean, expand_home, format_value
 from pretraining.errors import ConfigError
 from pretraining.files import exists
 from pretraining.progress import Duration
@@ -68,7 +68,7 @@ def read_recipe(name: str, overrides: Mapping[str, Raw] | None = None, accept_ll
         source = Source(name, path, content, tree, overrides or {})
         if recognise(source, path.suffix) or path.suffix in (".toml", ".py"):
             return _foreign_recipe(source, path.suffix, accept_llama)
-    return Recipe(name, _settings_of_tree(tree, name))
+    return Recipe(name, _settings_of_tree(tree, name, f"recipe {name}"))
 
 
 def read_dotted_names(arguments: Mapping[str, Raw], accept_llama: bool = False) -> Recipe:
@@ -104,7 +104,7 @@ def parse_recipe(content: str, name: str) -> list[Assignment]:
     Raises:
         ConfigError: it is not valid, or no mapping of settings.
     """
-    return _settings_of_tree(parse_tree(content, name), name)
+    return _settings_of_tree(parse_tree(content, name), name, name)
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -151,9 +151,13 @@ def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
 
 def _find(name: str) -> Path:
     if name.endswith(RECIPE_SUFFIXES):
-        if not exists(Path(name)):
+        try:
+            path = Path(expand_home(name))
+        except ValueError as error:
+            raise ConfigError(f"--recipe={name}: {error}") from None
+        if not exists(path):
             raise ConfigError(f"--recipe={name}: there is no such file")
-        return Path(name)
+        return path
     shipped = shipped_recipes()
     if name not in shipped:
         hint = did_you_mean(name, shipped, "did you mean {}? ")
@@ -164,12 +168,12 @@ def _find(name: str) -> Path:
     return shipped[name]
 
 
-def _settings_of_tree(tree: Any, name: str) -> list[Assignment]:
+def _settings_of_tree(tree: Any, name: str, source: str) -> list[Assignment]:
     if tree is None:
         return []
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {name} holds no settings: write name: value on each line")
-    return _assignments(name, tree, "")
+    return [replace(each, source=source) for each in _assignments(name, tree, "")]
 
 
 def _is_of_ours(tree: Mapping[str, Any]) -> bool:
@@ -185,8 +189,16 @@ def _foreign_recipe(source: Source, suffix: str, accept_llama: bool, kind: str |
         note = translation.note_of(setting)
         was_asked_for = note.origin == COMMAND_LINE and setting == next(iter(note.settings))
         target = recipe.from_arguments if was_asked_for else recipe.assignments
-        target.append(Assignment(setting, text, where=note.told, flag=note.place))
+        target.append(Assignment(setting, text, where=note.told, flag=note.place, source=_source_of(note)))
     return recipe
+
+
+def _source_of(note: Note) -> str:
+    if note.origin == COMMAND_LINE:
+        return f"command line, {note.key}"
+    return f"translated from {note.key} of {note.origin}" + (
+        f" ({FILLED_IN})" if note.remark.startswith(FILLED_IN) else ""
+    )
 
 
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:

@@ -16,7 +16,16 @@ from functools import cached_property
 from inspect import signature
 from typing import Any, TypeVar
 
-from pretraining.config.commands import InspectConfig, InspectSettings, PrepareConfig, SampleConfig, VerifyConfig
+from pretraining.config.commands import (
+    DoctorConfig,
+    ImportConfig,
+    InspectConfig,
+    InspectSettings,
+    PlanConfig,
+    PrepareConfig,
+    SampleConfig,
+    VerifyConfig,
+)
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES, TOKEN_FORMATS, TRACKERS, parse_options
 from pretraining.config.training import (
@@ -38,6 +47,9 @@ from pretraining.progress import Duration
 FLOAT8_MULTIPLE = 16
 """Sides of matrices that multiply in float8 are multiples of this."""
 
+LONGEST_TIMEOUT_SECONDS = 366 * 86400
+"""What processes can wait for each other ends somewhere: libraries count it in fractions of a second."""
+
 Problems = Iterable[str]
 Check = TypeVar("Check", bound=Callable[..., Problems])
 
@@ -51,12 +63,14 @@ class Rule:
         check: yields a sentence for each problem.
         more: names of settings that it takes as keywords besides its named parameters.
         unit: of the durations that it takes as keywords, too; None = takes none.
+        not_for: of the configurations, those that it is not for.
     """
 
     root: type
     check: Callable[..., Problems]
     more: tuple[str, ...]
     unit: str | None
+    not_for: tuple[type, ...]
 
     # When they are first needed: a command checks the rules of its own settings only.
     @cached_property
@@ -107,7 +121,7 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
     values = sections | values_of(config)
     problems: list[str] = []
     for rule in RULES:
-        if isinstance(config, rule.root) and rule.reads.isdisjoint(unreadable):
+        if isinstance(config, rule.root) and not isinstance(config, rule.not_for) and rule.reads.isdisjoint(unreadable):
             try:
                 problems.extend(rule.check(**{name: values[name] for name in rule.parameters}))
             except ConfigError as error:
@@ -128,14 +142,32 @@ def remarks(config: TrainConfig) -> list[str]:
             f"selective_checkpointing={parallel.selective_checkpointing} has no effect: fsdp_activation_checkpointing, "
             "whose blocks it chooses, is off"
         )
-    return lines
+    return [*lines, *_unread_ratio(config.schedule), *_unread_prompt(config)]
 
 
-def _rule(*more: str, root: type = TrainConfig, unit: str | None = None) -> Callable[[Check], Check]:
+def _unread_ratio(schedule: ScheduleConfig) -> Problems:
+    known = SCHEDULES.get(schedule.schedule)
+    reads = known is None or "min_lr_ratio" in known.options
+    if schedule.min_lr_ratio != ScheduleConfig().min_lr_ratio and (schedule.training_stage == "annealing" or not reads):
+        chosen = "schedule" if schedule.training_stage != "annealing" else "training_stage"
+        yield (
+            f"min_lr_ratio={schedule.min_lr_ratio:g} has no effect: {chosen}={getattr(schedule, chosen)} has an end of "
+            "its own"
+        )
+
+
+def _unread_prompt(config: TrainConfig) -> Problems:
+    if config.evaluation.sample_prompt and (config.data.tokenizer_path is None or not config.evaluation.sample_tokens):
+        yield "sample_prompt has no effect: samples of text need tokenizer_path, and sample_tokens above 0"
+
+
+def _rule(
+    *more: str, root: type = TrainConfig, unit: str | None = None, not_for: tuple[type, ...] = ()
+) -> Callable[[Check], Check]:
     """Adds a rule to the list; the arguments are those of `Rule`."""
 
     def add(check: Check) -> Check:
-        RULES.append(Rule(root, check, more, unit))
+        RULES.append(Rule(root, check, more, unit, not_for))
         return check
 
     return add
@@ -161,13 +193,14 @@ def _there_is_one_source_of_data(
         yield "no data: give --data_path, --use_dummy_dataset=true or --recipe=demo"
 
 
+@_rule(root=VerifyConfig)
 @_rule()
 def _the_format_of_token_files_is_known(file_type: str, token_dtype: str | None, data_path: str | None) -> Problems:
     known = ("auto", *TOKEN_FORMATS)
     if "parquet" in file_type.lower():
         yield (
             f"--file_type={file_type}: training does not read Parquet. Make token files of it first: "
-            f"pretrain prepare --input_path={data_path} --output_path=<folder>"
+            f"pretrain prepare --input_path={data_path or '<its folder>'} --output_path=<folder>"
         )
     elif file_type not in known and not OWN.fullmatch(file_type):
         hint = did_you_mean(file_type, known, "; did you mean {}?")
@@ -176,7 +209,7 @@ def _the_format_of_token_files_is_known(file_type: str, token_dtype: str | None,
         yield f"--token_dtype={token_dtype} is for *.bin files; *.{file_type} files say the type of their tokens"
 
 
-@_rule(unit="epochs")
+@_rule(unit="epochs", not_for=(PlanConfig, DoctorConfig))  # these need no data, and take recipes that have some
 def _epochs_need_a_dataset(use_dummy_dataset: bool, **durations: Duration | None) -> Problems:
     for name, duration in durations.items():
         if use_dummy_dataset and isinstance(duration, Duration) and duration.unit == "epochs":
@@ -531,6 +564,7 @@ def _there_is_something_to_evaluate_on(
     best_by: str | None,
     early_stopping_evaluations: int,
     eval_only: bool,
+    sample_at_evaluations: bool,
 ) -> Problems:
     if held_out_fraction or eval_datasets:
         return
@@ -538,6 +572,7 @@ def _there_is_something_to_evaluate_on(
         f"--best_by={best_by}": best_by is not None,
         f"--early_stopping_evaluations={early_stopping_evaluations}": early_stopping_evaluations > 0,
         "--eval_only=true": eval_only,
+        "--sample_at_evaluations=true": sample_at_evaluations,
     }
     for flag, is_given in asked.items():
         if is_given:
@@ -553,6 +588,23 @@ def _held_out_documents_are_held_out_of_something(
             f"--held_out_fraction={held_out_fraction} is a share of the documents in --data_path: give it, too, or "
             "--held_out_fraction=0"
         )
+
+
+@_rule()
+def _an_evaluation_is_not_rehearsed(dry_run: bool, eval_only: bool) -> Problems:
+    if dry_run and eval_only:
+        yield (
+            "--dry_run=true shows what a training would do, and --eval_only=true trains and writes nothing: leave one "
+            "of them out"
+        )
+
+
+@_rule()
+def _samples_are_texts(sample_at_evaluations: bool, sample_tokens: int, tokenizer_path: str | None) -> Problems:
+    if sample_at_evaluations and tokenizer_path is None:
+        yield "--sample_at_evaluations=true needs the tokenizer of the data: give --tokenizer_path"
+    if sample_at_evaluations and not sample_tokens:
+        yield "--sample_at_evaluations=true with --sample_tokens=0 asks for samples of nothing: change one"
 
 
 @_rule()
@@ -574,6 +626,13 @@ def _rollbacks_have_an_occasion(max_rollbacks: int, max_skipped_steps: int) -> P
             f"--max_rollbacks={max_rollbacks} happen after --max_skipped_steps updates left out in a row, and 0 is "
             "never: give --max_skipped_steps=20, or --max_rollbacks=0"
         )
+
+
+@_rule()
+def _processes_wait_for_a_year_at_most(hang_timeout: Duration, first_step_timeout: Duration) -> Problems:
+    for name, timeout in (("hang_timeout", hang_timeout), ("first_step_timeout", first_step_timeout)):
+        if timeout.amount > LONGEST_TIMEOUT_SECONDS:
+            yield f"--{name}={timeout} is more than a year: give less, or --{name}=0s, which is never"
 
 
 @_rule()
@@ -647,6 +706,12 @@ def _a_dataset_is_named_like_a_folder(**naming: Any) -> Problems:
             f"{name!r} cannot be a dataset's name (a plain folder name, without '/' and ',', not hidden): give "
             "another --dataset"
         )
+
+
+@_rule(root=ImportConfig)
+def _an_imported_run_has_a_folder(ckpt_save_path: str) -> Problems:
+    if not ckpt_save_path:
+        yield "--ckpt_save_path is empty: name the run's folder"
 
 
 @_rule(root=InspectConfig)

@@ -31,13 +31,13 @@ _PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "null", "boo
 
 
 def read_text(path: Path, name: str) -> str:
-    """Returns the content of a file of settings, which messages call `name`.
+    """Returns the content of a file of settings, which messages call `name`, without a byte order mark.
 
     Raises:
         ConfigError: it cannot be read, is too large, or is no UTF-8.
     """
     try:
-        return read_file(path, LARGEST_FILE_BYTES).decode("utf-8")
+        return read_file(path, LARGEST_FILE_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
@@ -120,11 +120,24 @@ class _TextLoader(yaml.BaseLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Builds a mapping, refusing repeated keys."""
-        pairs = [
-            (str(self.construct_object(key)), self.construct_object(value, deep=True)) for key, value in node.value
-        ]
-        return _refuse_repeats(pairs, f" (mapping from line {node.start_mark.line + 1})")
+        """Builds a mapping, refusing repeated keys; those of `<<: *other` stand beneath its own."""
+        place = f" (mapping from line {node.start_mark.line + 1})"
+        merged: dict[Any, Any] = {}
+        pairs = []
+        for key, value in node.value:
+            if _is_merge(key):
+                mappings = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                if not all(isinstance(each, yaml.MappingNode) for each in mappings):
+                    raise ValueError(f"<< takes a mapping, or a list of them{place}")
+                for each in reversed(mappings):  # the first one counts most
+                    merged |= self.construct_mapping(each, deep=True)
+            else:
+                pairs.append((str(self.construct_object(key)), self.construct_object(value, deep=True)))
+        return merged | _refuse_repeats(pairs, place)
+
+
+def _is_merge(key: yaml.Node) -> bool:
+    return isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None
 
 
 # An empty value, ~ and null are null; everything else stays text.

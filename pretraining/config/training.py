@@ -28,7 +28,7 @@ from pretraining.config.fields import (
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS
 from pretraining.config.values import parse_range
 from pretraining.errors import ConfigError
-from pretraining.progress import Duration, parse_number
+from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
 Packing = Literal["stream", "greedy", "first_fit", "best_fit"]
 ShardingStrategy = Literal["ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"]
@@ -222,6 +222,12 @@ class RunConfig:
     ignore_memory: bool = setting(
         False, "start even where the estimate says that the model cannot fit into memory", silent_change=True
     )
+    dry_run: bool = setting(
+        False,
+        "show what a start would do, and end: each setting with its source, the plan, what it starts from, and what "
+        "the first batch is made of. What a start refuses is refused; nothing is written, and no tensor is read",
+        silent_change=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -409,7 +415,7 @@ def parse_point(text: str) -> tuple[Duration, float]:
     """
     place, _, share = text.partition(":")
     number = parse_number(share)
-    if number is None or number < 0:
+    if number is None or not 0 <= number <= LARGEST_AMOUNT:
         raise ConfigError(
             f"--schedule_points: {text!r} is no point: write length:share of the peak, as in 2000:1 or 80%:0.5"
         )
@@ -487,7 +493,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How well documents are predicted that are never trained on, and a sample of text at the end."""
+    """How well documents are predicted that are never trained on, and samples of text."""
 
     eval_datasets: tuple[str, ...] = setting(
         (),
@@ -522,6 +528,11 @@ class EvaluationConfig:
     sample_prompt: str = setting("", "what the generated sample continues; empty = free choice", silent_change=True)
     sample_tokens: NonNegativeInt = setting(
         64, "tokens generated at the end of the run where tokenizer_path is given; 0 = none", silent_change=True
+    )
+    sample_at_evaluations: bool = setting(
+        False,
+        "a sample after each evaluation, too; each of its tokens costs a forward pass of the whole model",
+        silent_change=True,
     )
 
 
@@ -692,10 +703,9 @@ def share_of_blocks(selective: str) -> Fraction:
     Raises:
         ConfigError: it is none of the forms.
     """
-    try:
-        number = Fraction(selective)
-    except (ValueError, ZeroDivisionError):
-        number = Fraction(0)
+    top, slash, bottom = selective.partition("/")
+    numerator, denominator = parse_number(top), parse_number(bottom) if slash else Fraction(1)
+    number = numerator / denominator if numerator and denominator else Fraction(0)
     if number <= 0 or (number > 1 and number.denominator > 1):
         raise ConfigError(
             f"--selective_checkpointing={selective}: write 1 for all blocks, k for every k-th (2, 3, ...), a fraction "

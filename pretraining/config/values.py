@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from annotated_types import Ge, Le, Lt
 from pretraining.config.fields import Setting
 from pretraining.config.plugins import OWN
 from pretraining.errors import ConfigError
-from pretraining.progress import Duration, parse_number
+from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
 Raw = str | list[str] | None
 
@@ -96,13 +97,25 @@ def parse_range(text: str, smallest: int) -> tuple[int, int]:
     """Returns the first and the last number of `A-B`, both included, or of `A` alone.
 
     Raises:
-        ValueError: it is no range, or A is below `smallest`.
+        ValueError: it is no range, A is below `smallest`, or B beyond what any run has.
     """
     begin, _, end = text.partition("-")
     first, last = int(begin), int(end or begin)
-    if not smallest <= first <= last:
+    if not smallest <= first <= last <= LARGEST_AMOUNT:
         raise ValueError(text)
     return first, last
+
+
+def expand_home(path: str) -> str:
+    """Returns a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
+
+    Raises:
+        ValueError: there is no such home folder.
+    """
+    expanded = os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
+    if expanded.startswith("~"):
+        raise ValueError(f"there is no home folder {path.partition('/')[0]}: write the path in full")
+    return expanded
 
 
 def limit_problem(setting: Setting, value: Any) -> str | None:
@@ -167,7 +180,9 @@ def _parse_one(setting: Setting, text: str) -> Any:
             raise ValueError(str(error)) from error
     if setting.base is bool:
         return parse_bool(text)
-    return text if setting.base is str else _parse_number(setting.base, text)
+    if setting.base is str:
+        return expand_home(text) if setting.is_path else text
+    return _parse_number(setting.base, text)
 
 
 def _parse_number(base: type, text: str) -> float:

@@ -41,6 +41,12 @@ def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: 
             build_bin_counts(files, index, config, workers)
 
 
+def is_indexed(files: DatasetFiles, config: DataConfig) -> bool:
+    """Whether `build_indices` has nothing left to make for a dataset."""
+    index = open_index(files, config)
+    return index is not None and (config.packing == "stream" or find_bin_counts(files, index, config) is not None)
+
+
 def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> OpenedDatasets:
     """Maps the indices of all datasets into memory.
 

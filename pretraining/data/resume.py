@@ -87,7 +87,7 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         )
     try:
         problems = _differences(state, order, changes)
-        before, next_sample = _restored_mixture(state), state["next_sample"]
+        before, next_sample = restored_mixture(state), state["next_sample"]
         step = _step_from(before, next_sample)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(f"the data state is damaged: {type(error).__name__}: {error}") from error
@@ -123,7 +123,7 @@ def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample
     return new
 
 
-def _restored_mixture(state: Mapping[str, Any]) -> Mixture:
+def restored_mixture(state: Mapping[str, Any]) -> Mixture:
     """Makes the mixture of a state; a ValueError or TypeError where no run writes such a one."""
     phases = [Phase(**phase) for phase in state["phases"]]
     skipped = Skipped((begin, end) for begin, end in state["skipped"])

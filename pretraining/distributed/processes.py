@@ -23,6 +23,7 @@ import torch.distributed as dist
 from pretraining.config.training import ParallelConfig
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, Patience, Place, meet
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
+from pretraining.launch.network import GLOO_INTERFACE, interfaces_here
 
 T = TypeVar("T")
 
@@ -115,9 +116,10 @@ def join_processes(
 
     Raises:
         LaunchError: the processes do not find each other; more processes than GPUs on a node, or two on one GPU; the
-            device or backend that is asked for is not there.
+            device, backend or network interface that is asked for is not there.
     """
     device = _device_of(local_rank, local_world_size, parallel)
+    _refuse_missing_interface()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -260,6 +262,16 @@ def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig 
             f"Start at most {visible} processes a node (--nproc-per-node, --ntasks-per-node, mpirun -n)."
         )
     return torch.device("cuda", local_rank)
+
+
+def _refuse_missing_interface() -> None:
+    """Raises a LaunchError where gloo is told to listen at an interface that this machine does not have."""
+    named, there = os.environ.get(GLOO_INTERFACE), interfaces_here()
+    if named and not set(named.split(",")) & set(there):
+        raise LaunchError(
+            f"{GLOO_INTERFACE}={named} names no interface of {socket.gethostname()}, which has "
+            f"{', '.join(sorted(there))}: name one of them, or unset it"
+        )
 
 
 def _refuse_shared_devices(device: torch.device) -> None:

@@ -6,7 +6,9 @@ N tokens of a micro-batch, n tokens of a chunk of the loss, e bytes of a value i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import PER_OPERATION, OptimizerConfig, TrainConfig, checkpointed_blocks
@@ -18,6 +20,10 @@ STATE_BYTES = 4
 """Bytes of what an optimizer keeps for a parameter, each time: float32."""
 RUNTIME_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Programs, and on a GPU the context, kernels and the buffers of communication; about what an idle process holds."""
+UPDATE_BYTES = {"nadam": 8, "rmsprop": 4, "normalized_sgdm": 4}
+"""Of temporary tensors in an update, a parameter of the larger group of parameters, of optimizers that need any."""
+MUON_BYTES = {"whole": 5, "sharded": 10}
+"""The same for muon, a parameter of the blocks' matrices, as simulated; sharded ones go to their owners and back."""
 LOGITS_AT_ONCE = 2**28
 """Logits of a chunk of the loss on a GPU, at most, where it is taken in chunks."""
 
@@ -28,12 +34,14 @@ class MemoryEstimate:
 
     Attributes:
         parameters: float32 masters, this rank's part.
-        gradients: float32, this rank's part.
+        gradients: float32, this rank's part, when all are there.
         optimizer_state: this rank's part.
-        gathered: whole parameters in the precision that blocks compute in, and their gradients, while they are needed.
-        activations: what the forward pass keeps for the backward pass, and one block's temporary tensors.
+        gathered: whole parameters in the precision that blocks compute in, and their gradients on the way to the ranks
+            that keep them; at the peak, as the following.
+        activations: what the forward pass keeps for the backward pass, and temporary tensors.
         loss: a chunk's logits, and the gradient of the head.
         runtime: what a process holds without a model.
+        later_gradients: of the gradients, those that are not there yet at the peak.
     """
 
     parameters: int
@@ -43,6 +51,7 @@ class MemoryEstimate:
     activations: int
     loss: int
     runtime: int
+    later_gradients: int = 0
 
     @property
     def state(self) -> int:
@@ -51,8 +60,9 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        """All that is there at the peak."""
+        there = self.gathered + self.activations + self.loss + self.runtime
+        return self.state - self.later_gradients + there
 
 
 def estimate_memory(
@@ -60,8 +70,10 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimates the memory of one rank at the peak of a training step.
 
-    The state is exact. The rest leaves out reserves of allocators and workspaces of kernels; on a CPU the whole
-    is within a fifth of the peak (docs/performance.md).
+    The state is exact. The rest is that of the moment of a step which takes most (`_moments`), by the shapes of the
+    tensors that are there; on a CPU each part is that of its own largest moment. It leaves out reserves of allocators
+    and workspaces of kernels, and is of blocks that are not compiled; docs/planner.md has it beside simulated steps,
+    docs/performance.md beside runs.
 
     Args:
         config: the settings.
@@ -70,26 +82,52 @@ def estimate_memory(
         compute_bytes: e; 2 in bfloat16 and float16, 4 in float32.
         device_type: "cpu" or "cuda".
     """
-    own = -(-parameter_count(shape) // shard_size)
+    step = _Step(config, shape, shard_size, compute_bytes, device_type)
+    moments = list(_moments(step))
+    peak = _largest_parts(moments) if device_type == "cpu" else max(moments, key=lambda moment: moment.total)
     return MemoryEstimate(
-        parameters=MASTER_BYTES * own,
-        gradients=MASTER_BYTES * own,
-        optimizer_state=-(-optimizer_state_bytes(config.optimizer, shape) // shard_size),
-        gathered=_gathered_bytes(config, shape, shard_size, compute_bytes),
-        activations=_activation_bytes(config, shape, compute_bytes, device_type),
-        loss=_loss_bytes(config, shape, compute_bytes, device_type),
+        parameters=step.own,
+        gradients=step.own,
+        optimizer_state=optimizer_state_bytes(config.optimizer, shape, shard_size),
+        gathered=peak.gathered,
+        activations=peak.activations,
+        loss=peak.loss,
         runtime=RUNTIME_BYTES[device_type],
+        later_gradients=step.own - peak.gradients,
     )
 
 
-def optimizer_state_bytes(optimizer: OptimizerConfig, shape: LlamaShape) -> int:
-    """Bytes that an optimizer keeps for a whole model; for one of the user's own, as many as AdamW."""
+def optimizer_state_bytes(optimizer: OptimizerConfig, shape: LlamaShape, shard_size: int = 1) -> int:
+    """Bytes that an optimizer keeps on one of `shard_size` ranks, without its counters, 4 bytes a parameter tensor.
+
+    One of the user's own is taken to keep as much as AdamW.
+    """
     if optimizer.optimizer not in OPTIMIZERS:
         optimizer = OptimizerConfig()
-    matrices = shape.num_hidden_layers * (block_parameters(shape) - 2 * shape.hidden_size)  # without the norms
-    rest = parameter_count(shape) - matrices
+    matrices, rest = _own_parameters(shape, shard_size)
     of_matrices, of_rest = (len(optimizer.moments(in_matrix=in_matrix)) for in_matrix in (True, False))
     return STATE_BYTES * (matrices * of_matrices + rest * of_rest)
+
+
+def _own_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int]:
+    """Returns the parameters on one rank: of the blocks' matrices, and all others.
+
+    FSDP2 cuts each parameter by its rows, and every rank has memory for as many as the one with most.
+    """
+    width, feed_forward = shape.hidden_size, shape.intermediate_size
+    query, key_value = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
+    of_block = (
+        *((query, width), (key_value, width), (key_value, width), (width, query)),
+        *((feed_forward, width), (feed_forward, width), (width, feed_forward)),
+    )
+    matrices_of_vocabulary = 1 if shape.tie_word_embeddings else 2
+    norms = 2 * shape.num_hidden_layers + 1
+
+    def own(rows: int, columns: int) -> int:
+        return -(-rows // shard_size) * columns
+
+    matrices = shape.num_hidden_layers * sum(own(*size) for size in of_block)
+    return matrices, matrices_of_vocabulary * own(shape.vocab_size, width) + norms * own(width, 1)
 
 
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
@@ -114,45 +152,215 @@ def loss_chunk_tokens(device_type: str, vocab_size: int) -> int:
     return max(256, LOGITS_AT_ONCE >> (vocab_size - 1).bit_length())
 
 
-def _gathered_bytes(config: TrainConfig, shape: LlamaShape, shard_size: int, compute_bytes: int) -> int:
-    """Whole parameters to compute with, and whole gradients before they are reduced, besides what is counted as own."""
-    block = block_parameters(shape)
-    everything = parameter_count(shape)
-    root = everything - shape.num_hidden_layers * block  # embedding, norm and head: gathered all the time
-    if shard_size == 1:  # copies in the compute dtype, if that is another, and the gradient of one at a time
-        embedding = shape.vocab_size * shape.hidden_size
-        return compute_bytes * (everything + embedding) if compute_bytes < MASTER_BYTES else 0
-    frees_blocks = config.parallel.sharding_strategy in ("fsdp", "hsdp")
-    gathered = root + 2 * block if frees_blocks else everything  # the next block is gathered while one computes
-    # The gradients of one group at a time, as computed and in float32 for the reduction; the root's is the largest.
-    return compute_bytes * gathered + (compute_bytes + MASTER_BYTES) * max(root, block)
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes at a moment of a step, besides parameters and optimizer state, which are always there."""
+
+    gradients: int
+    gathered: int = 0
+    activations: int = 0
+    loss: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.gathered + self.activations + self.loss
 
 
-def _activation_bytes(config: TrainConfig, shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
-    parallel, layers = config.parallel, shape.num_hidden_layers
-    whole = kept_bytes_per_token(shape, compute_bytes, device_type)
-    reduced = compute_bytes * shape.hidden_size  # a block's input
-    count = 0
-    if parallel.fsdp_activation_checkpointing:
-        count = len(checkpointed_blocks(parallel.selective_checkpointing, layers))
-        if parallel.selective_checkpointing == PER_OPERATION:  # results of matrix products and attention, too
+@dataclass(frozen=True)
+class _Step:
+    """A training step of one rank, and the sizes that its moments are made of, in bytes."""
+
+    config: TrainConfig
+    shape: LlamaShape
+    shard_size: int
+    itemsize: int
+    device_type: str
+
+    @cached_property
+    def own(self) -> int:
+        """Of all gradients, and of all parameters, in float32: this rank's part."""
+        return MASTER_BYTES * sum(_own_parameters(self.shape, self.shard_size))
+
+    @cached_property
+    def own_block(self) -> int:
+        """Of a block's gradients: this rank's part."""
+        one, two = (
+            sum(_own_parameters(replace(self.shape, num_hidden_layers=layers), self.shard_size)) for layers in (1, 2)
+        )
+        return MASTER_BYTES * (two - one)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether blocks are gathered for the time that they are needed."""
+        return self.shard_size > 1
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a model that is not sharded computes with other parameters than its masters."""
+        return not self.is_sharded and self.itemsize < MASTER_BYTES
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may have several micro-batches, so that later ones find the gradients of earlier ones."""
+        batch = self.config.batch
+        return (batch.grad_accum_steps or 1) > 1 or batch.global_batch_size is not None
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return self.config.batch.batch_size * self.config.data.seq_length
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """V D, elements of the embedding."""
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    @cached_property
+    def block(self) -> int:
+        """Elements of a block."""
+        return block_parameters(self.shape)
+
+    @cached_property
+    def root(self) -> int:
+        """Elements of embedding, last norm and head, which stay gathered through forward and backward."""
+        return parameter_count(self.shape) - self.shape.num_hidden_layers * self.block
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes that a block keeps which is not computed again."""
+        return self.tokens * kept_bytes_per_token(self.shape, self.itemsize, self.device_type)
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Of each block, what it keeps in the forward pass, and what is there once it has been computed again."""
+        parallel, shape = self.config.parallel, self.shape
+        again: list[int] = []
+        if parallel.fsdp_activation_checkpointing:
+            again = checkpointed_blocks(parallel.selective_checkpointing, shape.num_hidden_layers)
+        hidden = self.itemsize * self.tokens * shape.hidden_size
+        reduced, full = hidden, self.kept
+        if parallel.selective_checkpointing == PER_OPERATION:
+            # Results of matrix products and attention as well; the last one is not needed, but kept.
             heads = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-            reduced += compute_bytes * (2 * heads + 2 * shape.hidden_size + 2 * shape.intermediate_size)
-    # The gradients of one block's values; where blocks are computed again, that one's values, too.
-    per_token = count * reduced + (layers - count) * whole + (2 if count else 1) * whole
-    return config.batch.batch_size * config.data.seq_length * per_token
+            values = 2 * heads + 2 * shape.hidden_size + 2 * shape.intermediate_size
+            reduced += self.tokens * (self.itemsize * values + 4 * shape.num_attention_heads)
+            full += hidden
+        found = [(self.kept, self.kept)] * shape.num_hidden_layers
+        for index in again:
+            found[index] = (reduced, full)
+        return found
+
+    @property
+    def rotation(self) -> int:
+        """Bytes of the cosines and sines."""
+        return 4 * self.config.data.seq_length * self.shape.head_dim
 
 
-def _loss_bytes(config: TrainConfig, shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
-    """A chunk's logits, as computed and in float32; the gradients by hidden states, and by the head in float32."""
-    tokens = config.batch.batch_size * config.data.seq_length
-    chunk = config.loss.loss_chunk_tokens
+def _moments(step: _Step) -> Iterator[_Moment]:
+    """Yields the moments of a step that may take most: the loss, the backward of each block, the end, the update."""
+    yield _at_loss(step)
+    before = sum(stored for stored, _ in step.blocks)
+    for index in reversed(range(len(step.blocks))):
+        stored, full = step.blocks[index]
+        before -= stored
+        yield _in_block(step, index, before + full)
+    yield from _after_blocks(step)
+    yield _Moment(step.own, activations=_update_bytes(step))
+
+
+def _largest_parts(moments: Sequence[_Moment]) -> _Moment:
+    """Each part at its largest: a CPU's heap keeps what is freed, in pieces into which few later tensors fit."""
+    return _Moment(*(max(getattr(moment, part.name) for moment in moments) for part in fields(_Moment)))
+
+
+def _at_loss(step: _Step) -> _Moment:
+    """All activations are there, and the logits of a chunk."""
+    itemsize, layers, hidden = step.itemsize, step.shape.num_hidden_layers, step.tokens * step.shape.hidden_size
+    if step.is_sharded:
+        # The buffer that the last block was gathered into, which was copied out, is there until the next one comes.
+        whole = step.root + step.block * (1 if _frees_blocks(step) else layers + 1)
+        gathered = itemsize * whole + (MASTER_BYTES * step.root if step.accumulates else 0)
+    else:
+        gathered = itemsize * (step.root + layers * step.block) if step.has_copies else 0
+    # The last norm's input and result, on a CPU in float32, and the gradient of the result.
+    norm = (8 if step.device_type == "cpu" else itemsize) + 2 * itemsize
+    activations = sum(stored for stored, _ in step.blocks) + norm * hidden + step.rotation
+    return _Moment(step.own if step.accumulates else 0, gathered, activations, _loss_bytes(step))
+
+
+def _in_block(step: _Step, index: int, kept: int) -> _Moment:
+    """The backward pass is in a block, behind its last matrix product: three gradients of activations are there."""
+    shape, itemsize, done = step.shape, step.itemsize, step.shape.num_hidden_layers - 1 - index
+    width, feed_forward = shape.hidden_size, shape.intermediate_size
+    temporary = itemsize * step.tokens * (width + 2 * feed_forward)  # of its result; of gate and up, for their product
+    head = step.vocabulary if step.is_sharded or shape.tie_word_embeddings else 0  # waits for the embedding's
+    gradients = done * step.own_block
+    if step.is_sharded:
+        temporary += itemsize * width * feed_forward
+        # The next block is gathered, and the gradients of the one before are being reduced.
+        blocks = min(2, index + 1) if _frees_blocks(step) else index + 1
+        gathered = itemsize * (step.root + blocks * step.block)
+        gathered += MASTER_BYTES * (step.block if done else step.root if step.accumulates else 0)
+    else:
+        finished = step.vocabulary - head + done * step.block + width * feed_forward
+        gradients = MASTER_BYTES * finished
+        gathered = itemsize * (parameter_count(shape) - finished) if step.has_copies else 0
+    if step.accumulates:
+        gradients = step.own
+    return _Moment(gradients, gathered, kept + temporary + step.rotation, itemsize * head)
+
+
+def _after_blocks(step: _Step) -> Iterator[_Moment]:
+    """Activations are gone; the gradients of embedding and head are made, and go to those that keep them."""
+    itemsize = step.itemsize
+    if not step.has_copies and not step.is_sharded:
+        return
+    if not step.is_sharded:
+        copies = parameter_count(step.shape) if step.accumulates else step.vocabulary
+        yield _Moment(step.own, itemsize * (copies + step.vocabulary))
+        return
+    # A tied one has the gradients of both, and their sum. Those of the first block are on their way, too.
+    gradients = itemsize * step.vocabulary * (3 if step.shape.tie_word_embeddings else 2)
+    own_root = step.own - step.shape.num_hidden_layers * step.own_block
+    there = step.own if step.accumulates else step.own - own_root
+    yield _Moment(there, itemsize * step.root + MASTER_BYTES * step.block + gradients)
+    yield _Moment(step.own, (2 * itemsize + MASTER_BYTES) * step.root)
+
+
+def _update_bytes(step: _Step) -> int:
+    """What an update takes on its way, which is done group by group: matrices, then embedding and norms."""
+    optimizer = step.config.optimizer.optimizer
+    matrices, rest = _own_parameters(step.shape, step.shard_size)
+    if optimizer == "muon":
+        return matrices * MUON_BYTES["sharded" if step.is_sharded else "whole"]
+    rows = 0 if step.shape.tie_word_embeddings else -(-step.shape.vocab_size // step.shard_size)
+    head = rows * step.shape.hidden_size
+    return UPDATE_BYTES.get(optimizer, 0) * max(matrices + head, rest - head)
+
+
+def _frees_blocks(step: _Step) -> bool:
+    return step.config.parallel.sharding_strategy in ("fsdp", "hsdp")
+
+
+def _loss_bytes(step: _Step) -> int:
+    """What the loss takes, besides hidden states and their gradient: most for a chunk, or for the head's gradient.
+
+    A chunk has its logits, as computed and in float32, and the logarithms of their softmax. The gradient of the head is
+    in float32 from the second chunk on.
+    """
+    itemsize, vocabulary = step.itemsize, step.vocabulary
+    chunk = step.config.loss.loss_chunk_tokens
     if chunk is None:
-        chunk = loss_chunk_tokens(device_type, shape.vocab_size)
-    chunk = min(tokens, chunk or tokens)
-    head_bytes = MASTER_BYTES if chunk < tokens else compute_bytes
-    return (
-        chunk * shape.vocab_size * (compute_bytes + 4)
-        + tokens * shape.hidden_size * compute_bytes
-        + shape.vocab_size * shape.hidden_size * head_bytes
-    )
+        chunk = loss_chunk_tokens(step.device_type, step.shape.vocab_size)
+    chunk = min(step.tokens, chunk or step.tokens)
+    chunks = -(-step.tokens // chunk)
+    is_narrow = itemsize < MASTER_BYTES
+    logits = chunk * step.shape.vocab_size
+    of_head = (0, 0, itemsize, MASTER_BYTES)[min(chunks, 3)] * vocabulary
+    in_chunk = logits * (itemsize + (8 if is_narrow else 4)) + of_head
+    adding = 0
+    if chunks > 1 and is_narrow:
+        adding = logits * itemsize + vocabulary * (MASTER_BYTES + itemsize * (2 if chunks == 2 else 1))
+    scaling = vocabulary * (itemsize + (itemsize if chunks == 1 else MASTER_BYTES))
+    is_taken = step.has_copies and not step.accumulates and not step.shape.tie_word_embeddings
+    return max(in_chunk, adding, scaling, vocabulary * (itemsize + MASTER_BYTES) if is_taken else 0)

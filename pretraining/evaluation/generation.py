@@ -2,22 +2,31 @@
 
     a prompt -> logits of the next token -> one is drawn -> the prompt and this token -> …
 
-`generate` is the sample at a run's end. Every rank runs every forward, because sharded parameters are gathered by all
-ranks together; all draw the same tokens from the same seed. There the model looks at all tokens each time: it is a
-glance at the model, not a service. `CachedModel` looks at each once, in one process, for `pretrain sample`.
+`TextSampler` samples from a model that trains. Every rank runs every forward, because sharded parameters are gathered
+by all ranks together; all draw the same tokens from the same seed. There the model looks at all tokens each time: it is
+a glance at the model, not a service. `CachedModel` looks at each once, in one process, for `pretrain sample`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.distributed.compile import without_compiling
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.model.attention import KeyValueCache
 from pretraining.model.llama import Llama, next_token_logits
+
+LARGEST_LOGIT = 1e30
+"""Divided by a temperature, it is still finite in float32."""
+COLDEST = 1e-6
+"""Below this temperature no token but the likeliest is ever drawn, and quotients by it leave the range of float32."""
 
 
 @torch.no_grad()
@@ -54,6 +63,59 @@ def generate(
     drawn = list(draw_tokens(next_logits, prompt, count, seed=seed, temperature=temperature, top_k=top_k))
     reshard_model(model)
     return drawn
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text that a model has written.
+
+    Attributes:
+        prompt: what it was to continue.
+        text: what it wrote; empty on other ranks than 0.
+    """
+
+    prompt: str
+    text: str
+
+    def indented(self) -> str:
+        """Prompt and text for people, four spaces before each line."""
+        return "\n".join(f"    {line}" for line in (self.prompt + self.text).splitlines())
+
+
+@dataclass(frozen=True)
+class TextSampler:
+    """Has a model continue a prompt, with the same draws each time, so that samples compare along a run.
+
+    The tokenizer is read once: `read_tokenizer` does so on rank 0, before a run of months, in which files move.
+
+    Attributes:
+        prompt: its text.
+        prompt_tokens: its token ids, at least one.
+        count: how many tokens to draw.
+        context: tokens that the model looks back at, at most.
+        tokenizer_path: makes text of tokens; rank 0 reads it.
+    """
+
+    prompt: str
+    prompt_tokens: list[int]
+    count: int
+    context: int
+    seed: int
+    tokenizer_path: str
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer_path)
+
+    def read_tokenizer(self) -> None:
+        """Reads the tokenizer, for this process; raises as `load_tokenizer`."""
+        _ = self._tokenizer
+
+    def sample(self, model: nn.Module, device: torch.device) -> Sample:
+        """Samples from a model that may be sharded and compiled; a collective call."""
+        with without_compiling():  # every token makes the sequence longer
+            drawn = generate(model, self.prompt_tokens, self.count, self.context, device, seed=self.seed)
+        return Sample(self.prompt, self._tokenizer.decode(drawn) if dist.get_rank() == 0 else "")
 
 
 class CachedModel:
@@ -105,7 +167,9 @@ def draw_tokens(
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    if temperature == 0:
+    # A model that computes no finite logits writes nonsense; a look at it must not end its run.
+    logits_V = logits_V.nan_to_num(nan=0.0).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    if temperature < COLDEST:
         return logits_V.argmax()
     best = logits_V.topk(min(top_k, logits_V.numel()))
     choice = torch.multinomial(torch.softmax(best.values / temperature, dim=-1), 1, generator=generator)

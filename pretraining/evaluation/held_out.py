@@ -11,6 +11,7 @@ pending. The next start evaluates first, with the same weights, so its losses ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,11 +25,14 @@ from torch import Tensor, nn
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
+from pretraining.evaluation.generation import TextSampler
 from pretraining.observability.custom_metrics import NO_METRICS, NoMetrics, Ratio, Sums
 from pretraining.observability.observer import Observer
 from pretraining.observability.scores import Scores, format_perplexity, score
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, TrainState
+
+log = logging.getLogger(__name__)
 
 PENDING_KEY = "owed"  # in checkpoints
 MEAN = "mean"
@@ -172,6 +176,7 @@ class Evaluator:
         interval: how often; the run's last step is always evaluated.
         best_by: the set whose loss decides which checkpoint is best; None = the mean.
         early_stopping: ends the run where that loss does not come down any more.
+        sampler: has the model write a text after each evaluation but the run's last; None = it writes none.
         pending: whether an evaluation of the present weights is due and not done.
     """
 
@@ -186,6 +191,7 @@ class Evaluator:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     byte_lengths_V: Tensor | None = None
     metrics: NoMetrics = NO_METRICS
+    sampler: TextSampler | None = None
     pending: bool = False
 
     def maybe_run(self, state: TrainState) -> float | None:
@@ -204,7 +210,12 @@ class Evaluator:
         self.pending = False
         self.observer.after_evaluation(state.progress, found.values(), found.lines())
         loss = found.loss_of(self.best_by)
-        self.early_stopping.note(loss, state)
+        self.early_stopping.note(loss, state)  # may make it the run's last, whose sample comes at the end
+        if self.sampler is not None and not state.finished:
+            with self.stopwatch.measure("evaluation"):
+                sample = self.sampler.sample(self.model, self.device)
+            log.info("step %d  a sample of its text:\n%s", state.step, sample.indented())
+            self.observer.events.add("sample", state.step, prompt=sample.prompt, text=sample.text)
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,6 +43,11 @@ class Interface:
         return f"{self.address} ({self.name})"
 
 
+def interfaces_here() -> list[str]:
+    """Returns the names of this machine's network interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
 def interface_towards(host: str) -> Interface | None:
     """Returns the interface that leads to a host; None where nobody knows the host or a way to it."""
     with suppress(OSError, UnicodeError):

@@ -17,10 +17,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # a path, of scripts/torchrun.py
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
 
@@ -131,6 +133,13 @@ def ending_with_launcher(environ: Mapping[str, str] = os.environ) -> Iterator[No
         yield
     finally:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, before.value)
+
+
+def tell_launcher_that_time_is_over(environ: Mapping[str, str] = os.environ) -> None:
+    """Leaves a note for scripts/torchrun.py, which then starts nothing again, also where machines come and go."""
+    if path := environ.get(TIME_IS_OVER):
+        with suppress(OSError):  # it only saves starts that would end at once
+            Path(path).touch()
 
 
 def end_with_parent() -> None:

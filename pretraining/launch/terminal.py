@@ -25,15 +25,21 @@ if TYPE_CHECKING:
 PACKAGE = "pretraining"
 
 STDIN, STDOUT, STDERR = 0, 1, 2
+TRAINING_GOES_ON = "training goes on, reports are in the run's logs"
 
 
 class _Output(io.FileIO):
-    """Standard output or standard error; what cannot be written is lost, and the first time this is said on stderr."""
+    """Standard output or standard error; what cannot be written is lost, and the first time this is said on stderr.
 
-    def __init__(self, descriptor: int) -> None:
+    Attributes:
+        failure: the first error of a write; None where all was written.
+    """
+
+    def __init__(self, descriptor: int, goes_on: str = TRAINING_GOES_ON) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self._descriptor = descriptor
-        self._all_well = True
+        self._goes_on = goes_on
+        self.failure: OSError | None = None
 
     def write(self, content: ReadableBuffer) -> int:
         """Writes as much as goes in; the rest of what a reader does not take counts as written, too."""
@@ -41,24 +47,27 @@ class _Output(io.FileIO):
         try:
             written = super().write(content)
         except OSError as error:  # its reader has gone, its disk is full, its terminal was closed
-            if self._all_well and self._descriptor == STDOUT:
+            if self.failure is None and self._descriptor == STDOUT:
                 self._say(error)
-            self._all_well = False
+            self.failure = self.failure or error
             return size
         return size if written is None else written  # None: it may not block, and would
 
     def _say(self, error: OSError) -> None:
-        line = (
-            f"standard output cannot be written ({error.strerror}): training goes on, reports are in the run's logs\n"
-        )
+        if isinstance(error, BrokenPipeError) and not self._goes_on:
+            return
+        line = ": ".join(filter(None, (f"standard output cannot be written ({error.strerror})", self._goes_on)))
         with suppress(OSError):
-            os.write(STDERR, line.encode())
+            os.write(STDERR, f"{line}\n".encode())
 
 
-def outlive_readers() -> None:
+def outlive_readers(goes_on: str = TRAINING_GOES_ON) -> None:
     """Makes what this process prints from now on no reason to end, where nobody can read it.
 
     Leaves alone a `sys.stdout` or `sys.stderr` that somebody has put in place of the process's own.
+
+    Args:
+        goes_on: what a line on stderr says that happens then; "" = nothing, and a reader that has gone is not told of.
     """
     for descriptor in (STDIN, STDOUT, STDERR):
         try:
@@ -66,18 +75,46 @@ def outlive_readers() -> None:
         except OSError:  # closed by whoever started the process: the next file would get its number, and its output
             os.open(os.devnull, os.O_RDWR)
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _lasting(sys.stdout, STDOUT)
+        sys.stdout = _lasting(sys.stdout, STDOUT, goes_on)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _lasting(sys.stderr, STDERR)
+        sys.stderr = _lasting(sys.stderr, STDERR, goes_on)
 
 
-def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
+def output_was_lost() -> bool:
+    """Whether something that was printed to standard output after `outlive_readers` could not be written."""
+    with suppress(AttributeError, OSError):
+        sys.stdout.flush()
+    output = _lasting_output()
+    return output is not None and output.failure is not None
+
+
+def _lasting_output() -> _Output | None:
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw if isinstance(raw, _Output) else None
+
+
+def output_failure() -> OSError | None:
+    """Returns why standard output takes nothing any more; None where it does, which an empty line finds out.
+
+    After `outlive_readers` it takes everything.
+    """
+    if _lasting_output() is not None:
+        return None
+    try:
+        os.write(STDOUT, b"\n")
+    except OSError as error:
+        return error
+    return None
+
+
+def _lasting(stream: TextIO | None, descriptor: int, goes_on: str) -> TextIO:
+    output = io.BufferedWriter(_Output(descriptor, goes_on))
     if not isinstance(stream, io.TextIOWrapper):  # closed at the start of the process
-        return io.TextIOWrapper(io.BufferedWriter(_Output(descriptor)), errors="replace", line_buffering=True)
+        return io.TextIOWrapper(output, errors="replace", line_buffering=True)
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Output(descriptor)),
+        output,
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
@@ -115,9 +152,10 @@ class TerminalHandler(logging.Handler):
                 print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
             else:
                 self.show(text)
-        except BrokenPipeError:  # of a reader that has gone, as `head` does: the program ends quietly
-            raise
-        except Exception:
+        except Exception as error:
+            is_of_stdout = isinstance(error, OSError) and record.levelno < logging.WARNING
+            if is_of_stdout or isinstance(error, BrokenPipeError):
+                raise  # its reader has gone, as `head` does, or its disk is full: the program ends
             self.handleError(record)
 
 

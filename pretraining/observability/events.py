@@ -2,15 +2,17 @@
 
     start | restart   a process begins with the run's folder; restart says what the start before has come to
     restore           what it goes on from
-    phase             other datasets, weights, batch or skipped samples from the next step on
+    phase             the first one of the data, and other datasets, weights or batch from the next step on
     skip              an update was left out
     checkpoint        one was committed
     evaluation        its loss
     rollback          the run goes back before updates that were left out
+    sample            text that the model has written
     end               finished, preempted or failed; a killed process writes none
 
 The parts that act add what they do, on rank 0; on other ranks nothing is kept. A line is one write at the end of the
-file, so a kill leaves whole lines, or a piece of the last one, which the next start ends. Nothing reads the file.
+file, so a kill leaves whole lines, or a piece of the last one, which the next start ends. Nothing
+that trains reads the file; `pretrain report` shows it.
 """
 
 from __future__ import annotations

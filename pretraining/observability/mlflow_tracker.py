@@ -17,9 +17,8 @@ import time
 from collections import deque
 from typing import Any
 
-from pretraining.errors import ConfigError
 from pretraining.observability.report_file import MOST_WAITING
-from pretraining.observability.trackers import TrackedRun, plain_settings
+from pretraining.observability.trackers import TrackedRun, missing_package, plain_settings
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +56,7 @@ class MLflow:
         try:
             from mlflow import MlflowClient, entities, exceptions  # only where it is chosen: it takes seconds
         except ImportError as error:
-            raise ConfigError(
-                f"--tracker=mlflow needs the `mlflow` package ({error}): pip install 'pretraining[mlflow]'"
-            ) from None
+            raise missing_package("mlflow", error) from None
         self._make_client, self._entities, self._exception = MlflowClient, entities, exceptions.MlflowException
         self._about = run
         self.run_id = run.run_id

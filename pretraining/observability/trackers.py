@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -191,6 +192,23 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
     opened = Trackers(trackers, ids_file=logs / IDS_FILE, kept_ids=kept_ids)
     opened.keep_ids()
     return opened
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Looks for what the settings name, and opens nothing.
+
+    Raises:
+        ConfigError: a tracker, or the package that it needs, cannot be found.
+    """
+    for name in config.report.tracker:
+        load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
+        if name in ("wandb", "mlflow") and find_spec(name) is None:
+            raise missing_package(name, ImportError(f"No module named '{name}'"))
+
+
+def missing_package(name: str, error: ImportError) -> ConfigError:
+    """Makes the error for users whose tracker has no package."""
+    return ConfigError(f"--tracker={name} needs the `{name}` package ({error}): pip install 'pretraining[{name}]'")
 
 
 def _read_ids(path: Path) -> dict[str, str]:

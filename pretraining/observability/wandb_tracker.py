@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from pretraining.errors import ConfigError
-from pretraining.observability.trackers import TrackedRun, plain_settings
+from pretraining.observability.trackers import TrackedRun, missing_package, plain_settings
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,7 @@ class Wandb:
         try:
             import wandb  # only where it is chosen: it takes a second
         except ImportError as error:
-            raise ConfigError(
-                f"--tracker=wandb needs the `wandb` package ({error}): pip install 'pretraining[wandb]'"
-            ) from None
+            raise missing_package("wandb", error) from None
         self._wandb: Any = wandb  # mypy says the same with and without it
         self.run_id = run.run_id or secrets.token_hex(8)
         self._run = self._start(run)

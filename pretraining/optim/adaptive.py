@@ -70,7 +70,7 @@ class NAdamW(SelectingOptimizer):
         steps, products = self.scalars_of(members, "step", 0.0), self.scalars_of(members, "mu_product", 1.0)
         # A skipped update is worked out for the count that it would have had; nothing of it is kept.
         step = steps[0] + 1.0
-        torch._foreach_add_(steps, self.factor(2.0, first) - 1.0)
+        torch._foreach_add_(steps, [self.factor(2.0, first) - 1.0] * len(steps))
         now = beta1 * (1.0 - 0.5 * 0.96 ** (step * MOMENTUM_DECAY))
         following = beta1 * (1.0 - 0.5 * 0.96 ** ((step + 1.0) * MOMENTUM_DECAY))
         product = products[0] * now

@@ -41,6 +41,12 @@ def _make_shipped(parameters: Mapping[str, nn.Parameter], config: OptimizerConfi
     return optimizer
 
 
+def try_optimizer(config: OptimizerConfig) -> None:
+    """Makes the optimizer over two small parameters, where it is the user's own; a ConfigError as `build_optimizer`."""
+    if config.optimizer not in OPTIMIZERS:
+        build_optimizer({"matrix": nn.Parameter(torch.zeros(4, 4)), "vector": nn.Parameter(torch.zeros(4))}, config)
+
+
 def settings_of_groups(shapes: Mapping[str, Sequence[int]], config: OptimizerConfig) -> Groups:
     """Returns the settings of each parameter group, with the names of its parameters, without making any of them.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +117,7 @@ def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: Tenso
         write_json(folder / MANIFEST, replace(checkpoint.manifest, files=files).document())
     print(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {total / 1e9:.2f} GB")
     print("  files      " + ", ".join(FULL_FILES))
-    print(f"  go on      pretrain train --ckpt_load_path={output} …")
+    print(f"  go on      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} …")
 
 
 def check_complete(checkpoint: CheckpointRef, tensors: TensorFiles) -> None:

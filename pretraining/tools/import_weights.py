@@ -8,6 +8,7 @@ The checkpoint holds weights alone. Training that finds it begins with them at s
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def import_weights(config: ImportConfig) -> None:
         manifest = Manifest(model=asdict(source.shape), files=files, config=_settings(source, run))
         write_json(temporary / MANIFEST, manifest.document())
     print(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
-    print(f"  train      pretrain train --ckpt_save_path={run} --data_path=…")
+    print(f"  train      pretrain train {shlex.quote(f'--ckpt_save_path={run}')} --data_path=…")
 
 
 def _settings(source: HuggingFaceFolder, run: Path) -> str:

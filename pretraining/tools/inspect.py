@@ -106,15 +106,18 @@ def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
         decode = load_tokenizer(config.data.tokenizer_path).decode
     if not asked.json:
         place = f"rank {asked.rank} of {ranks}" if asked.rank is not None else "all ranks"
-        print(
-            f"step {step}, {place}: the global batch has {size} slots of {config.data.seq_length} tokens and one more"
-        )
+        print(heading(step, place, size, config.data.seq_length))
     shown = 0
     for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
         shown += 1
         print(json.dumps(slot.document()) if asked.json else "\n".join(slot.describe(decode)))
     if asked.sample_id is not None and not shown:
         raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
+
+
+def heading(step: int, place: str, slots: int, seq_length: int) -> str:
+    """Returns the line above the slots of a step that some ranks train on."""
+    return f"step {step}, {place}: the global batch has {slots} slots of {seq_length} tokens and one more"
 
 
 def _plan_of(size: int, ranks: int) -> BatchPlan:

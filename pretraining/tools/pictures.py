@@ -1,19 +1,39 @@
-"""Pictures: schedules, the losses of a sweep, a plan's memory and time. They need matplotlib (extra `report`)."""
+"""Pictures: schedules, losses of runs and sweeps, a plan's memory and time. They need matplotlib (extra `report`)."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pretraining.errors import ConfigError
+from pretraining.files import output_errors
 from pretraining.progress import parse_number
 
 if TYPE_CHECKING:
     from pretraining.optim.schedules import LearningRate
 
 POINTS = 500
+
+
+def check_picture(path: Path) -> None:
+    """Raises a ConfigError where --picture names a file of another kind than those that are drawn."""
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--picture={path} must end in .png or .svg")
+
+
+@contextmanager
+def picture_errors(path: Path) -> Iterator[None]:
+    """Makes the folder of --picture, and turns what goes wrong with the drawing into an error for users."""
+    with output_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        except ImportError:
+            raise ConfigError(f"--picture={path} needs matplotlib: pip install 'pretraining[report]'") from None
 
 
 def draw_schedules(schedules: Mapping[str, LearningRate], path: Path) -> None:
@@ -30,6 +50,29 @@ def draw_schedules(schedules: Mapping[str, LearningRate], path: Path) -> None:
         axes[0].plot([step / total for step in steps], [schedule.at(step, 1.0) for step in steps], label=name)
     axes[0].set_xlabel("share of the run")
     axes[0].set_ylabel("learning rate / peak")
+    _finish(figure, axes, path)
+
+
+def draw_losses(runs: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: Path) -> None:
+    """Draws training losses of runs over tokens, and beside them those of evaluations, if there are any.
+
+    Args:
+        runs: by name, tokens and values of `loss` and `evaluation_loss`, as far as they are known.
+        path: of the picture.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        OSError: the picture cannot be written.
+    """
+    labels = {"loss": "training loss", "evaluation_loss": "evaluation loss"}
+    kinds = [kind for kind in labels if kind == "loss" or any(kind in losses for losses in runs.values())]
+    figure, axes = _figure(len(kinds))
+    for place, kind in enumerate(kinds):
+        for name, losses in runs.items():
+            if kind in losses:
+                axes[place].plot(*losses[kind], label=name, linewidth=1.0, marker="o" if place else None, markersize=3)
+        axes[place].set_xlabel("tokens")
+        axes[place].set_ylabel(f"{labels[kind]} (nats a token)")
     _finish(figure, axes, path)
 
 
@@ -100,7 +143,8 @@ def draw_plan(memory: Mapping[str, float], memory_of_gpu: float, step: Mapping[s
         begin += step[name]
     axes[1].barh("network, hidden", step["hidden"], label="hidden")
     axes[1].set_xlabel("seconds of a step")
-    _finish(figure, axes, path)
+    # Bars fill their axes: the legends stand beside them.
+    _finish(figure, axes, path, legend={"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)})
 
 
 def _last_losses(
@@ -130,9 +174,9 @@ def _figure(columns: int) -> tuple[Any, Any]:
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
 
 
-def _finish(figure: Any, axes: Sequence[Any], path: Path) -> None:
+def _finish(figure: Any, axes: Sequence[Any], path: Path, legend: Mapping[str, Any] | None = None) -> None:
     for each in axes:
         each.grid(alpha=0.3)
         if any(each.get_legend_handles_labels()[1]):
-            each.legend(fontsize="small")
+            each.legend(fontsize="small", **(legend or {}))
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

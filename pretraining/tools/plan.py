@@ -2,8 +2,10 @@
 
     settings + GPUs -> mesh, batch -> memory of a GPU (estimate/memory.py) -> fits?
                                    -> time of a step (estimate/step_time.py) -> tokens/s, days, GPU-hours
+                    -> with `simulate`: memory of a step that is taken without devices (simulate.py)
 
-With `search`, the same for every strategy, group, checkpointing and micro-batch that fits, the fastest first.
+With `search`, the same for every strategy, group, checkpointing and micro-batch that fits, the fastest first. All of
+them learn the same: the global batch is that of the settings.
 """
 
 from __future__ import annotations
@@ -12,27 +14,32 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.commands import PlanConfig
 from pretraining.config.mesh_shape import mesh_shape
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.training import ParallelConfig, ShardingStrategy
-from pretraining.config.values import did_you_mean
+from pretraining.config.training import ALL_BLOCKS, ParallelConfig, ShardingStrategy
 from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
-from pretraining.files import output_errors
 from pretraining.progress import TokenSchedule
+from pretraining.tools.pictures import check_picture
+
+if TYPE_CHECKING:
+    from pretraining.tools.simulate import SimulatedMemory  # which imports torch
 
 ROOM = 0.9
 """Share of a GPU's memory that a search fills: allocators keep reserves, and the estimate may be wrong."""
 CHECKPOINTING = ("none", "op", "1/2", "full")
 """What a search tries of activation checkpointing."""
 LARGEST_MICRO_BATCH_TOKENS = 2**16
+SHORTEST = 128
+"""Tokens of a sequence that is worth training on, where longer ones do not fit."""
 SHOWN = 15
 """Lines of a search's table."""
 
@@ -75,12 +82,21 @@ def plan(config: PlanConfig) -> None:
     """Prints the plan of a run, or those that fit.
 
     Raises:
-        ConfigError: the GPU is not known, GPUs do not make groups, or the run's length cannot be told without data.
+        ConfigError: GPUs do not make groups, nothing fits, or flags ask for what does not go together.
     """
     asked, shape = config.plan, resolve_shape(config.model)
     cluster = _cluster(config)
+    if asked.search and asked.simulate:
+        raise ConfigError("--simulate=true takes a step of one layout, and --search=true tries many: leave one out")
+    if asked.search and asked.picture is not None:
+        raise ConfigError(
+            f"--picture={asked.picture} draws one layout, and --search=true tries many: leave one out, or draw a row "
+            "of the table by its flags"
+        )
+    if asked.picture is not None:
+        check_picture(Path(asked.picture))  # first: a simulation takes a minute
     if asked.search:
-        plans = sorted(search(config, shape, cluster), key=lambda each: -each.tokens_per_second_per_gpu)
+        plans = search(config, shape, cluster)
         if not plans:
             raise ConfigError(_nothing_fits(config, shape, cluster))
         if asked.json:
@@ -88,26 +104,39 @@ def plan(config: PlanConfig) -> None:
         else:
             print("\n".join(_table(config, shape, cluster, plans)))
         return
-    chosen = make_plan(config, shape, cluster)
+    chosen, simulated = simulate_plan(config) if asked.simulate else (make_plan(config, shape, cluster), None)
     if asked.json:
-        print(json.dumps(as_document(config, shape, chosen)))
+        document = as_document(config, shape, chosen)
+        print(json.dumps(document if simulated is None else {**document, "simulated": simulated.as_document()}))
     else:
         print("\n".join(_account(config, shape, cluster, chosen)))
+        if simulated is not None:
+            print("\n".join(_comparison(config, shape, chosen, simulated)))
     if asked.picture is not None:
         _draw(chosen, Path(asked.picture))
 
 
 def _draw(chosen: Plan, path: Path) -> None:
-    from pretraining.tools.pictures import draw_plan
+    from pretraining.tools.pictures import draw_plan, picture_errors
 
-    if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--picture={path} must end in .png or .svg")
-    with output_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draw_plan(asdict(chosen.memory), chosen.memory_bytes, asdict(chosen.step), path)
-        except ImportError:
-            raise ConfigError(f"--picture={path} needs matplotlib: pip install 'pretraining[report]'") from None
+    memory = chosen.memory
+    there = {**_parts(memory), "gradients": memory.gradients - memory.later_gradients}
+    with picture_errors(path):
+        draw_plan(there, chosen.memory_bytes, asdict(chosen.step), path)
+
+
+def simulate_plan(config: PlanConfig) -> tuple[Plan, SimulatedMemory]:
+    """Works out a plan, and takes a step of it on GPUs that are not there; errors as `plan` and `simulate`."""
+    from pretraining.tools.simulate import simulate  # here, since it imports torch
+
+    if config.parallel.mixed_precision is False:
+        raise ConfigError(
+            "--simulate=true takes its step in bfloat16, and --mixed_precision=false asks for float32: leave one out"
+        )
+    shape = resolve_shape(config.model)
+    chosen = make_plan(config, shape, _cluster(config))
+    mesh = (config.plan.gpus // chosen.shard_size, chosen.shard_size)
+    return chosen, simulate(config, shape, chosen.batch, mesh)
 
 
 def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
@@ -120,8 +149,16 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
     on_nodes = [cluster.gpus_per_node] * (nodes * cluster.gpus_per_node) + [left] * left
     _, shard_size = mesh_shape(config.parallel, on_nodes)
     batch = plan_batch(config.batch, cluster.gpus)
-    config = replace(config, batch=replace(config.batch, batch_size=batch.micro_batch_size))
-    memory = estimate_memory(config, shape, shard_size=shard_size, compute_bytes=COMPUTE_BYTES, device_type="cuda")
+    as_cut = replace(
+        config.batch,
+        batch_size=batch.micro_batch_size,
+        grad_accum_steps=batch.grad_accum_steps,
+        global_batch_size=None,
+    )
+    config = replace(config, batch=as_cut)
+    memory = estimate_memory(
+        config, shape, shard_size=shard_size, compute_bytes=_compute_bytes(config), device_type="cuda"
+    )
     own_bytes = config.plan.optimizer_state_bytes
     if own_bytes is not None:
         own = -(-parameter_count(shape) // shard_size)
@@ -141,29 +178,81 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
     )
 
 
-def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterator[Plan]:
-    """Yields what fits of all strategies, groups, kinds of checkpointing and micro-batches."""
+def _compute_bytes(config: PlanConfig) -> int:
+    return MASTER_BYTES if config.parallel.mixed_precision is False else COMPUTE_BYTES
+
+
+def not_counted(config: PlanConfig) -> list[str]:
+    """Returns a line for each setting that a run would feel, and of which a plan's numbers know nothing."""
+    parallel = config.parallel
+    lines = []
+    if parallel.mixed_precision is False:
+        lines.append("--mixed_precision=false is counted in the memory, and not in the time: float32 is slower")
+    if parallel.float8 is not None:
+        lines.append(f"--float8={parallel.float8} is not counted: memory and time are those without it")
+    if config.data.document_mask:
+        lines.append("--document_mask=true is not counted: attention is taken to cover whole sequences")
+    if config.run.deterministic:
+        lines.append("--deterministic=true is not counted: kernels that give the same bits each time are slower")
+    if not parallel.low_cpu_fsdp:
+        lines.append("--low_cpu_fsdp=false is not counted: each GPU holds the whole model at the start")
+    if parallel.device == "cpu":
+        lines.append("--device=cpu is not counted: a plan is of GPUs")
+    return lines
+
+
+def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[Plan]:
+    """Returns what fits of all strategies, groups, kinds of checkpointing and micro-batches, the fastest first.
+
+    All have the global batch of the settings; where nothing fits with it, smaller ones without accumulation, which
+    needs less memory. Of those that are equally fast, the one that takes least memory is first.
+    """
+    batch = replace(config.batch, global_batch_size=_global_batch_size(config, cluster), grad_accum_steps=None)
+    found = list(_fitting(replace(config, batch=batch), shape, cluster))
+    if not found and config.batch.global_batch_size is None:
+        batch = replace(batch, global_batch_size=None)
+        found = list(_fitting(replace(config, batch=batch), shape, cluster))
+    return sorted(found, key=lambda each: (-round(each.tokens_per_second_per_gpu), each.memory.total))
+
+
+def _global_batch_size(config: PlanConfig, cluster: Cluster) -> int:
+    """Returns the sequences of a step by the settings as they are given."""
+    batch = config.batch
+    return batch.global_batch_size or batch.batch_size * (batch.grad_accum_steps or 1) * cluster.gpus
+
+
+def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterator[Plan]:
+    for parallel in _layouts(config, cluster):
+        for size in _micro_batches(config, cluster):
+            tried = replace(config, parallel=parallel, batch=replace(config.batch, batch_size=size))
+            found = make_plan(tried, shape, cluster)
+            is_new = found.batch.micro_batch_size == size  # else another size gives the same
+            if found.memory.total <= ROOM * found.memory_bytes and is_new:
+                yield found
+            elif found.batch.grad_accum_steps == 1:  # larger ones take more; with accumulation, smaller ones may, too
+                break
+
+
+def _micro_batches(config: PlanConfig, cluster: Cluster) -> list[int]:
+    """Returns powers of two, and what divides a GPU's share of the global batch."""
+    largest = max(1, LARGEST_MICRO_BATCH_TOKENS // config.data.seq_length)
+    sizes = {2**power for power in range(largest.bit_length())}
+    if config.batch.global_batch_size is not None:
+        share = -(-config.batch.global_batch_size // cluster.gpus)
+        sizes |= {size for size in range(1, min(share, largest) + 1) if share % size == 0}
+    return sorted(sizes)
+
+
+def _layouts(config: PlanConfig, cluster: Cluster) -> Iterator[ParallelConfig]:
     for strategy, group in _strategies(cluster):
         for checkpointing in CHECKPOINTING:
-            parallel = replace(
+            yield replace(
                 config.parallel,
                 sharding_strategy=strategy,
                 hsdp_group_size=group,
                 fsdp_activation_checkpointing=checkpointing != "none",
-                selective_checkpointing="1" if checkpointing in ("none", "full") else checkpointing,
+                selective_checkpointing=ALL_BLOCKS if checkpointing in ("none", "full") else checkpointing,
             )
-            size = 1
-            while size * config.data.seq_length <= LARGEST_MICRO_BATCH_TOKENS or size == 1:
-                tried = replace(config, parallel=parallel, batch=replace(config.batch, batch_size=size))
-                try:
-                    found = make_plan(tried, shape, cluster)
-                except ConfigError:  # this size does not make the global batch that is asked for
-                    break
-                if found.memory.total > ROOM * found.memory_bytes:
-                    break
-                if found.batch.micro_batch_size == size:  # else another size gives the same
-                    yield found
-                size *= 2
 
 
 def _strategies(cluster: Cluster) -> Iterator[tuple[ShardingStrategy, int | None]]:
@@ -180,12 +269,13 @@ def _strategies(cluster: Cluster) -> Iterator[tuple[ShardingStrategy, int | None
 
 def _cluster(config: PlanConfig) -> Cluster:
     asked = config.plan
-    name = asked.gpu.lower()
-    if name not in GPUS:
-        hint = did_you_mean(name, GPUS, "did you mean {}? ")
-        raise ConfigError(f"--gpu={asked.gpu} is not known: {hint}Known are {', '.join(GPUS)}")
-    gpu: Gpu = GPUS[name]
-    return Cluster(gpu, asked.gpus, min(asked.gpus, asked.gpus_per_node), asked.network or gpu.network_gbits)
+    gpu: Gpu = GPUS[asked.gpu]
+    return Cluster(
+        gpu,
+        asked.gpus,
+        min(asked.gpus, asked.gpus_per_node),
+        gpu.network_gbits if asked.network is None else asked.network,
+    )
 
 
 def as_document(config: PlanConfig, shape: LlamaShape, chosen: Plan) -> dict[str, object]:
@@ -194,7 +284,7 @@ def as_document(config: PlanConfig, shape: LlamaShape, chosen: Plan) -> dict[str
     return {
         "model": name_of_model(config.model),
         "parameters": parameter_count(shape),
-        "gpu": config.plan.gpu.lower(),
+        "gpu": config.plan.gpu,
         "gpus": config.plan.gpus,
         "sharding_strategy": chosen.parallel.sharding_strategy,
         "group_size": chosen.shard_size,
@@ -208,11 +298,12 @@ def as_document(config: PlanConfig, shape: LlamaShape, chosen: Plan) -> dict[str
         "step_seconds": {**asdict(chosen.step), "total": chosen.step.total},
         "tokens_per_second_per_gpu": chosen.tokens_per_second_per_gpu,
         "mfu": chosen.mfu,
-        "steps": length.steps,
-        "tokens": length.tokens,
-        "seconds": length.seconds,
-        "gpu_hours": length.seconds / 3600 * config.plan.gpus,
+        "steps": None if length is None else length.steps,
+        "tokens": None if length is None else length.tokens,
+        "seconds": None if length is None else length.seconds,
+        "gpu_hours": None if length is None else length.seconds / 3600 * config.plan.gpus,
         "checkpoint_bytes": _checkpoint_bytes(config, shape),
+        "not_counted": not_counted(config),
     }
 
 
@@ -223,7 +314,10 @@ class _Length:
     seconds: float
 
 
-def _length(config: PlanConfig, chosen: Plan) -> _Length:
+def _length(config: PlanConfig, chosen: Plan) -> _Length | None:
+    """Returns the length of the run; None where it is in epochs, which only the data could tell."""
+    if config.run.num_steps.unit == "epochs":
+        return None
     steps = config.run.num_steps.to_steps(TokenSchedule.steady(chosen.tokens), None)
     return _Length(steps, steps * chosen.tokens, steps * chosen.step.total)
 
@@ -235,8 +329,12 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Pl
     room = chosen.memory.total / chosen.memory_bytes
     verdict = "fits" if room <= ROOM else "may fit, with little room" if chosen.fits else "does not fit"
     yield f"memory      {_gib(chosen.memory.total)} of {_gib(chosen.memory_bytes)} a GPU, {room:.0%}: {verdict}"
-    for name, size in asdict(chosen.memory).items():
+    if not chosen.fits:
+        yield f"            too large: {_too_large(config, chosen)}"
+    for name, size in _parts(chosen.memory).items():
         yield f"  {name.replace('_', ' '):16}{_gib(size):>12}"
+    if chosen.memory.later_gradients:
+        yield f"  {'not at once':16}{_gib(-chosen.memory.later_gradients):>12}  of gradients: they come after the peak"
     if config.plan.optimizer_state_bytes is None and config.optimizer.optimizer not in OPTIMIZERS:
         yield "  (the optimizer is counted as AdamW: give --optimizer_state_bytes)"
     step = chosen.step
@@ -249,27 +347,115 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Pl
         f"{chosen.tokens_per_second_per_gpu * cluster.gpus:,.0f} in all; MFU {chosen.mfu:.0%} of "
         f"{cluster.gpu.peak_tflops:g} TFLOP/s"
     )
-    length = _length(config, chosen)
-    yield (
-        f"run         {length.steps:,} steps, {length.tokens:,} tokens: {_time(length.seconds)}, "
-        f"{length.seconds / 3600 * cluster.gpus:,.1f} GPU-hours"
-    )
+    yield f"run         {_run(config, cluster, chosen)}"
     yield f"checkpoint  {_gib(_checkpoint_bytes(config, shape))} each"
     if not chosen.fits:
-        best = max(search(config, shape, cluster), key=lambda each: each.tokens_per_second_per_gpu, default=None)
-        yield "what fits   " + (_nothing_fits(config, shape, cluster) if best is None else _flags(best))
+        fitting = search(config, shape, cluster)
+        yield "what fits   " + (_flags(config, fitting[0]) if fitting else _nothing_fits(config, shape, cluster))
+        if fitting and fitting[0].batch.global_batch_size != chosen.batch.global_batch_size:
+            yield f"            {_batch_of_search(config, cluster, fitting)}"
+
+
+def _run(config: PlanConfig, cluster: Cluster, chosen: Plan) -> str:
+    length = _length(config, chosen)
+    if length is None:
+        return (
+            f"{config.run.num_steps} are passes over the data, which a plan does not read: give --num_steps=1000 "
+            "(steps) or 5Btok (tokens) for days and GPU-hours"
+        )
+    return (
+        f"{length.steps:,} steps, {length.tokens:,} tokens: {_time(length.seconds)}, "
+        f"{length.seconds / 3600 * cluster.gpus:,.1f} GPU-hours"
+    )
+
+
+def _too_large(config: PlanConfig, chosen: Plan) -> str:
+    """Names the part that takes most of the memory, and the flags that make it smaller."""
+    memory, parallel = chosen.memory, chosen.parallel
+    parts = {
+        "activations": memory.activations,
+        "the logits of the loss": memory.loss,
+        "what is gathered of parameters and gradients": memory.gathered,
+        "parameters, gradients and optimizer": memory.state - memory.later_gradients,
+    }
+    name = max(parts, key=parts.__getitem__)
+    helps = {
+        "a smaller --batch_size": name == "activations" and chosen.batch.micro_batch_size > 1,
+        "--fsdp_activation_checkpointing=true": name == "activations" and not parallel.fsdp_activation_checkpointing,
+        "--selective_checkpointing=1": name == "activations" and _checkpointing(parallel) not in ("none", "full"),
+        "a shorter --seq_length": name == "activations",
+        "a smaller --loss_chunk_tokens": name == "the logits of the loss",
+        "--sharding_strategy=fsdp": "gradients" in name and config.plan.gpus > 1 and chosen.shard_size == 1,
+        "more --gpus": "optimizer" in name and parallel.sharding_strategy in ("fsdp", "zero2"),
+        "larger groups (--hsdp_group_size)": "optimizer" in name and parallel.sharding_strategy.startswith("hsdp"),
+        "a smaller model": "gradients" in name,
+    }
+    return f"{name}, {_gib(parts[name])}; what helps: {', '.join(flag for flag, does in helps.items() if does)}"
+
+
+def _parts(memory: MemoryEstimate) -> dict[str, int]:
+    parts = asdict(memory)
+    parts.pop("later_gradients")
+    return parts
+
+
+def _comparison(config: PlanConfig, shape: LlamaShape, chosen: Plan, simulated: SimulatedMemory) -> Iterator[str]:
+    """Yields the lines about a simulation."""
+    depths, layers = simulated.depths, shape.num_hidden_layers
+    yield f"simulated   rank 0 of {config.plan.gpus}; most in {simulated.peak_moment}"
+    if len(depths) > 1:
+        yield f"            blocks are alike: {depths[0]} and {depths[1]} of {layers} were, the rest follows on a line"
+    if config.parallel.use_torch_compile:
+        yield "            --use_torch_compile=true is not simulated: compiled blocks keep less"
+    yield f"  {'':18}{'estimated':>12}{'simulated':>12}{'difference':>12}"
+    for name, estimated, found in compare(chosen.memory, simulated):
+        yield f"  {name:18}{_gib(estimated):>12}{_gib(found):>12}{difference(estimated, found):>12}"
+
+
+def compare(memory: MemoryEstimate, simulated: SimulatedMemory) -> Iterator[tuple[str, int, int]]:
+    """Yields what each part takes by the estimate and in the simulation: the state wholly, the rest at the peak."""
+    largest, at_peak = simulated.largest, simulated.at_peak
+    yield "parameters", memory.parameters, largest["parameters"]
+    yield "gradients", memory.gradients, largest["gradients"]
+    yield "optimizer state", memory.optimizer_state, largest["optimizer_state"]
+    yield "gathered", memory.gathered, at_peak["gathered"]
+    yield "activations, loss", memory.activations + memory.loss, at_peak["activations"]
+    yield "at the peak", memory.total - memory.runtime, simulated.total
+
+
+def difference(estimated: int, found: int) -> str:
+    """Writes how much larger an estimate is than what was found; nothing is where nothing was found."""
+    if not found:
+        return "-"
+    share = round(estimated / found - 1, 3)
+    return f"{share:+.1%}" if share else "0.0%"
 
 
 def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[Plan]) -> Iterator[str]:
     """Yields the lines of a search."""
     yield _heading(config, shape, cluster)
+    yield f"batch       {_batch_of_search(config, cluster, plans)}"
     yield f"{'tokens/s a GPU':>14}  {'MFU':>4}  {'GiB':>5}  {'run':>9}  flags"
     for each in plans[:SHOWN]:
-        run = _time(_length(config, each).seconds)
+        length = _length(config, each)
+        run = "-" if length is None else _time(length.seconds)
         speed, memory = f"{each.tokens_per_second_per_gpu:,.0f}", f"{each.memory.total / 2**30:.1f}"
-        yield f"{speed:>14}  {each.mfu:>4.0%}  {memory:>5}  {run:>9}  {_flags(each)}"
+        yield f"{speed:>14}  {each.mfu:>4.0%}  {memory:>5}  {run:>9}  {_flags(config, each)}"
     if len(plans) > SHOWN:
         yield f"{'':14}  and {len(plans) - SHOWN} slower ones; --json=true prints all"
+
+
+def _batch_of_search(config: PlanConfig, cluster: Cluster, plans: Sequence[Plan]) -> str:
+    size, batch = _global_batch_size(config, cluster), config.batch
+    if any(each.batch.global_batch_size != size for each in plans):
+        return f"nothing fits with a global batch of {size} sequences; these have others, and learn otherwise"
+    if batch.global_batch_size is not None:
+        return f"{size} sequences a step in each row, as given"
+    accumulation = f" x {batch.grad_accum_steps} micro-batches" if (batch.grad_accum_steps or 1) > 1 else ""
+    return (
+        f"{size} sequences a step in each row: --batch_size={batch.batch_size}{accumulation} x {cluster.gpus} GPUs; "
+        "--global_batch_size sets another"
+    )
 
 
 def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
@@ -277,10 +463,13 @@ def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
     where = (
         f"{nodes} nodes of {cluster.gpus_per_node}, {cluster.network_gbits:g} Gbit/s each" if nodes > 1 else "a node"
     )
-    return (
+    precision = "float32" if config.parallel.mixed_precision is False else config.parallel.mp_dtype
+    compiled = "compiled" if config.parallel.use_torch_compile else "as if compiled (--use_torch_compile=true)"
+    heading = (
         f"plan        {name_of_model(config.model)}, {parameter_count(shape):,} parameters, on {cluster.gpus} x "
-        f"{config.plan.gpu.lower()} ({where}), in bfloat16, compiled"
+        f"{config.plan.gpu} ({where}), in {precision}, {compiled}"
     )
+    return "\n".join([heading, *(f"            {line}" for line in not_counted(config))])
 
 
 def _layout(chosen: Plan) -> str:
@@ -289,17 +478,20 @@ def _layout(chosen: Plan) -> str:
     return f"{strategy}{group}, checkpointing {recomputed}"
 
 
-def _flags(chosen: Plan) -> str:
-    """Writes the flags that make a layout."""
-    parallel = chosen.parallel
+def _flags(config: PlanConfig, chosen: Plan) -> str:
+    """Writes the flags that make a layout of the settings as they are given, whatever these say of it."""
+    given, parallel = config.parallel, chosen.parallel
     flags = [f"--sharding_strategy={parallel.sharding_strategy}"]
-    if parallel.hsdp_group_size is not None:
-        flags.append(f"--hsdp_group_size={parallel.hsdp_group_size}")
-    if parallel.fsdp_activation_checkpointing:
-        flags.append("--fsdp_activation_checkpointing=true")
-        if parallel.selective_checkpointing != "1":
-            flags.append(f"--selective_checkpointing={parallel.selective_checkpointing}")
-    return " ".join([*flags, f"--batch_size={chosen.batch.micro_batch_size}"])
+    if parallel.hsdp_group_size != given.hsdp_group_size or parallel.hsdp_group_size is not None:
+        flags.append(f"--hsdp_group_size={parallel.hsdp_group_size or 'none'}")
+    if parallel.fsdp_activation_checkpointing or given.fsdp_activation_checkpointing:
+        flags.append(f"--fsdp_activation_checkpointing={str(parallel.fsdp_activation_checkpointing).lower()}")
+    if not parallel.selective_checkpointing == given.selective_checkpointing == ALL_BLOCKS:
+        flags.append(f"--selective_checkpointing={parallel.selective_checkpointing}")
+    flags += [f"--global_batch_size={chosen.batch.global_batch_size}", f"--batch_size={chosen.batch.micro_batch_size}"]
+    if config.batch.grad_accum_steps is not None:
+        flags.append(f"--grad_accum_steps={chosen.batch.grad_accum_steps}")
+    return " ".join([*flags, "--use_torch_compile=true"])
 
 
 def _checkpointing(parallel: ParallelConfig) -> str:
@@ -309,18 +501,49 @@ def _checkpointing(parallel: ParallelConfig) -> str:
 
 
 def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
-    state = MASTER_BYTES * 2 * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
-    needed = -(-state // round(ROOM * cluster.gpu.memory_gib * 2**30))
+    state = MASTER_BYTES * 2 * parameter_count(shape) + _optimizer_bytes(config, shape)
+    room = round(ROOM * cluster.gpu.memory_gib * 2**30)
+    where = f"nothing fits on {cluster.gpus} x {config.plan.gpu}"
+    if state > cluster.gpus * room:
+        return (
+            f"{where}: parameters, gradients and optimizer alone take {_gib(state)}, which is {-(-state // room)} GPUs "
+            "full. Give more --gpus or a smaller model"
+        )
+    length = config.data.seq_length
+    while length >= SHORTEST and _least(config, shape, cluster, length).memory.total > room:
+        length //= 2
+    least = _least(config, shape, cluster).memory
+    needed = f"with the layout that takes least needs {_gib(least.total)} a GPU, and a search fills {_gib(room)}"
+    if length < SHORTEST:
+        return f"{where}: a single sequence {needed}. Give more --gpus or a smaller model"
+    if length == config.data.seq_length:
+        return (
+            f"{where} with --global_batch_size={config.batch.global_batch_size}: its micro-batches need room for "
+            f"gradients to add up in. Give --global_batch_size={cluster.gpus} or less, or more --gpus"
+        )
+    activations = _gib(least.activations + least.loss)
     return (
-        f"nothing fits on {cluster.gpus} x {config.plan.gpu.lower()}: parameters, gradients and optimizer alone take "
-        f"{_gib(state)}, which is {needed} GPUs full. Give more --gpus, a shorter --seq_length or a smaller model"
+        f"{where}: one sequence of {config.data.seq_length:,} tokens {needed}. {activations} are activations, "
+        f"which more --gpus do not make smaller: give --seq_length={length} or less, or a smaller model"
     )
 
 
+def _least(config: PlanConfig, shape: LlamaShape, cluster: Cluster, seq_length: int | None = None) -> Plan:
+    """Returns the layout that takes least memory, with one sequence at a time and no accumulation."""
+    batch = replace(config.batch, batch_size=1, global_batch_size=None, grad_accum_steps=None)
+    data = replace(config.data, seq_length=seq_length or config.data.seq_length)
+    config = replace(config, batch=batch, data=data)
+    plans = (make_plan(replace(config, parallel=parallel), shape, cluster) for parallel in _layouts(config, cluster))
+    return min(plans, key=lambda each: each.memory.total)
+
+
 def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:
+    return MASTER_BYTES * parameter_count(shape) + _optimizer_bytes(config, shape)
+
+
+def _optimizer_bytes(config: PlanConfig, shape: LlamaShape) -> int:
     own = config.plan.optimizer_state_bytes
-    state = optimizer_state_bytes(config.optimizer, shape) if own is None else round(own * parameter_count(shape))
-    return MASTER_BYTES * parameter_count(shape) + state
+    return optimizer_state_bytes(config.optimizer, shape) if own is None else round(own * parameter_count(shape))
 
 
 def _gib(size: float) -> str:
@@ -330,4 +553,6 @@ def _gib(size: float) -> str:
 def _time(seconds: float) -> str:
     if seconds >= 48 * 3600:
         return f"{seconds / 86400:,.1f} days"
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"

@@ -33,12 +33,13 @@ from types import FrameType
 from typing import Any
 
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
-from pretraining.config.command_line import parse_config, read_arguments
+from pretraining.config.command_line import name_first_words, parse_config, read_arguments
 from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, PathError, Preempted
 from pretraining.files import path_error, write_atomic
 from pretraining.launch.signals import PREEMPTION_SIGNALS, end_with_parent
+from pretraining.launch.terminal import outlive_readers
 from pretraining.observability.display import format_seconds
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,8 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
     folder = Path(settings.sweep_path)
     _check_arguments(combinations, folder)
     chosen = combinations if settings.only is None else [combinations[settings.only]]
+    if not settings.collect:
+        outlive_readers()
     for combination in [] if settings.collect else chosen:
         run = folder / combination.name
         if _outcome(run) in (None, KILLED) or (settings.retry_failed and _outcome(run) == "failed"):
@@ -169,11 +172,13 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
     Raises:
         ConfigError: with all problems.
     """
-    assignments, problems = read_arguments(overrides, flags)
+    assignments, problems = read_arguments(*name_first_words(SweepConfig, overrides, flags))
     fixed, varied = [], dict[str, list[str]]()
     for given in assignments:
         name, values = _values_of(given)
         if len(values) > 1:
+            if name in varied:
+                problems.append(f"two grids for {name}, {','.join(varied[name])} and {given.where}: keep one")
             varied[name] = values
             if len(set(values)) < len(values):
                 problems.append(f"{given.where}: a value comes twice")
@@ -184,8 +189,13 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         problems.append("--ckpt_save_path is set by the sweep, a folder a run under --sweep_path: leave it out")
     if "run_steps" in names:
         problems.append("--run_steps ends runs before they are done, and a sweep compares their ends: leave it out")
+    if "dry_run" in names:
+        problems.append("--dry_run trains nothing, and a sweep compares what was trained: leave it out")
     if not varied and not problems:
-        problems.append("nothing varies: give one setting several values, as in --learning_rate=1e-4,3e-4")
+        problems.append(
+            "nothing varies: give one setting several values, as in --learning_rate=1e-4,3e-4; those of a list or a "
+            "text stand between semicolons, as in '--model_variant=125m;350m'"
+        )
     if problems:
         raise ConfigError(problems)
     own = {setting.name for setting in settings_of(SweepConfig).values() if setting.section == "sweep"}
@@ -202,6 +212,10 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         combinations.append(Combination(number, chosen, (*trains, *told)))
     if problems:
         raise ConfigError(problems)
+    if settings.print_slurm and (settings.collect or settings.only is not None):
+        raise ConfigError(
+            "--print_slurm=true prints a script that trains every combination: leave --only and --collect out"
+        )
     if settings.only is not None and settings.only >= len(combinations):
         raise ConfigError(f"--only={settings.only}: the combinations are numbered 0 to {len(combinations) - 1}")
     return settings, combinations
@@ -260,7 +274,10 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
         "reason": "" if status == "finished" else _last_error(run / OUTPUT_FILE, printed, code),
         "seconds": round(time.monotonic() - begun, 1),
     }
-    write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
+    try:
+        write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
+    except OSError as error:
+        raise path_error(error, run / OUTCOME_FILE) from None
 
 
 def _status_of(code: int, run: Path) -> str:

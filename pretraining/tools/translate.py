@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import yaml
@@ -9,21 +10,27 @@ import yaml
 from pretraining.config.assignments import Reader
 from pretraining.config.commands import TranslateConfig
 from pretraining.config.fields import settings_of
-from pretraining.config.foreign.kinds import KINDS
-from pretraining.config.foreign.translation import Note, Translation
+from pretraining.config.foreign.kinds import KINDS, YAML
+from pretraining.config.foreign.translation import NOT_UNDERSTOOD, Note, Translation
 from pretraining.config.recipes import translate_file
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
-from pretraining.files import output_errors, write_atomic
+from pretraining.files import check_replaceable, output_errors, write_atomic
+
+FIRST_WORDS = "# Translated from "
+"""Of a recipe that is written here, by which an earlier one is known."""
 
 
 def translate(config: TranslateConfig) -> None:
     """Prints what became of each setting, then the recipe, or writes it where the user wants it.
 
     Raises:
-        ConfigError: the file is of no known kind, or holds what cannot be translated.
+        ConfigError: the file is of no known kind, or holds what cannot be translated; or the recipe's name is not that
+            of a YAML file.
         PathError: the recipe cannot be written.
     """
+    if config.output_path is not None and Path(config.output_path).suffix not in YAML:
+        raise ConfigError(f"--output_path={config.output_path}: a recipe is YAML: end its name in {' or '.join(YAML)}")
     recipe = translate_file(config.input_path, config.kind, config.accept_llama)
     assert recipe.translation is not None
     reader = Reader(TrainConfig)
@@ -38,14 +45,16 @@ def translate(config: TranslateConfig) -> None:
         print(f"\n{text}", end="")
         return
     with output_errors(Path(config.output_path)):
+        check_replaceable(Path(config.output_path), beginning=FIRST_WORDS.encode())
         Path(config.output_path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(config.output_path), text)
-    print(f"\nwritten to {config.output_path}. Train with it:\n  pretrain train --recipe={config.output_path}")
+    command = shlex.join(["pretrain", "train", f"--recipe={config.output_path}"])
+    print(f"\nwritten to {config.output_path}. Train with it:\n  {command}")
 
 
 def recipe_text(name: str, translation: Translation) -> str:
     """Returns a recipe by sections, each setting with what it was made of behind it."""
-    lines = [f"# Translated from {name} ({KINDS[translation.kind].what})."]
+    lines = [f"{FIRST_WORDS}{name} ({KINDS[translation.kind].what})."]
     section = None
     explained: list[Note] = []
     for setting in settings_of(TrainConfig).values():
@@ -58,9 +67,10 @@ def recipe_text(name: str, translation: Translation) -> str:
         value = _as_yaml(translation.settings[setting.name])
         lines.append(f"  {setting.name}: {value}  # {_explained(note, with_remark=note not in explained)}")
         explained.append(note)
-    without = [note for note in translation.notes if not note.settings]
-    if without:
-        lines += ["# Without a setting here:", *(f"#   {_explained(note)}" for note in without)]
+    without = [note for note in translation.known if not note.settings]
+    for heading, notes in (("Without a setting here:", without), (NOT_UNDERSTOOD, translation.unknown)):
+        if notes:
+            lines += [f"# {heading}", *(f"#   {_explained(note)}" for note in notes)]
     return "\n".join(lines) + "\n"
 
 

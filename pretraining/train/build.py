@@ -9,6 +9,7 @@ hang.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,10 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.checkpoint.lease import Lease
+from pretraining.checkpoint.lease import Lease, look_at_lease
 from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
-from pretraining.checkpoint.manifest import EVALUATION_STATE, Stateful, unfinished_saves
-from pretraining.checkpoint.start_point import CheckpointRef, write_config
+from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, unfinished_saves
+from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder, write_config
 from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -36,6 +37,7 @@ from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError
 from pretraining.evaluation.early_stopping import EarlyStopping
+from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import EvaluationSource, Evaluator
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
@@ -43,20 +45,28 @@ from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import MetricsHook, NoMetrics, custom_metrics
 from pretraining.observability.events import Events
-from pretraining.observability.observer import build_observer
+from pretraining.observability.observer import Observer, build_observer
 from pretraining.observability.out_of_memory import MemoryWatch
 from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch
-from pretraining.observability.trackers import Trackers, open_trackers
+from pretraining.observability.trackers import Trackers, check_trackers, open_trackers
+from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Interval, Progress, TokenSchedule, TrainState
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
-from pretraining.train.memory import check_memory
+from pretraining.train.memory_check import check_memory
 from pretraining.train.messages import announce
-from pretraining.train.open_data import batches_of, byte_lengths, evaluation_sources, open_data
+from pretraining.train.open_data import OpenedData, batches_of, byte_lengths, evaluation_sources, open_data
 from pretraining.train.preemption import StopRequests
-from pretraining.train.restore import choose_start_point, restore, settle_going_back, take_threads
+from pretraining.train.restore import (
+    choose_start_point,
+    find_start_point,
+    restore,
+    settle_going_back,
+    take_threads,
+    takes_optimizer,
+)
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
@@ -78,6 +88,7 @@ class Job:
         events: what happens to the run.
         launcher: what has started the processes.
         hook: makes the user's own metrics; None = there are none.
+        sampler: has the model write text; None = it writes none.
     """
 
     processes: Processes
@@ -89,11 +100,12 @@ class Job:
     events: Events = field(default_factory=Events)
     launcher: str = "single"
     hook: MetricsHook | None = None
+    sampler: TextSampler | None = None
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """What a run is put together from: its model is restored, its data open, its place in both known.
+class RunOutline:
+    """What a run is about to do, as far as that can be told without its tensors.
 
     Attributes:
         start: what the run starts from; None = initial weights.
@@ -102,7 +114,6 @@ class RunPlan:
         data: the datasets; None for made-up data.
         training_tokens: of one pass over the datasets; made-up data has no end.
         token_schedule: tokens of each step, also of those before the start point.
-        parameters: of the model, by name, without what the layout adds to names.
         sources: what is evaluated on.
         threads: how many compute on a CPU, beside those of before, in words; None = nothing to say.
     """
@@ -117,15 +128,25 @@ class RunPlan:
     training_tokens: int | None
     batch: BatchPlan
     token_schedule: TokenSchedule
-    mesh: DeviceMesh
-    model: ParallelModel
-    parameters: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     loader: Loader
     sources: list[EvaluationSource]
     state: TrainState
     threads: str | None
+
+
+@dataclass(frozen=True)
+class RunPlan(RunOutline):
+    """What a run is put together from: its model is restored, its data open, its place in both known.
+
+    Attributes:
+        parameters: of the model, by name, without what the layout adds to names.
+    """
+
+    mesh: DeviceMesh
+    model: ParallelModel
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
 
 
 def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, stop_step: int | None = None) -> Run:
@@ -173,15 +194,45 @@ def _add_events(plan: RunPlan, events: Events) -> None:
         events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
 
 
+def outline_run(
+    config: TrainConfig, processes: Processes, status: StatusKeeper, threads: CpuThreads | None, index_folder: str
+) -> RunOutline:
+    """Finds out what `build_run` would do, without a tensor and without a trace in the run's folder; a collective call.
+
+    Args:
+        index_folder: where indices go that the data does not have yet.
+
+    Raises:
+        PretrainError: as `build_run` and what comes before it, as far as that can be told without tensors.
+    """
+    run, shape, device = Path(config.checkpoint.ckpt_save_path), resolve_shape(config.model), processes.device
+    if (scaling := config.parallel.float8) is not None:
+        on_every_rank(lambda: check_float8(scaling, device))
+    on_rank_zero(lambda: look_at_lease(run))
+    start = find_start_point(config, status)
+    step, goes_back = (start.step, start.going_back) if start is not None else (0, False)
+    on_rank_zero(lambda: check_run_folder(run))
+    on_rank_zero(lambda: status.refuse_crash_loop(run, step, goes_back=goes_back))
+    opened = open_data(config, processes, index_folder)
+    shard_size = build_run_mesh(config, processes)["shard"].size()
+    on_every_rank(lambda: check_memory(config, shape, shard_size, processes))
+    if config.parallel.use_torch_compile:
+        _check_shapes_are_fixed(config, shape, device)
+    on_every_rank(lambda: try_optimizer(config.optimizer))
+    if start is not None and not start.weights_only:
+        takes_optimizer(start, config)
+    outline = _outline(config, processes, start, opened, threads, stop_step=None)
+    on_rank_zero(lambda: check_trackers(config))
+    return outline
+
+
 def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step: int | None) -> RunPlan:
     processes = job.processes
     shape = resolve_shape(config.model)
     start = choose_start_point(config, job.status)
     on_every_rank(job.stop_requests.end_before_training)
-    abandoned = on_rank_zero(lambda: unfinished_saves(Path(config.checkpoint.ckpt_save_path)))
     processes.activity.step = start.step if start is not None else 0
     opened = open_data(config, processes)
-    data = opened.training
 
     if mesh is None:  # later runs of a job take the memory of the first
         mesh = build_run_mesh(config, processes)
@@ -190,10 +241,25 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     model = build_model(shape, config, mesh, processes.device, initialize=False)
     parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
     start, optimizer = restore(start, parameters, config, job.status)
+    outline = _outline(config, processes, start, opened, job.threads, stop_step)
+    return RunPlan(**vars(outline), mesh=mesh, model=model, parameters=parameters, optimizer=optimizer)
+
+
+def _outline(
+    config: TrainConfig,
+    processes: Processes,
+    start: CheckpointRef | None,
+    opened: OpenedData,
+    threads: CpuThreads | None,
+    stop_step: int | None,
+) -> RunOutline:
+    """Finds the place of a run in its data, and its length; a collective call."""
+    shape, data = resolve_shape(config.model), opened.training
+    abandoned = on_rank_zero(lambda: unfinished_saves(Path(config.checkpoint.ckpt_save_path)))
     restored = start if start is not None and not start.weights_only else None
-    threads = None
-    if restored is not None and job.threads is not None and processes.device.type == "cpu":
-        threads = take_threads(restored.manifest.world, config.parallel, processes.world_size, job.threads)
+    told = None
+    if restored is not None and threads is not None and processes.device.type == "cpu":
+        told = take_threads(restored.manifest.world, config.parallel, processes.world_size, threads)
 
     batch = plan_batch(config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None)
     loader = on_every_rank(
@@ -205,8 +271,7 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
     token_schedule = _token_schedule(loader, config.data.seq_length)
     training_tokens = data.training_tokens if data is not None else None
     learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
-    state = _initial_state(config, token_schedule, training_tokens, restored, stop_step)
-    return RunPlan(
+    return RunOutline(
         config=config,
         processes=processes,
         shape=shape,
@@ -217,15 +282,11 @@ def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step:
         training_tokens=training_tokens,
         batch=batch,
         token_schedule=token_schedule,
-        mesh=mesh,
-        model=model,
-        parameters=parameters,
-        optimizer=optimizer,
         learning_rate=learning_rate,
         loader=loader,
         sources=sources,
-        state=state,
-        threads=threads,
+        state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
+        threads=told,
     )
 
 
@@ -316,26 +377,11 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
         return state.preempted
 
-    best_by = config.evaluation.best_by
-    decided_by = tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))
-    is_chosen = best_by is not None or bool(config.evaluation.eval_datasets)
-    evaluator = Evaluator(
-        model=plan.model.module,
-        sources=plan.sources,
-        device=processes.device,
-        interval=Interval(config.evaluation.eval_interval, tokens),
-        stopwatch=stopwatch,
-        observer=observer,
-        should_stop=should_stop,
-        best_by=best_by,
-        early_stopping=EarlyStopping(config.evaluation.early_stopping_evaluations, decided_by if is_chosen else ()),
-        byte_lengths_V=byte_lengths(config, processes, plan.shape.vocab_size) if plan.sources else None,
-        metrics=metrics,
-    )
+    evaluator = _evaluator(plan, stopwatch, observer, should_stop, metrics, job.sampler)
     replicas = Replicas(list(plan.parameters.values()), plan.mesh)
     guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
     states: dict[str, Stateful] = {
-        "guards": guards,
+        GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,
         REPORT_STATE: observer,
         TRACKERS_STATE: trackers,
@@ -351,13 +397,14 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         restored=plan.restored,
         lease=job.lease,
         events=job.events,
-        decided_by=decided_by if plan.sources else None,
+        decided_by=_decided_by(plan) if plan.sources else None,
     )
     evaluator.early_stopping.end_if_due(state)
     profiler = Profiler(
         config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
     )
-    on_rank_zero(lambda: write_config(config))
+    if job.status is None or not job.status.is_training:  # a run that goes back keeps the settings of its start
+        on_rank_zero(lambda: write_config(config))
     return Run(
         state=state,
         context=context,
@@ -373,6 +420,39 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         profiler=profiler,
         mesh=plan.mesh,
     )
+
+
+def _evaluator(
+    plan: RunPlan,
+    stopwatch: Stopwatch,
+    observer: Observer,
+    should_stop: Callable[[], bool],
+    metrics: NoMetrics,
+    sampler: TextSampler | None,
+) -> Evaluator:
+    config, processes = plan.config, plan.processes
+    is_chosen = config.evaluation.best_by is not None or bool(config.evaluation.eval_datasets)
+    stops_by = _decided_by(plan) if is_chosen else ()
+    return Evaluator(
+        model=plan.model.module,
+        sources=plan.sources,
+        device=processes.device,
+        interval=Interval(config.evaluation.eval_interval, plan.training_tokens),
+        stopwatch=stopwatch,
+        observer=observer,
+        should_stop=should_stop,
+        best_by=config.evaluation.best_by,
+        early_stopping=EarlyStopping(config.evaluation.early_stopping_evaluations, stops_by),
+        byte_lengths_V=byte_lengths(config, processes, plan.shape.vocab_size) if plan.sources else None,
+        metrics=metrics,
+        sampler=sampler if config.evaluation.sample_at_evaluations else None,
+    )
+
+
+def _decided_by(plan: RunPlan) -> tuple[str, ...]:
+    """Returns the names of the evaluation sets that decide which checkpoint is the best."""
+    best_by = plan.config.evaluation.best_by
+    return tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))
 
 
 def _open_trackers(plan: RunPlan) -> Trackers:

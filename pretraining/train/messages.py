@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,12 +39,12 @@ from pretraining.train.loop import Run
 from pretraining.train.preemption import ending, reason_of
 
 if TYPE_CHECKING:
-    from pretraining.train.build import RunPlan  # which imports this module
+    from pretraining.train.build import RunOutline  # which imports this module
 
 log = logging.getLogger(__name__)
 
 
-def announce(plan: RunPlan) -> None:
+def announce(plan: RunOutline) -> None:
     """Logs what is about to be trained, on what data, for how long, and from where."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
@@ -68,7 +69,7 @@ def announce(plan: RunPlan) -> None:
         log.info(line)
 
 
-def _describe_data(plan: RunPlan) -> str:
+def _describe_data(plan: RunOutline) -> str:
     data, packing = plan.data, plan.config.data.packing
     if data is None:
         return "data        made up"
@@ -79,7 +80,7 @@ def _describe_data(plan: RunPlan) -> str:
     )
 
 
-def _describe_evaluation(plan: RunPlan) -> Iterator[str]:
+def _describe_evaluation(plan: RunOutline) -> Iterator[str]:
     names = [name for source in plan.sources for name in source.sets]
     if len(names) > 1:
         best_by = plan.config.evaluation.best_by
@@ -95,7 +96,7 @@ def _describe_optimizer(optimizer: OptimizerConfig) -> str:
     return f"{chosen.optimizer}: {text}"
 
 
-def _describe_start(plan: RunPlan) -> Iterator[str]:
+def _describe_start(plan: RunOutline) -> Iterator[str]:
     start, state = plan.start, plan.state
     if start is None:
         yield f"start       from initial weights, seed {plan.config.run.seed}"
@@ -114,7 +115,7 @@ def _describe_start(plan: RunPlan) -> Iterator[str]:
         yield f"            {line}: passed over"
 
 
-def _describe_new_schedule(plan: RunPlan, manifest: Manifest) -> Iterator[str]:
+def _describe_new_schedule(plan: RunOutline, manifest: Manifest) -> Iterator[str]:
     """Says what other settings of the schedule, or another length of the run, do to the learning rate from here on."""
     try:
         before = settings_in(manifest.config, "config of the checkpoint")
@@ -130,7 +131,7 @@ def _describe_new_schedule(plan: RunPlan, manifest: Manifest) -> Iterator[str]:
         )
 
 
-def _describe_flops(plan: RunPlan) -> list[str]:
+def _describe_flops(plan: RunOutline) -> list[str]:
     shape, seq_length = plan.shape, plan.config.data.seq_length
     operations = flops_per_token(shape, seq_length)
     less = ", less in shorter documents" if plan.config.data.document_mask else ""
@@ -181,16 +182,18 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
         f"  config       {folder / CONFIG_FILE}",
     ]
     if "tensorboard" in config.report.tracker:
-        lines.append(f"  curves       tensorboard --logdir {config.report.tracker_dir or folder / 'logs'}")
+        logs = shlex.quote(config.report.tracker_dir or str(folder / "logs"))
+        lines.append(f"  curves       tensorboard --logdir {logs}")
     if "mlflow" in config.report.tracker and "MLFLOW_TRACKING_URI" not in os.environ:
         database = Path(config.report.tracker_dir or folder / "logs").absolute() / "mlflow.db"
-        lines.append(f"  curves       mlflow ui --backend-store-uri sqlite:///{database}")
+        lines.append(f"  curves       mlflow ui --backend-store-uri {shlex.quote(f'sqlite:///{database}')}")
+    same_folder = shlex.quote(f"--ckpt_save_path={folder}")
     if state.early_end:
-        lines.append(f"  go on        the same command with --early_stopping_evaluations=0 --ckpt_save_path={folder}")
+        lines.append(f"  go on        the same command with --early_stopping_evaluations=0 {same_folder}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     elif state.finished:
         longer = f"--num_steps={2 * max(state.step, state.total_steps)}"
-        lines.append(f"  go on        the same command with {longer} --ckpt_save_path={folder}")
+        lines.append(f"  go on        the same command with {longer} {same_folder}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     return "\n".join(lines)
 

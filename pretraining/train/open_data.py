@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,13 +18,13 @@ from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.training import DataConfig, TrainConfig
 from pretraining.config.values import did_you_mean
 from pretraining.data.batch import StepBatch
-from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.dataset import build_indices, build_loader, is_indexed, open_datasets
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.tokenizer import load_fitting_tokenizer
-from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DataError, PretrainError
 from pretraining.evaluation.held_out import EvaluationSource
 
@@ -44,8 +44,12 @@ class OpenedData:
     folders: tuple[tuple[EvaluationFolder, OpenedDatasets], ...] = ()
 
 
-def open_data(config: TrainConfig, processes: Processes) -> OpenedData:
-    """Opens a job's datasets and evaluation folders, in every process."""
+def open_data(config: TrainConfig, processes: Processes, index_folder: str | None = None) -> OpenedData:
+    """Opens a job's datasets and evaluation folders, in every process.
+
+    Args:
+        index_folder: where indices go that are not there yet; None = where the settings say.
+    """
     data = config.data
     listing: tuple[DatasetFiles, ...] = ()
     if data.data_path is not None and not data.use_dummy_dataset:
@@ -55,12 +59,20 @@ def open_data(config: TrainConfig, processes: Processes) -> OpenedData:
     folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing))
     is_read = bool(listing) and not (config.evaluation.eval_only and data.held_out_fraction == 0)
     return OpenedData(
-        training=_open(listing, data, processes) if is_read else None,
-        folders=tuple((folder, _open((folder.files,), folder.config, processes)) for folder in folders),
+        training=_open(listing, data, processes, index_folder) if is_read else None,
+        folders=tuple((folder, _open((folder.files,), folder.config, processes, index_folder)) for folder in folders),
     )
 
 
-def _open(listing: tuple[DatasetFiles, ...], config: DataConfig, processes: Processes) -> OpenedDatasets:
+def _open(
+    listing: tuple[DatasetFiles, ...], config: DataConfig, processes: Processes, index_folder: str | None
+) -> OpenedDatasets:
+    if index_folder is not None:
+        everywhere = gather_from_every_rank(lambda: [is_indexed(files, config) for files in listing])
+        elsewhere = replace(config, index_path=index_folder)
+        places = [config if all(there) else elsewhere for there in zip(*everywhere, strict=True)]
+        parts = [_open((files,), place, processes, None) for files, place in zip(listing, places, strict=True)]
+        return OpenedDatasets(tuple(dataset for part in parts for dataset in part.datasets))
     on_rank_zero(lambda: build_indices(listing, config))
     # Where indices lie in a cache folder, nodes may not see each other's; where they do, this finds rank 0's.
     is_first_of_node = processes.local_rank == 0

@@ -56,14 +56,9 @@ def choose_start_point(
     """Chooses what a run starts from (None: initial weights), makes its folder and counts the start; a collective call.
 
     Raises:
-        CheckpointError: as `find_checkpoint`; or it is of another model, or the run has crashed there too often, or
-            `init_from` and `resume_from_checkpoint` ask for what is not there.
+        CheckpointError: as `find_start_point`; or the run has crashed there too often.
     """
-    back_to = on_rank_zero(lambda: _checkpoint_to_go_back_to(config.checkpoint, status))
-    start = find_checkpoint(config.checkpoint, damaged, back_to)
-    on_rank_zero(lambda: _check_beginning(config.checkpoint, start))
-    if start is not None:
-        check_same_model(start.manifest, resolve_shape(config.model), start.path)
+    start = find_start_point(config, status, damaged)
     run, step = Path(config.checkpoint.ckpt_save_path), start.step if start is not None else 0
 
     def begin() -> None:
@@ -76,6 +71,23 @@ def choose_start_point(
             )
 
     on_rank_zero(begin)
+    return start
+
+
+def find_start_point(
+    config: TrainConfig, status: StatusKeeper | None, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> CheckpointRef | None:
+    """Finds what a run starts from (None: initial weights), and writes nothing; a collective call.
+
+    Raises:
+        CheckpointError: as `find_checkpoint`; or it is of another model, or `init_from` and `resume_from_checkpoint`
+            ask for what is not there.
+    """
+    back_to = on_rank_zero(lambda: _checkpoint_to_go_back_to(config.checkpoint, status))
+    start = find_checkpoint(config.checkpoint, damaged, back_to)
+    on_rank_zero(lambda: _check_beginning(config.checkpoint, start))
+    if start is not None:
+        check_same_model(start.manifest, resolve_shape(config.model), start.path)
     return start
 
 
@@ -254,13 +266,13 @@ def _load(
     wanted = None
     if not start.weights_only:
         materialise_state(optimizer)
-        wanted = optimizer if _takes_optimizer(start, config) else None
+        wanted = optimizer if takes_optimizer(start, config) else None
         if wanted is None:
             log.info("optimizer   begins anew (--load_optimizer=false): its state in %s is left behind", start.path)
     load(start, tensor_state(parameters, wanted))
 
 
-def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
+def takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
     """Whether a run goes on with the state of the optimizer that a checkpoint holds.
 
     Raises:

@@ -20,13 +20,13 @@ from pretraining.checkpoint.start_point import adopt_model, settle_run_path, wit
 from pretraining.config.rules import remarks
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import load_fitting_tokenizer, load_tokenizer
-from pretraining.distributed.compile import naming_the_flag, without_compiling
+from pretraining.data.tokenizer import load_fitting_tokenizer
+from pretraining.distributed.compile import naming_the_flag
 from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import Patience
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
-from pretraining.evaluation.generation import generate
+from pretraining.evaluation.generation import TextSampler
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
@@ -37,6 +37,7 @@ from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.train.build import Job
 from pretraining.train.evaluate_only import Evaluated, evaluate_only, of_what_is_evaluated, print_evaluation
 from pretraining.train.loop import Run
+from pretraining.train.memory_check import describe_peak
 from pretraining.train.messages import conclude, conclude_preempted
 from pretraining.train.preemption import StopRequests
 from pretraining.train.rollback import train_to_the_end
@@ -110,10 +111,10 @@ def train(
     # The status is written last, when an error has been put into words.
     with (
         StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0, events) as status,
-        _working_together(config, layout, end_at_signal, is_guest) as processes,
+        working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
         config = adopt_model(without_own_load_path(config))
-        prompt = on_rank_zero(lambda: _encode_prompt(config))  # before training: a bad path should not cost a run
+        sampler = open_sampler(config)  # before training: a bad path should not cost a run
         on_every_rank(end_at_signal)
         run_path = on_rank_zero(lambda: settle_run_path(config))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
@@ -122,13 +123,15 @@ def train(
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            job = Job(processes, requests, status, lease, memory, threads, events, layout.launcher, hook)
+            job = Job(processes, requests, status, lease, memory, threads, events, layout.launcher, hook, sampler)
             run, trained = train_to_the_end(config, job)
+        if trained:
+            _log_peak(config, run, processes)
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
             preempted = conclude_preempted(run.state)
             preempted.result = _result(run_path, run, "preempted")
             raise preempted
-        _finish(config, processes, run, prompt, trained)
+        _finish(config, job, run, trained)
         return _result(run_path, run, "finished")
 
 
@@ -148,14 +151,14 @@ def evaluate(
     requests = StopRequests() if stop_requests is None else stop_requests
     end_at_signal = replace(requests, deadline=None).end_before_training
     with (
-        _working_together(config, layout, end_at_signal, is_guest) as processes,
+        working_together(config, layout, end_at_signal, is_guest) as processes,
         naming_the_flag(processes.rank if processes.world_size > 1 else None),
     ):
         return evaluate_only(adopt_model(of_what_is_evaluated(config)), processes, requests, hook)
 
 
 @contextmanager
-def _working_together(
+def working_together(
     config: TrainConfig, layout: ProcessLayout, end_at_signal: Callable[[], None], is_guest: bool
 ) -> Iterator[Processes]:
     """Joins the processes of a job for the time of a `with` block, and has threads look after them."""
@@ -178,6 +181,13 @@ def _working_together(
         yield processes
 
 
+def _log_peak(config: TrainConfig, run: Run, processes: Processes) -> None:
+    measured = run.observer.newest.get("memory_gib")
+    if measured is not None:  # of the last report; a run that only evaluates has none
+        shape, shard_size = resolve_shape(config.model), run.mesh["shard"].size()
+        log.info(describe_peak(config, shape, shard_size, processes.device, measured))
+
+
 def _result(run_path: str, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
     state, checkpoints = run.state, run.checkpoints
     return TrainResult(
@@ -195,8 +205,25 @@ def _result(run_path: str, run: Run, status: Literal["finished", "preempted"]) -
     )
 
 
-def _encode_prompt(config: TrainConfig) -> list[int] | None:
-    """Tokens of the prompt that the sample at the end continues, or None without a sample."""
+def open_sampler(config: TrainConfig) -> TextSampler | None:
+    """What samples text from the model, or None where no text is asked for; errors are as in `encode_prompt`."""
+    tokens = on_rank_zero(lambda: encode_prompt(config))
+    if tokens is None or config.data.tokenizer_path is None:
+        return None
+    evaluation, context = config.evaluation, config.data.seq_length
+    sizes = (evaluation.sample_tokens, context, config.run.seed)
+    sampler = TextSampler(evaluation.sample_prompt, tokens, *sizes, config.data.tokenizer_path)
+    on_rank_zero(sampler.read_tokenizer)
+    return sampler
+
+
+def encode_prompt(config: TrainConfig) -> list[int] | None:
+    """Tokens of the prompt that samples of text continue, or None without samples.
+
+    Raises:
+        DataError: the tokenizer cannot be read.
+        ConfigError: it has more tokens than the model.
+    """
     if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
     tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, resolve_shape(config.model).vocab_size)
@@ -204,16 +231,12 @@ def _encode_prompt(config: TrainConfig) -> list[int] | None:
     return tokens or [tokenizer.end_of_text or 0]
 
 
-def _finish(config: TrainConfig, processes: Processes, run: Run, prompt: list[int] | None, trained: bool) -> None:
-    sample: list[int] = []
-    if prompt is not None:
-        count, context = config.evaluation.sample_tokens, config.data.seq_length
-        with without_compiling():  # every token makes the sequence longer
-            sample = generate(run.context.model.module, prompt, count, context, processes.device, seed=config.run.seed)
+def _finish(config: TrainConfig, job: Job, run: Run, trained: bool) -> None:
+    sample = None
+    if job.sampler is not None:
+        sample = job.sampler.sample(run.context.model.module, job.processes.device)
     log.info(conclude(config, run, trained))
-    if prompt is not None and processes.is_main:
-        assert config.data.tokenizer_path is not None
-        tokenizer = load_tokenizer(config.data.tokenizer_path)
-        text = config.evaluation.sample_prompt + tokenizer.decode(sample)
-        indented = "\n".join(f"    {line}" for line in text.splitlines())
-        log.info("  a sample of its text:\n%s", indented)
+    if sample is not None:
+        if trained:
+            job.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
+        log.info("  a sample of its text:\n%s", sample.indented())

@@ -118,8 +118,7 @@ class StatusKeeper:
         if self._begun is None:
             self._previous = read_status(self._path) or RunStatus()
         previous = self._previous
-        gets_nowhere = restored_step <= previous.started_at_step and not goes_back
-        crashes = previous.starts_without_progress if gets_nowhere else 0
+        crashes = _crashes_before(previous, restored_step, goes_back)
         if 0 < self._limit <= crashes:
             if self._begun is not None:  # from a checkpoint that is damaged: this start was none
                 self._begun = None
@@ -141,6 +140,13 @@ class StatusKeeper:
         if is_first_choice and self._events is not None:
             self._events.open(run)
             _add_start(self._events, self._begun, previous)
+
+    def refuse_crash_loop(self, run: Path, restored_step: int, *, goes_back: bool = False) -> None:
+        """Raises the CheckpointError with which `begin` refuses a start, and counts none."""
+        previous = self.before(run) or RunStatus()
+        crashes = _crashes_before(previous, restored_step, goes_back)
+        if 0 < self._limit <= crashes:
+            raise _crash_loop(run / STATUS_FILE, previous, crashes)
 
     def training(self, state: TrainState) -> None:
         """Counts any error from now on as a crash; `state` tells how far the run is."""
@@ -190,7 +196,8 @@ class StatusKeeper:
             return f"{self._state.step} of {self._state.total_steps} steps are done{asked}"
         if isinstance(error, KeyboardInterrupt):
             return "interrupted (Ctrl-C)"
-        if isinstance(error, Preempted) and self._state is not None:
+        # A run that goes back by itself may be told to end before it trains again: its steps know of no request.
+        if isinstance(error, Preempted) and self._state is not None and self._state.preempted:
             return reason_of(self._state.stop)
         if isinstance(error, PretrainError):
             return str(error)
@@ -244,6 +251,12 @@ def read_status(path: Path) -> RunStatus | None:
 
 def _shortly(error: Exception) -> str:
     return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _crashes_before(previous: RunStatus, restored_step: int, goes_back: bool) -> int:
+    """Counts the starts without progress before one that goes on from a step."""
+    gets_nowhere = restored_step <= previous.started_at_step and not goes_back
+    return previous.starts_without_progress if gets_nowhere else 0
 
 
 def _crash_loop(path: Path, previous: RunStatus, crashes: int) -> CheckpointError:

@@ -92,13 +92,14 @@ def assert_one_error(stderr: str, fragments: list[str], root: Path) -> None:
         assert fragment.format(root=root) in stderr
 
 
+@pytest.mark.parametrize("also", [[], ["--dry_run=true"]], ids=["start", "dry_run"])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message_and_status_one(
-    name: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+    name: str, also: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, fragments = MISTAKES[name]
     with pytest.raises(SystemExit) as ending:
-        main(["train", *command_line(workplace, flags)])
+        main(["train", *command_line(workplace, flags), *also])
     assert ending.value.code == 1
     assert_one_error(capsys.readouterr().err, fragments, workplace)
 

@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT, run_command
 
 VOCABULARY = 4096
-STEPS = 100
+STEPS = 60
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def test_the_demo_learns_from_real_text_and_says_how_to_go_on(checkout: Path) ->
         "bash",
         checkout / "scripts" / "train.sh",
         f"--num_steps={STEPS}",
-        "--eval_interval=50",
+        "--eval_interval=30",
     ]
-    done = run_command(command, environment, timeout=280)
+    done = run_command(command, environment)
     assert "Training a tokenizer" in done.stderr
     assert "a sample of its text:" in done.stdout
 
@@ -43,12 +43,12 @@ def test_the_demo_learns_from_real_text_and_says_how_to_go_on(checkout: Path) ->
     lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line["evaluation_loss"] for line in lines if "evaluation_loss" in line]
     assert len(evaluations) == 2
-    # An untrained model knows nothing: ln(V). The whole demo goes below 0.6 of it; an eighth of it gets this far.
+    # An untrained model knows nothing: ln(V). The whole demo goes below 0.6 of it; a tenth of it gets this far.
     assert evaluations[-1] < evaluations[0] < math.log(VOCABULARY)
     assert evaluations[-1] < 0.8 * math.log(VOCABULARY)
     assert (run / "checkpoints" / f"step_{STEPS}_ckp" / "manifest.json").is_file()
 
-    again = run_command(command, environment, timeout=120)
+    again = run_command(command, environment)
     assert "Training a tokenizer" not in again.stderr
     assert f"finished already, at step {STEPS} of {STEPS}" in again.stdout
     assert f"--num_steps={2 * STEPS}" in again.stdout

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from forked import run_forked
 from helpers import free_ports
-from training_runs import TINY, train_runs, write_dataset, write_two_datasets
+from training_runs import TINY, events_of, train_runs, write_dataset, write_two_datasets
+
+from pretraining.data.tokenizer import train_tokenizer
 
 SETS = ("first", "second", "books")
 WORKER = Path(__file__).parent / "training_worker.py"
@@ -34,7 +36,7 @@ def evaluations(run: Path) -> dict[str, float]:
 
 
 def evaluated_alone(processes: int, data: Path, run: Path) -> dict[str, Any]:
-    common = [*TINY, f"data_path={data}", "sep_token=0", "logical_shards=8", *flags(data)]
+    common = [*TINY, f"data_path={data}", "sep_token=0", "logical_shards=8", *flags(data), "vocab_size=300"]
     job = [(free_ports(1)[0], [*common, "eval_only=true", f"ckpt_load_path={run}"])]
     out = run_forked(WORKER, processes, [json.dumps(job)]).stdout
     (found,) = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
@@ -51,15 +53,24 @@ def test_all_processes_stop_early_together_and_stay_stopped(data: Path, tmp_path
     assert "in the last evaluation, --early_stopping_evaluations=1" in status["reason"]
 
 
-def test_every_number_of_processes_finds_the_same(data: Path, tmp_path: Path) -> None:
+def samples(run: Path) -> list[tuple[int, str]]:
+    return [(event["step"], event["text"]) for event in events_of(run) if event["event"] == "sample"]
+
+
+def test_every_number_of_processes_finds_and_writes_the_same(data: Path, tmp_path: Path) -> None:
+    train_tokenizer(["text of few words"] * 20, 270).save(tmp_path)
+    texts = ["vocab_size=300", f"tokenizer_path={tmp_path}", "sample_tokens=6", "sample_at_evaluations=true"]
     for processes, strategy in ((1, "fsdp"), (2, "fsdp"), (4, "hsdp")):
-        more = [f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path}/on_{processes}"]
+        more = [*texts, f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path}/on_{processes}"]
         more += ["hsdp_group_size=2"] if strategy == "hsdp" else []
         train_runs(processes, data, [[*flags(data), *more]])
     expected = evaluations(tmp_path / "on_1")
-    assert len(expected) == 2 * 3 * (1 + len(SETS))
+    assert len(expected) == 2 * 4 * (1 + len(SETS))
+    written = samples(tmp_path / "on_1")
+    assert [step for step, _ in written] == [2, 4] and all(text for _, text in written)
     for processes in (2, 4):
         assert evaluations(tmp_path / f"on_{processes}") == pytest.approx(expected, rel=1e-4), processes
+        assert samples(tmp_path / f"on_{processes}") == written
     for processes in (1, 2):  # on other numbers than the run had, too
         found = evaluated_alone(processes, data, tmp_path / "on_2")
         assert found["evaluation_loss"] == pytest.approx(expected["4 evaluation_loss"], rel=1e-4)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, heed_interrupts, plain_environment, run_command
+from helpers import PATIENCE_SECONDS, ROOT, free_ports, heed_interrupts, plain_environment, run_command
 from stand_in import StandIn
 
 CHOICE = "--use_dummy_dataset=true"
@@ -24,7 +24,7 @@ def stand_in(tmp_path: Path) -> StandIn:
 
 def train(stand_in: StandIn, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", CHOICE, *flags]
-    return run_command(command, stand_in.variables(NPROC="2", **variables), check=False)
+    return run_command(command, stand_in.variables(**{"NPROC": "2", **variables}), check=False)
 
 
 def said_of_the_end(stderr: str) -> list[str]:
@@ -46,7 +46,7 @@ def test_every_process_gets_the_signal_once(stand_in: StandIn, number: signal.Si
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == code
     assert said_of_the_end(stderr) == []
     assert stand_in.calls().count(f"signal {number.name}") == 2
@@ -76,6 +76,29 @@ def test_the_exit_code_of_the_processes_is_returned_and_nothing_is_added(stand_i
     done = train(stand_in, EXIT_CODE=str(code))
     assert done.returncode == code
     assert said_of_the_end(done.stderr) == []
+
+
+@pytest.mark.parametrize(("code", "starts"), [("1", 3), ("75", 1), ("130", 1)])
+def test_a_run_that_fails_is_started_again_and_one_that_was_told_to_end_is_not(
+    stand_in: StandIn, code: str, starts: int
+) -> None:
+    done = train(stand_in, NPROC="1", EXIT_CODE=code, MAX_RESTARTS="2")
+    assert done.returncode == int(code)
+    assert sum(call.startswith("main ") for call in stand_in.calls()) == starts
+
+
+@pytest.mark.parametrize(("time_is_over", "starts"), [(False, 3), (True, 1)])
+def test_where_machines_come_and_go_only_a_time_limit_keeps_a_run_that_was_told_to_end_from_going_on(
+    stand_in: StandIn, time_is_over: bool, starts: int
+) -> None:
+    note = "from pathlib import Path\nPath(os.environ['PRETRAINING_TIME_IS_OVER']).touch()\n"
+    program = stand_in.root / "main_training.py"
+    program.write_text(program.read_text().replace("sys.exit(int(", f"{note if time_is_over else ''}sys.exit(int("))
+    (port,) = free_ports(1)
+    meeting = {"NNODES": "1:1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = train(stand_in, NPROC="1", EXIT_CODE="75", MAX_RESTARTS="2", **meeting)
+    assert done.returncode == 75
+    assert sum(call.startswith("main ") for call in stand_in.calls()) == starts
 
 
 def test_a_process_that_is_killed_is_named(stand_in: StandIn) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import fork_context
-from helpers import free_ports
+from helpers import PATIENCE_SECONDS, free_ports
 from training_runs import TINY
 
 Fault = tuple[Any, ...]  # name of a function of `storage_faults`, and its arguments
@@ -46,13 +46,13 @@ class Job:
     processes: list[BaseProcess]
     logs: list[Path]
 
-    def wait(self, timeout: float = 60.0) -> list[Ended]:
-        """How each rank ended; those that outlive the timeout are killed and fail the test."""
+    def wait(self) -> list[Ended]:
+        """How each rank ended; those that take too long are killed and fail the test."""
         ended = []
         try:
             for process, log in zip(self.processes, self.logs, strict=True):
-                process.join(timeout)
-                assert process.exitcode is not None, f"still running after {timeout} s:\n{log.read_text()}"
+                process.join(PATIENCE_SECONDS)
+                assert process.exitcode is not None, f"still running after {PATIENCE_SECONDS:.0f} s:\n{log.read_text()}"
                 ended.append(Ended(process.exitcode, log.read_text()))
         finally:
             self.kill()

@@ -217,12 +217,13 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "killed at first": lambda: on_first_attempt(lambda: in_step(4, lambda: send(KILL))),
     "fails": lambda: in_step(4, fail),
     "loses its node": loses_its_node,
+    "its node is told to leave": lambda: in_step(4, lambda: os.kill(os.getppid(), TERM)),
     "the save never ends": the_save_never_ends,
 }
 
 
-def run_one(fault: str, flags: list[str]) -> None:
-    """Trains a run with a fault and prints what it came to."""
+def run_one(fault: str, flags: list[str]) -> int:
+    """Trains a run with a fault, prints what it came to, and returns the exit code that it should have."""
     layout = resolve_layout(os.environ)
     requests = StopRequests(ReceivedSignals().listen())
     if fault == "time limit" and layout.rank == 1:  # a clock that ticks when it is looked at: twice before training
@@ -230,9 +231,9 @@ def run_one(fault: str, flags: list[str]) -> None:
     context = FAULTS[fault]() if fault in FAULTS and layout.rank == 1 else nothing()
     if "NOTES" in os.environ:
         context = both(context, batches_noted(layout.rank))
-    if fault == "loses its node":
+    if "its node" in fault:
         wait_for_company()
-    outcome = {"fault": fault, "rank": layout.rank, "exit_code": 0, "said": ""}
+    outcome: dict[str, Any] = {"fault": fault, "rank": layout.rank, "exit_code": 0, "said": ""}
     try:
         with context:
             train(load_train_config(flags), layout, requests)
@@ -243,6 +244,8 @@ def run_one(fault: str, flags: list[str]) -> None:
     if outcome["exit_code"] == 1:
         sys.stderr.write(str(outcome["said"]))
         os._exit(1)
+    exit_code: int = outcome["exit_code"]
+    return exit_code
 
 
 if __name__ == "__main__":
@@ -253,6 +256,6 @@ if __name__ == "__main__":
     for port, fault, flags in jobs:
         if len(jobs) > 1:
             os.environ["MASTER_PORT"] = str(port)
-        run_one(fault, flags)
+        exit_code = run_one(fault, flags)
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(exit_code if "PRETRAINING_STARTED_AT" in os.environ else 0)  # which scripts/torchrun.py sets

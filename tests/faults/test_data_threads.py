@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from guarded_runs import start_without_launcher
+from helpers import PATIENCE_SECONDS
 from training_runs import write_two_datasets
 
 
@@ -20,7 +21,7 @@ def test_a_thread_that_dies_ends_the_run_and_is_named(fault: str, said: list[str
     data = write_two_datasets(tmp_path / "data")
     run = ["num_steps=100000", "report_interval=0", f"ckpt_save_path={tmp_path / 'run'}"]
     processes = start_without_launcher(2, data, fault, run)
-    outputs = [process.communicate(timeout=150) for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     for part in said:
         assert part in "".join(outputs[1]), outputs[1]
     assert "another process of the job has ended" in "".join(outputs[0]), outputs[0]

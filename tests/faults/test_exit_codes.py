@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from faulty_runs import checkpoints_of, status_of
-from helpers import ROOT, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 from training_runs import TINY
 
 TORCHRUN = [sys.executable, str(ROOT / "scripts" / "torchrun.py"), "--standalone", "--nproc-per-node=2"]
@@ -33,7 +33,7 @@ def test_a_signal_ends_the_job_saved_and_resumable(whom: str, number: signal.Sig
         else:
             children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
             subprocess.run(["kill", f"-{number.name.removeprefix('SIG')}", children[-1]], check=True)
-        _, errors = launcher.communicate(timeout=60)
+        _, errors = launcher.communicate(timeout=PATIENCE_SECONDS)
     status = status_of(tmp_path)
     assert launcher.returncode == 75
     said = [line for line in errors.splitlines() if "Preempted" in line or "rror" in line]

@@ -7,22 +7,26 @@ from pathlib import Path
 
 import pytest
 from guarded_runs import start_without_launcher
+from helpers import PATIENCE_SECONDS
 from training_runs import write_two_datasets
 
 RUN = ["num_steps=1000000", "report_interval=0"]
 HUNG = 124
 
+# Longer than a busy machine takes for a step, or for a start.
+STEP, START = "hang_timeout=20s", "first_step_timeout=30s"
+
 
 @pytest.mark.parametrize("stopped", [1, 0])
 def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
-    flags = [*RUN, "hang_timeout=5s", "first_step_timeout=60s", f"ckpt_save_path={tmp_path / 'run'}"]
+    flags = [*RUN, STEP, "first_step_timeout=600s", f"ckpt_save_path={tmp_path / 'run'}"]
     processes = start_without_launcher(2, data, "tell_steps", flags)
     try:
         processes[stopped].wait_for_line(lambda line: "in step 5" in line)
         processes[stopped].send_signal(signal.SIGSTOP)
         other = processes[1 - stopped]
-        _, stderr = other.communicate(timeout=150)
+        _, stderr = other.communicate(timeout=PATIENCE_SECONDS)
         assert other.returncode == HUNG, stderr
         assert "the job hangs: nothing has made progress for" in stderr
         assert "train_step" in stderr  # where this process stands
@@ -39,15 +43,15 @@ def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path
 @pytest.mark.parametrize(
     ("fault", "timeouts", "steps_done"),
     [
-        ("hang_while_reading", ["hang_timeout=5s", "first_step_timeout=60s"], 2),
-        ("hang_at_the_first_read", ["hang_timeout=600s", "first_step_timeout=8s"], 0),
+        ("hang_while_reading", [STEP, "first_step_timeout=600s"], 2),
+        ("hang_at_the_first_read", ["hang_timeout=600s", START], 0),
     ],
 )
 def test_a_read_that_hangs_is_named_by_all(fault: str, timeouts: list[str], steps_done: int, tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
     flags = [*RUN, *timeouts, f"ckpt_save_path={tmp_path / 'run'}"]
     processes = start_without_launcher(2, data, fault, flags)
-    outputs = [process.communicate(timeout=150) for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     for process, (stdout, stderr) in zip(processes, outputs, strict=True):
         assert process.returncode == HUNG, stdout + stderr
         assert f"rank 1 is waiting for data after step {steps_done}" in stderr, stderr

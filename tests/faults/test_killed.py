@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from faulty_runs import assert_same_tensors, checkpoints_of, start_ranks, status_of, train_with_faults
+from helpers import PATIENCE_SECONDS
 from training_runs import events_of, losses_of
 
 SAVED_IN_STEP_3 = "checkpoint_interval=3"
@@ -25,7 +26,7 @@ def lost_peer(root: Path) -> list[tuple[int | None, str]]:
     """Exits code and last words of both ranks, of which rank 1 was killed in step 4."""
     flags = [f"ckpt_save_path={root}/killed", SAVED_IN_STEP_3]
     ranks = start_ranks(2, "killed", flags)
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    said = [rank.communicate(timeout=PATIENCE_SECONDS)[1] for rank in ranks]
     return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from guarded_runs import start_without_launcher
+from helpers import PATIENCE_SECONDS
 from training_runs import write_two_datasets
 
 
@@ -14,7 +15,7 @@ def test_the_rank_without_memory_says_why_and_the_other_one_ends(tmp_path: Path)
     flags = ["num_steps=6", "datasets=first", f"ckpt_save_path={tmp_path / 'run'}"]
     endings: dict[int, str] = {}
     for process in start_without_launcher(2, data, "memory_runs_out", flags):
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         found = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
         assert found, stderr
         endings |= {each["rank"]: each["error"] for each in found}

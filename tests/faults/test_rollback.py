@@ -11,6 +11,7 @@ from guarded_runs import reports_of, train_with_faults
 from training_runs import TINY, events_of, write_two_datasets
 
 from pretraining.cli import main
+from pretraining.config.recipes import load_config
 
 GLOBAL_BATCH = 4
 LEFT_OUT = range(7 * GLOBAL_BATCH, 10 * GLOBAL_BATCH)  # those of steps 8, 9 and 10
@@ -71,6 +72,12 @@ def test_a_rollback_is_no_start_with_a_record_of_its_environment(place: Path, en
     (record,) = json.loads((place / "lost" / "logs" / "environment.json").read_text())
     (host,) = record["hosts"]
     assert (record["processes"], host["ranks"], record["step"]) == (2, [0, 1], 0)
+
+
+def test_the_settings_stay_those_of_the_start_so_that_the_same_command_finds_its_folder(
+    place: Path, endings: list[dict[str, Any]]
+) -> None:
+    assert load_config(place / "mended" / "config.yaml").data.skip_samples == ()
 
 
 def test_inspect_shows_what_every_step_trained_on(

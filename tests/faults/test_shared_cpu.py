@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from guarded_runs import reports_of
-from helpers import ROOT, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 from training_runs import TINY
 
 from pretraining.launch.machine import CGROUPS, physical_cores
@@ -42,7 +42,12 @@ def train(run: Path, *flags: str, before: Callable[[], None] | None = None, **ch
     """Trains to the end of an invocation; returns what was printed."""
     environment = variables(**changes)
     done = subprocess.run(
-        command(run, *flags), env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=before, timeout=240
+        command(run, *flags),
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

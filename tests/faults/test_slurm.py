@@ -16,12 +16,13 @@ def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_
     run, output = tmp_path / "run", tmp_path / "output"
     job = slurm.run(
         [
-            # The shortest limit there is. SLURM looks every 30 seconds, and sends signals early rather than late: here
-            # after 15 to 45 seconds, in which a busy machine may not come to train; then a later start does.
-            *("sbatch", "--parsable", "--nodes=1", "--gpus-per-node=0", "--time=1", "--signal=USR1@15"),
+            # SLURM looks every 30 seconds, and sends signals early rather than late: here after 30 to 60 seconds, in
+            # which a busy machine may not come to train; then a later start does.
+            *("sbatch", "--parsable", "--nodes=1", "--gpus-per-node=0", "--time=2", "--signal=USR1@60"),
             *(f"--output={output}", "scripts/train.slurm"),
             *("--use_dummy_dataset=true", "--model_variant=tiny", "--num_hidden_layers=1", "--vocab_size=256"),
             *("--seq_length=32", "--batch_size=1", "--num_steps=1000000", "--tracker=none", "--report_interval=10"),
+            "--max_starts_without_progress=0",
             f"--ckpt_save_path={run}",
         ],
         {"VIRTUAL_ENV": sys.prefix, "NPROC": "2"},
@@ -32,10 +33,10 @@ def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_
         return re.search(r"^step [\d,]+/.* loss ", text.partition("ckp.preempt, step")[2], re.MULTILINE) is not None
 
     try:
-        slurm.wait_until(has_gone_on, "the job has gone on", 400)
+        slurm.wait_until(has_gone_on, "the job has gone on")
         first = status_of(run)
         slurm.run(["scancel", job])
-        slurm.wait_until(lambda: slurm.state_of(job) == "CANCELLED", "the job has ended", 60)
+        slurm.wait_until(lambda: slurm.state_of(job) == "CANCELLED", "the job has ended")
     finally:
         slurm.run(["scancel", job], check=False)
 

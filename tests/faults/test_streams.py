@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from faulty_runs import EIGHT_STEPS, assert_same_tensors, checkpoints_of, status_of
 from forked import start_forked
-from helpers import ROOT
+from helpers import PATIENCE_SECONDS, ROOT
 from training_runs import losses_of
 
 WORKER = ROOT / "tests" / "faults" / "streams_worker.py"
@@ -18,7 +18,7 @@ def train(fault: str, run: Path, *flags: str, processes: int = 1) -> tuple[set[i
     """Trains eight steps; returns the exit codes, and what all processes wrote to stdout and stderr."""
     job = start_forked(WORKER, processes, [fault, *EIGHT_STEPS, f"ckpt_save_path={run}", *flags])
     try:
-        said = [process.communicate(timeout=120) for process in job]
+        said = [process.communicate(timeout=PATIENCE_SECONDS) for process in job]
     finally:
         for process in job:
             process.kill()

@@ -49,7 +49,7 @@ from golden_runs import (  # noqa: E402
     tensors_in,
     train_on,
 )
-from helpers import ROOT, free_ports, plain_environment, run_command  # noqa: E402
+from helpers import PATIENCE_SECONDS, ROOT, free_ports, plain_environment, run_command  # noqa: E402
 from training_runs import VOCABULARY, write_dataset  # noqa: E402
 
 WRITTEN_BY = "f4ef4e6"
@@ -139,7 +139,7 @@ def train(folder: Path, processes: int, settings: list[str]) -> None:
         while metrics.stat().st_size == reported:
             time.sleep(0.01)
         started[-1].send_signal(signal.SIGUSR1)
-    codes = [process.wait(timeout=300) for process in started]
+    codes = [process.wait(timeout=PATIENCE_SECONDS) for process in started]
     if set(codes) != {75 if PREEMPTED in settings else 0}:
         raise RuntimeError(f"{' '.join(settings)}: processes ended with {codes}")
 

@@ -10,16 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, plain_environment
+from helpers import ROOT, plain_environment, run_command
 from training_runs import TINY, VOCABULARY, write_two_datasets
 from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_sharded
 from unit.data.token_files import loader, plan, rows
 
 from pretraining import __version__
 from pretraining.checkpoint.manifest import FORMAT_VERSION, Manifest
-from pretraining.cli import HEAD_START, main
+from pretraining.cli import COMMANDS, HEAD_START, main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
+from pretraining.errors import Preempted
 
 
 def test_help_of_a_group_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +94,7 @@ def test_what_the_file_system_says_about_a_path_is_one_error(
     rank = {"RANK": str(int(ranks) - 1), "LOCAL_RANK": str(int(ranks) - 1), "MASTER_PORT": "29500"}
     for name, value in {**layout, **rank}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("pretraining.cli.load_train_config", refused)
+    monkeypatch.setattr("pretraining.cli.resolve_config", refused)
     with pytest.raises(SystemExit) as ending:
         main(["train"])
     assert ending.value.code == 1
@@ -104,7 +105,7 @@ def test_an_error_of_the_system_without_a_path_keeps_its_traceback(monkeypatch: 
     def refused(*args: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("pretraining.cli.load_train_config", refused)
+    monkeypatch.setattr("pretraining.cli.resolve_config", refused)
     with pytest.raises(OSError, match="Too many"):
         main(["train"])
 
@@ -115,7 +116,7 @@ def test_interrupting_a_run_says_how_to_go_on(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pretraining.cli.load_train_config", interrupted)
+    monkeypatch.setattr("pretraining.cli.resolve_config", interrupted)
     with pytest.raises(SystemExit) as ending:
         main(["train"])
     assert ending.value.code == 130 and "interrupted" in capsys.readouterr().err
@@ -132,8 +133,7 @@ def test_a_wrong_flag_is_said_without_loading_torch_and_by_the_first_process_onl
     for rank in ("0", "1"):
         place = {**layout, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "29500"}
         command = [sys.executable, "-c", program]
-        environment = plain_environment(place)
-        outputs.append(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60))
+        outputs.append(run_command(command, place, check=False))
     assert [output.returncode for output in outputs] == [1, 1]
     assert [output.stdout.strip() for output in outputs] == ["False", "False"]
     assert "nonsense" in outputs[0].stderr and outputs[1].stderr == ""
@@ -145,9 +145,7 @@ def test_before_processes_have_joined_each_node_speaks_for_itself() -> None:
     for rank, local_rank in (("2", "0"), ("3", "1")):  # the second node's
         place = {**layout, "RANK": rank, "LOCAL_RANK": local_rank, "MASTER_PORT": "29500"}
         command = [sys.executable, "main_training.py", "--recipe=/nowhere.yaml"]
-        done = subprocess.run(
-            command, cwd=ROOT, env=plain_environment(place), capture_output=True, text=True, timeout=60
-        )
+        done = run_command(command, place, check=False)
         assert done.returncode == 1
         said.append(done.stderr.count("error:"))
     assert said == [1, 0]
@@ -260,9 +258,14 @@ def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
         (["export", "nowhere", "--output_path=out", "--format=onnx"], "onnx"),
         (["export", "nowhere", "--output_path=out", "--max_shard_size=big"], "--max_shard_size=big is no size"),
         (["import", "nowhere", "--ckpt_save_path=runs/a"], "config.json cannot be read"),
+        (["import", "nowhere", "--ckpt_save_path="], "--ckpt_save_path is empty: name the run's folder"),
+        (["list", "nowhere", "-", "--json"], "'-' is no setting, and what stands behind it would not be read"),
+        (["list", "nowhere", "--", "--json"], "'--' is no setting, and what stands behind it would not be read"),
+        (["list", "nowhere", "--=3"], "'--=3' is no setting"),
         (["verify"], "nothing to check"),
         (["verify", "nowhere"], "is neither a checkpoint"),
         (["verify", "nowhere", "--data_path=data"], "are two things to check"),
+        (["verify", "--data_path=data", "--file_type=arow"], "or a class of your own as package.module:Class; did you"),
         (["verify", "nowhere", "elsewhere"], "'elsewhere' sets nothing"),
     ],
 )
@@ -332,14 +335,27 @@ def test_what_answers_at_once_imports_nothing_that_takes_its_time(
     """PyTorch takes seconds: neither the flags, nor a list of checkpoints, nor the text of a step needs it."""
     shutil.copytree(ROOT / "tests" / "golden" / "run", tmp_path, dirs_exist_ok=True)
     named = [argument.format(run=tmp_path / "sharded", data=tmp_path / "data") for argument in arguments]
-    result = subprocess.run(
-        [sys.executable, "-c", LOADED, *named], env=plain_environment(), capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
+    result = run_command([sys.executable, "-c", LOADED, *named])
     assert json.loads(result.stderr.splitlines()[-1]) == expected
 
 
 def test_main_training_is_the_train_command() -> None:
     command = [sys.executable, "main_training.py", "--help"]
-    done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("pretrain train")
+    done = run_command(command)
+    assert done.stdout.startswith("pretrain train")
+
+
+@pytest.mark.parametrize("is_out_of_time", [True, False])
+def test_a_run_whose_time_is_over_leaves_its_launcher_a_note(
+    is_out_of_time: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(overrides: object, flags: object) -> None:
+        ending = Preempted("Preempted at step 3")
+        ending.is_out_of_time = is_out_of_time
+        raise ending
+
+    monkeypatch.setitem(COMMANDS, "train", (end, *COMMANDS["train"][1:]))
+    monkeypatch.setenv("PRETRAINING_TIME_IS_OVER", str(tmp_path / "note"))
+    with pytest.raises(SystemExit) as ended:
+        main(["train"])
+    assert ended.value.code == 75 and (tmp_path / "note").exists() is is_out_of_time

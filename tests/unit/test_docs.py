@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+import pretraining
 from pretraining.cli import COMMANDS
 from pretraining.config.assignments import ALIASES
 from pretraining.config.fields import settings_of
@@ -51,6 +52,8 @@ OTHER_PROGRAMS = {
         "logdir",
     ),
     *("name", "noname", "flags"),
+    *("file", "tag", "rm", "gpus", "ipc", "volume", "build-arg", "target"),  # of docker
+    *("editable", "strict"),  # of pip and mkdocs
 }
 # Dotted names of other systems, which are flags as well: --training.steps=100.
 FOREIGN = {name for kind in KINDS.values() for name in kind.arguments}
@@ -98,6 +101,14 @@ def test_flags_that_a_page_names_exist(page: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_placeholders_stand_in_code(page: Path) -> None:
+    """Outside of it, `<step>` is an element of HTML, which no reader sees."""
+    text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+    text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+    assert re.findall(r"<(?!https?:)[a-z][^>\n]*>", re.sub(r"`[^`]*`", "", text)) == []
+
+
 def commands_of(page: Path) -> list[str]:
     """The lines of shell blocks that start a command of this project; a backslash joins lines."""
     blocks = "\n".join(BLOCK.findall(text_of(page))).replace("\\\n", " ")
@@ -123,6 +134,20 @@ def test_commands_that_a_page_shows_have_these_flags(page: Path) -> None:
 
 def test_pages_show_commands_at_all() -> None:
     assert sum(len(commands_of(page)) for page in PAGES) > 10
+
+
+def test_the_reference_has_every_public_name_at_its_home() -> None:
+    shown = re.findall(r"^::: (\S+)$", text_of(ROOT / "docs" / "reference.md"), re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    public = {name: getattr(pretraining, name) for name in pretraining.__all__ if name != "__version__"}
+    assert {f"{value.__module__}.{name}" for name, value in public.items()} <= set(shown)
+
+
+def test_every_picture_stands_beside_the_command_that_draws_it() -> None:
+    pages = "\n".join(map(text_of, PAGES))
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        (_, below) = pages.split(f"](pictures/{picture.name})")
+        assert re.search(r"`(python|pretrain|bash) [^`]+`", below[:300]), picture.name
 
 
 def test_parts_that_can_be_replaced_are_where_the_page_says() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, plain_environment
+from helpers import ROOT, run_command
 
 # Lowest row first; parts in one row are siblings.
 ROWS = (
@@ -106,7 +105,7 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program, *names], check=True, env=plain_environment(), timeout=60)
+    run_command([sys.executable, "-c", program, *names])
 
 
 def test_only_the_composition_root_sees_every_part() -> None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.errors import ConfigError
@@ -138,13 +138,11 @@ def test_the_canonical_text_is_the_shortest(duration: Duration, text: str) -> No
     assert str(duration) == text
 
 
-@settings(deadline=None)
 @given(durations)
 def test_the_canonical_text_reads_back_equal(duration: Duration) -> None:
     assert Duration.parse(str(duration)) == duration
 
 
-@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_number_is_read_exactly_as_written(number: float) -> None:
     assert parse_number(repr(number)) == Fraction(repr(number))
@@ -166,7 +164,6 @@ def test_epochs_count_as_the_decimal_that_was_written() -> None:
     assert Duration(0.1, "epochs").to_steps(100, 1000) == 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**15), st.integers(1, 10**9))
 def test_steps_are_the_fewest_that_reach_the_tokens(tokens: int, tokens_per_step: int) -> None:
     steps = Duration(tokens, "tokens").to_steps(tokens_per_step, None)
@@ -193,7 +190,6 @@ def is_due(every: Duration, before: Progress, after: Progress, training_tokens: 
     return Interval(every, training_tokens).is_due(state)
 
 
-@settings(deadline=None)
 @given(durations.filter(lambda every: every.amount > 1e-6), st.integers(1, 30), st.integers(0, 60))
 def test_an_interval_never_drifts(every: Duration, stride: int, steps: int) -> None:
     """However often it is asked, it has fired for every boundary passed, at most once a question."""
@@ -253,7 +249,6 @@ def test_a_warmup_longer_than_the_run_is_refused_with_the_arithmetic() -> None:
         resolve_warmup_steps(Duration.parse("1Mtok"), Duration(600, "steps"), TokenSchedule.steady(1000), None)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), st.integers(0, 300))
 def test_where_the_batch_changed_steps_are_still_the_fewest_that_reach_the_tokens(
     wanted: list[tuple[int, int]], tokens: int

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, plain_environment
+from helpers import run_command
 from training_runs import TINY
 
 import pretraining
@@ -17,7 +16,7 @@ from pretraining.errors import CheckpointError
 
 
 def run(program: str) -> None:
-    subprocess.run([sys.executable, "-c", program], check=True, env=plain_environment(), cwd=ROOT, timeout=120)
+    run_command([sys.executable, "-c", program])
 
 
 def test_the_package_is_imported_without_torch_and_so_are_its_settings() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from trainers import SETTINGS, WithHits, metrics_of, trainer
 from training_runs import losses_of, write_two_datasets
 
-from pretraining import Trainer, load_model
+from pretraining import DataConfig, ModelConfig, TrainConfig, Trainer, load_model
 from pretraining.cli import main
 from pretraining.data.batch import ModelInputs
 from pretraining.errors import CheckpointError, ConfigError, LaunchError
@@ -30,7 +30,7 @@ def test_a_run_is_that_of_the_command_line_and_its_result_says_what_came_of_it(
     assert "step 4/4  loss" in out and "Finished 4 steps" in out
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)  # a command listens until its process ends
-        patch.setattr("pretraining.cli.outlive_readers", lambda: None)
+        patch.setattr("pretraining.cli.outlive_readers", lambda *goes_on: None)
         flags = [f"{name}={value}" for name, value in SETTINGS.items()]
         main(["train", *flags, "eval_interval=2", f"ckpt_save_path={tmp_path / 'command'}"])
     logging.getLogger("pretraining").handlers.clear()
@@ -132,6 +132,24 @@ def test_all_mistakes_in_the_settings_come_in_one_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         Trainer(replace(config, batch=replace(config.batch, batch_size=0), run=replace(config.run, num_steps=3.5)))
     assert len(refused.value.problems) == 2 and "as Duration.parse makes it" in str(refused.value)
+
+
+def test_what_is_no_configuration_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a Trainer takes a TrainConfig, and this is a dict: Trainer\.from_recipe"):
+        Trainer({"learning_rate": 1})  # type: ignore[arg-type]
+    swapped = TrainConfig(model=DataConfig(), data=ModelConfig())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        Trainer(swapped)
+    assert error.value.problems == (
+        "model is a DataConfig: give TrainConfig(model=ModelConfig(…))",
+        "data is a ModelConfig: give TrainConfig(data=DataConfig(…))",
+    )
+
+
+def test_a_path_may_be_one_of_pathlib(tmp_path: Path) -> None:
+    config = trainer(Trainer, tmp_path).config
+    given = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=tmp_path))
+    assert Trainer(given).config.checkpoint.ckpt_save_path == str(tmp_path)
 
 
 def test_lengths_may_be_given_as_recipes_have_them(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, heed_interrupts, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
 from trainers import SETTINGS, WithHits, metrics_of, trainer
 from training_runs import losses_of
 
@@ -251,7 +251,7 @@ def test_a_process_that_goes_on_after_its_runs_is_as_it_was_and_ends_as_always(t
         preexec_fn=heed_interrupts,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

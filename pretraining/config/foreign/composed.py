@@ -170,7 +170,10 @@ def _word(text: str) -> str:
 def _name_optimizer(translating: Translating, key: str) -> None:
     text = translating.text(key) or ""
     name = _OPTIMIZER_NAMES.get(_word(text))
-    if name is None and not OWN.fullmatch(text):
+    chosen = translating.in_force("optimizer", key) or ""
+    if name is None and (chosen in OPTIMIZERS or OWN.fullmatch(chosen)) and chosen != text:
+        translating.set(key, "the command line says which", optimizer=chosen)
+    elif name is None and not OWN.fullmatch(text):
         hint = did_you_mean(_word(text), _OPTIMIZER_NAMES, "did you mean {}? ")
         translating.refuse(
             key,
@@ -271,6 +274,7 @@ def _schedule(translating: Translating, key: str) -> None:
             key,
             f"not a schedule here: {hint}There are {', '.join(SCHEDULES)}, or your own with "
             "schedule=package.module:function (docs/extending.md)",
+            "schedule",
         )
         return
     if name == "piecewise_linear":
@@ -337,11 +341,11 @@ def _decay(translating: Translating, key: str) -> None:
 
 
 def _end_of_schedule(translating: Translating, key: str) -> None:
-    peak, end = translating.number(LR + "lr"), translating.number(key)
+    peak, end = parse_number(translating.in_force("learning_rate", LR + "lr") or ""), translating.number(key)
     if not peak or end is None:
         translating.refuse(key, f"a share of the peak is needed: write min_lr_ratio=0.1, or give {LR}lr, too")
     else:
-        translating.set(key, f"of {peak:g}", min_lr_ratio=f"{end / peak:g}")
+        translating.set(key, f"of {float(peak):g}", min_lr_ratio=f"{end / float(peak):g}")
 
 
 HORIZON, STEPS, SEGMENT = LR + "max_steps", "train.max_steps", "checkpoint.num_steps"

@@ -34,7 +34,7 @@ SIGNS = (
 )
 KIND = "deepspeed"
 AUTO = "auto"
-NO_FILE = "a DeepSpeed file says nothing about the model, the data and the length of the run"
+_NOTHING_ABOUT = "a DeepSpeed file says nothing about"
 _OWN_OPTIMIZER = "give one of those here, or your own as --optimizer=package.module:Class"
 
 
@@ -107,8 +107,9 @@ def _read_auto(translating: Translating, filled_by: str) -> None:
             if filled_by:
                 reason = f"as {filled_by} has it"
             else:
-                default = format_value(settings_of(TrainConfig)[setting].default)
-                reason = f"what another system would fill in: --{setting}, by default {default}"
+                default = settings_of(TrainConfig)[setting].default
+                alternative = "leave it open" if default is None else f"keep {format_value(default)}"
+                reason = f"what another system would fill in: give --{setting}, or {alternative}"
             translating.leave_out(key, reason)
 
 
@@ -166,7 +167,9 @@ def _optimizer_of(translating: Translating) -> str | None:
 def _read_optimizer(translating: Translating, key: str) -> None:
     optimizer = _optimizer_of(translating)
     if optimizer is None:
-        translating.refuse(key, f"of DeepSpeed's optimizers Adam, AdamW, SGD and Muon are there: {_OWN_OPTIMIZER}")
+        translating.refuse(
+            key, f"of DeepSpeed's optimizers Adam, AdamW, SGD and Muon are there: {_OWN_OPTIMIZER}", "optimizer"
+        )
     else:
         is_decoupled = (translating.text(key) or "").lower() == "adam" and optimizer == "adamw"
         translating.set(key, "as its Adam is by default" if is_decoupled else "", optimizer=optimizer)
@@ -212,6 +215,7 @@ def _read_schedule(translating: Translating, key: str) -> None:
             key,
             "of DeepSpeed's schedules WarmupLR, WarmupDecayLR and WarmupCosineLR are there: give one of those of "
             "--schedule, or your own as --schedule=package.module:function",
+            "schedule",
         )
 
 
@@ -242,7 +246,13 @@ def _assume_defaults(translating: Translating) -> None:
             translating.assume("scheduler.params.cos_min_ratio", remark, min_lr_ratio="0.0001")
         else:
             translating.assume(_PEAK, "DeepSpeed takes 0.001; here the optimizer's learning rate is the peak")
-    translating.assume("model, data, num_steps", f"{NO_FILE}: give --model_variant, --data_path and --num_steps")
+    if translating.text(_STEPS) in (None, AUTO):
+        missing, flags = "the model, the data and the length of the run", "--model_variant, --data_path and --num_steps"
+        translating.assume("model, data, num_steps", f"{_NOTHING_ABOUT} {missing}: give {flags}")
+    else:
+        translating.assume(
+            "model, data", f"{_NOTHING_ABOUT} the model and the data: give --model_variant and --data_path"
+        )
 
 
 # Precision and sharding
@@ -265,7 +275,7 @@ def _read_stage(translating: Translating, key: str) -> None:
     elif stage in _STRATEGIES:
         translating.set(key, sharding_strategy=_STRATEGIES[stage])
     else:
-        translating.refuse(key, "a stage from 0 to 3 is needed")
+        translating.refuse(key, "a stage from 0 to 3 is needed", "sharding_strategy")
 
 
 _STRATEGIES = {"0": "ddp", "2": "zero2", "3": "fsdp"}
@@ -322,8 +332,15 @@ def _tensorboard_folder(translating: Translating, text: str) -> dict[str, str]:
     return {"tracker_dir": f"{text.rstrip('/')}/{translating.text('tensorboard.job_name') or 'DeepSpeedJobName'}"}
 
 
+def _must_be_one(what: str, *off: str) -> Rule:
+    """A degree of parallelism that is not here: it would make another number of GPUs share the batch."""
+    reason = f"there is no {what} parallelism here: take it out; weights are sharded over all GPUs"
+    return as_here("1", *off, reason=reason)
+
+
 _BATCH, _MICRO, _ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _TYPE, _PEAK = "optimizer.type", "scheduler.params.warmup_max_lr"
+_STEPS = "scheduler.params.total_num_steps"
 _GROUP_SIZE = "zero_optimization.mics_shard_size"
 _ADAMS, _WITH_MOMENTUM = ("adamw", "adam", "muon"), ("sgdm", "muon")
 _KERNELS = (
@@ -348,13 +365,15 @@ TABLE: dict[str, Rule] = {
     "optimizer.params.momentum": _of_optimizers("momentum", *_WITH_MOMENTUM),
     "optimizer.params.nesterov": _of_optimizers("nesterov", *_WITH_MOMENTUM),
     "optimizer.params.bias_correction": as_here("true", reason="Adam corrects the bias of its moments"),
-    "optimizer.params.dampening": as_here("0", reason=f"momentum is not dampened: {_OWN_OPTIMIZER}"),
-    "optimizer.params.amsgrad": as_here("false", reason=f"there is no AMSGrad: {_OWN_OPTIMIZER}"),
+    "optimizer.params.dampening": as_here(
+        "0", reason=f"momentum is not dampened: {_OWN_OPTIMIZER}", instead="optimizer"
+    ),
+    "optimizer.params.amsgrad": as_here("false", reason=f"there is no AMSGrad: {_OWN_OPTIMIZER}", instead="optimizer"),
     "optimizer.params.adam_w_mode": left_out("of optimizer.type"),
     "scheduler.type": _read_schedule,
     _PEAK: becomes("learning_rate"),
     "scheduler.params.warmup_num_steps": becomes("warmup_steps"),
-    "scheduler.params.total_num_steps": becomes("num_steps"),
+    _STEPS: becomes("num_steps"),
     "scheduler.params.cos_min_ratio": becomes("min_lr_ratio"),
     "scheduler.params.warmup_type": _read_warmup_type,
     "fp16.enabled": half_precision("float16", "bf16.enabled"),
@@ -381,6 +400,9 @@ TABLE: dict[str, Rule] = {
     "wandb.project": _where("wandb.enabled", lambda _, text: {"tracker_project_name": text}),
     "wandb.group": left_out("of wandb's own environment: WANDB_RUN_GROUP"),
     "wandb.team": left_out("of wandb's own environment: WANDB_ENTITY"),
+    "tensor_parallel.autotp_size": _must_be_one("tensor", "0"),
+    "sequence_parallel_size": _must_be_one("sequence"),
+    "pipeline.stages": _must_be_one("pipeline", AUTO),
     "amp.enabled": as_here("false", reason="Apex is not there: give bf16.enabled or fp16.enabled"),
     "torch_autocast.enabled": as_here("false", reason="give bf16.enabled or fp16.enabled in its place"),
     "elasticity.enabled": as_here(
@@ -459,7 +481,7 @@ _SETTING_OF = {
     "scheduler.type": "schedule",
     _PEAK: "learning_rate",
     "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "num_steps",
+    _STEPS: "num_steps",
     "scheduler.params.warmup_min_lr": "warmup_steps",
     "fp16.enabled": "mixed_precision",
     "bf16.enabled": "mixed_precision",

@@ -11,10 +11,12 @@ from pretraining.config.foreign.raw_text import TextKeys
 from pretraining.config.foreign.translation import (
     Rule,
     Translating,
+    as_here,
     becomes,
     betas,
     checkpoints_kept,
     left_out,
+    lowest_rate,
     of_services,
     one_of,
     only,
@@ -52,6 +54,7 @@ def read(translating: Translating) -> None:
         "validation_split": text.validation,
         **{key.rpartition(".")[2]: rule for key, rule in text.rules().items()},
     }
+    translating.know(rules)
     found = {}
     for key in translating.values:
         section, _, name = key.rpartition(".")
@@ -149,20 +152,33 @@ def _read_optimizer(translating: Translating, key: str) -> None:
     name = (translating.text(key) or "").lower().removesuffix("_torch")
     momentum = translating.number(_key(translating, "momentum"))
     if name not in OPTIMIZERS:
-        translating.refuse(key, f"one of {', '.join(OPTIMIZERS)} is needed, or your own as package.module:Class")
+        translating.refuse(
+            key, f"one of {', '.join(OPTIMIZERS)} is needed, or your own as package.module:Class", "optimizer"
+        )
     else:
         translating.set(key, optimizer="sgdm" if name == "sgd" and momentum else name)
 
 
+_ENDS = ("min_lr_ratio", "min_lr")
+
+
+def _read_lowest_rate(translating: Translating, key: str) -> None:
+    if _key(translating, "min_lr_ratio") in translating:
+        translating.leave_out(key, "min_lr_ratio wins")
+    else:
+        lowest_rate(_key(translating, "learning_rate"))(translating, key)
+
+
 def _read_schedule(translating: Translating, key: str) -> None:
     name = (translating.text(key) or "").lower().removesuffix("_with_warmup")
-    end = None if _key(translating, "min_lr_ratio") in translating else 0
+    has_end = any(_key(translating, end) in translating for end in _ENDS)
+    end = None if has_end else 0
     if name == "constant":
         translating.set(key, schedule=name)
     elif name in ("cosine", "linear", "polynomial"):
         translating.set(key, "to zero" if end == 0 else "", schedule=name, min_lr_ratio=end)
     else:
-        translating.refuse(key, "one of cosine, linear, constant, polynomial is needed")
+        translating.refuse(key, "one of cosine, linear, constant, polynomial is needed", "schedule")
 
 
 # Precision
@@ -183,7 +199,7 @@ def _read_amp_dtype(translating: Translating, key: str) -> None:
     name = words.get(name, name)
     is_used = translating.is_true(_key(translating, "use_amp"))
     if name not in ("float16", "bfloat16"):
-        translating.refuse(key, "float16 or bfloat16 is needed")
+        translating.refuse(key, "float16 or bfloat16 is needed", "mp_dtype", "mixed_precision")
     elif is_used is False:
         translating.leave_out(key, "use_amp is false")
     else:
@@ -217,6 +233,9 @@ def _of_services(setting: str) -> Rule:
 
 
 _NO_DROPOUT = "a Llama is trained without dropout"
+_NO_EXPERTS = "a Llama has no experts"
+_NO_WINDOW = "attention reaches back to the beginning, without a window"
+_POSITIONS = ("positional_encoding", "position_encoding", "pos_encoding", "positional_embedding", "position_embedding")
 TABLE: dict[str, Rule] = {
     "vocab_size": becomes("vocab_size"),
     **{name: becomes(setting) for name, setting in _SIZES.items()},
@@ -225,8 +244,31 @@ TABLE: dict[str, Rule] = {
     "rope_theta": becomes("rope_theta"),
     "tie_word_embeddings": becomes("tie_word_embeddings"),
     "tie_embeddings": becomes("tie_word_embeddings"),
+    "tie_weights": becomes("tie_word_embeddings"),
+    "weight_tying": becomes("tie_word_embeddings"),
+    **{name: becomes("rms_norm_eps") for name in ("norm_eps", "rms_norm_eps", "layer_norm_eps")},
+    **{
+        name: only("rope", "rotary", reason="a Llama's positions are rotary")
+        for name in (*_POSITIONS, "position_embedding_type", "pos_embedding")
+    },
+    "use_rope": only("true", reason="a Llama's positions are rotary"),
+    **{
+        name: only("rmsnorm", "rms_norm", "rms", reason="a Llama has RMSNorm")
+        for name in ("norm", "norm_type", "normalization", "normalization_type")
+    },
+    "use_rmsnorm": only("true", reason="a Llama has RMSNorm"),
+    "qk_norm": only("false", reason="a Llama does not normalise queries and keys"),
+    "rope_scaling": only("none", "1", reason="it is not translated: take it out, and give --rope_scaling"),
+    "parallel_residual": only("false", reason="feed-forward follows attention in a Llama"),
+    **{name: only("0", "none", reason=_NO_WINDOW) for name in ("sliding_window", "window_size", "attention_window")},
+    **{name: only("0", "1", reason=_NO_EXPERTS) for name in ("num_experts", "n_experts")},
+    **{name: only("false", reason=_NO_EXPERTS) for name in ("moe", "use_moe")},
     "dropout": only("0", reason=_NO_DROPOUT),
-    "attention_dropout": only("0", reason=_NO_DROPOUT),
+    **{
+        f"{what}_dropout": only("0", reason=_NO_DROPOUT)
+        for what in ("attention", "attn", "embedding", "embed", "residual", "resid", "hidden", "ffn")
+    },
+    **{name: only("0", reason="all layers are trained always") for name in ("layer_drop", "layerdrop", "drop_path")},
     "activation": only("silu", "swish", "swiglu", reason="a Llama's activation is SiLU, in a gated feed-forward"),
     "pre_norm": only("true", reason="a Llama has its norms before attention and feed-forward"),
     "bias": only("false", reason="a Llama has no biases"),
@@ -240,6 +282,17 @@ TABLE: dict[str, Rule] = {
     "num_epochs": _read_epochs,
     "lr_scheduler": _read_schedule,
     "min_lr_ratio": becomes("min_lr_ratio"),
+    "min_lr": _read_lowest_rate,
+    **{
+        name: as_here("0", "none", reason="the loss is plain cross-entropy: take it out")
+        for name in ("label_smoothing", "label_smoothing_factor")
+    },
+    **{
+        name: as_here("0", "none", "false", reason="no average of the weights is kept: take it out")
+        for name in ("ema_decay", "ema", "use_ema", "use_swa", "swa")
+    },
+    "amsgrad": as_here("false", reason="there is no AMSGrad: take it out"),
+    "loss": as_here("cross_entropy", "cross-entropy", "ce", reason="the loss is cross-entropy: take it out"),
     "warmup_steps": becomes("warmup_steps"),
     "warmup_ratio": becomes("warmup_steps", share_of_run),
     "optimizer": _read_optimizer,

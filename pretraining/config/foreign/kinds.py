@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -84,7 +85,8 @@ def translate(source: Source, suffix: str, kind: str | None = None, accept_llama
         kind: what it is; None = what its keys say.
 
     Raises:
-        ConfigError: it is of no known kind or fits several, or holds values that cannot be translated.
+        ConfigError: it is of no known kind or fits several, holds values that cannot be translated, or no key that the
+            kind's reader knows.
     """
     if kind is None:
         kinds = recognise(source, suffix)
@@ -96,13 +98,27 @@ def translate(source: Source, suffix: str, kind: str | None = None, accept_llama
         raise ConfigError(f"--from={kind} is not known: {hint}There are {', '.join(KINDS)}")
     translating = Translating(kind, source, accept_llama)
     KINDS[kind].read(translating)
-    return translating.finish()
+    translation = translating.finish()
+    if translating.understands_nothing():
+        keys = ", ".join(note.key for note in translation.unknown[:_SHOWN_KEYS])
+        raise ConfigError(
+            f"{source.name}: the reader of {kind} files knows none of its keys ({keys}). Say what it is: "
+            f"pretrain translate {shlex.quote(source.name)} --from=…, one of {', '.join(KINDS)}"
+        )
+    return translation
+
+
+_SHOWN_KEYS = 5
 
 
 def _undecided(source: Source, kinds: list[str]) -> str:
     if kinds:
         signs = "; ".join(f"{name}: {_signs_in(source, name)}" for name in kinds)
-        return f"{source.name} may be {' or '.join(kinds)} ({signs}): say which with --from, or part the file"
+        return (
+            f"{source.name} may be {' or '.join(kinds)} ({signs}): say which, "
+            f"pretrain translate {shlex.quote(source.name)} --from={kinds[0]} --output_path=mine.yaml, and train "
+            "with that recipe; or part the file"
+        )
     looked_for = "\n".join(
         f"  {name}: {kind.what}, {' or '.join(kind.suffixes)}, with {', '.join(kind.signs[:4])}"
         for name, kind in KINDS.items()

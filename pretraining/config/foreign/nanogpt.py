@@ -79,6 +79,8 @@ def read(translating: Translating) -> None:
     else:
         _fill_in_defaults_of_steps(translating)
     translating.apply(table)
+    if not counts_tokens and translating.is_overridden("data_path"):
+        translating.assume("dataset", _other_data(translating))
     if "grad_clip" in translating.values and "grad_clip" not in translating:  # None, which `apply` passes over
         translating.set("grad_clip", "no clipping", grad_clip_thresh="0")
 
@@ -135,8 +137,23 @@ def _accumulation(translating: Translating, key: str) -> None:
     if translating.is_overridden("global_batch_size", "grad_accum_steps"):
         translating.leave_out(key, "the command line says the batch")
         return
-    sequences = _whole(translating, "batch_size") * _whole(translating, key)
-    translating.set(key, "x batch_size, on any number of GPUs", global_batch_size=sequences)
+    batch_size = _batch_size(translating)
+    translating.set(
+        key,
+        f"x batch_size={batch_size}, on any number of GPUs",
+        global_batch_size=batch_size * _whole(translating, key),
+    )
+
+
+def _batch_size(translating: Translating) -> int:
+    """Returns the command line's, which nanoGPT multiplies by the accumulation as well, or else the file's."""
+    if not translating.is_overridden("batch_size"):
+        return _whole(translating, "batch_size")
+    text = translating.in_force("batch_size", "batch_size") or ""
+    number = parse_number(text)
+    if number is None or number < 1 or number.denominator != 1:
+        raise ConfigError(f"--batch_size={text}: a whole number from 1 on is needed")
+    return int(number)
 
 
 def _evaluation_batches(translating: Translating, key: str) -> None:
@@ -157,7 +174,7 @@ def _evaluation_interval(translating: Translating, key: str) -> None:
         key,
         "saved as often; the newest and the best are kept",
         eval_interval=text,
-        checkpoint_interval=text,
+        checkpoint_interval=translating.in_force("eval_interval", "eval_interval"),
         keep_last="1",
     )
 
@@ -224,9 +241,13 @@ def _warmup(translating: Translating, key: str) -> None:
 def _smallest_rate(translating: Translating, key: str) -> None:
     share = _smallest_share(translating)
     if share > 1:
-        translating.refuse(key, f"it is more than learning_rate={_in_force(translating, 'learning_rate')}")
+        translating.refuse(
+            key, f"it is more than learning_rate={translating.in_force('learning_rate', 'learning_rate')}"
+        )
     elif _is_cosine(translating):
-        translating.set(key, f"of learning_rate={_in_force(translating, 'learning_rate')}", min_lr_ratio=share)
+        translating.set(
+            key, f"of learning_rate={translating.in_force('learning_rate', 'learning_rate')}", min_lr_ratio=share
+        )
     else:
         translating.set(key, "in the points of the schedule")
 
@@ -238,7 +259,7 @@ def _is_cosine(translating: Translating) -> bool:
 
 def _smallest_share(translating: Translating) -> float:
     smallest = _number(translating, "min_lr")
-    peak = parse_number(_in_force(translating, "learning_rate") or "")
+    peak = parse_number(translating.in_force("learning_rate", "learning_rate") or "")
     return float(smallest / peak) if peak else 1.0
 
 
@@ -345,11 +366,23 @@ def of_data(rule: Rule) -> Rule:
 
     def settle(translating: Translating, key: str) -> None:
         if _data_is_given(translating):
-            translating.leave_out(key, "the command line has other data")
+            translating.leave_out(key, _other_data(translating))
         else:
             rule(translating, key)
 
     return settle
+
+
+def _other_data(translating: Translating) -> str:
+    """Says what the file's data would have set besides, and the command line's does not."""
+    missing = []
+    if not translating.is_overridden("eval_datasets", "held_out_fraction"):
+        missing.append("--eval_datasets or --held_out_fraction, without which nothing is evaluated")
+    if not translating.is_overridden("sep_token", "eos_token"):
+        missing.append("--sep_token, the token that ends its documents")
+    if translating.is_overridden("use_dummy_dataset") or not missing:
+        return "the command line has other data"
+    return f"the command line has other data; nothing else is set for it: give {', and '.join(missing)}"
 
 
 def _data_is_given(translating: Translating) -> bool:
@@ -360,7 +393,7 @@ def _training_data(translating: Translating, path: Path) -> dict[str, str]:
     """Returns the settings for a file of uint16 without a header; of GPT-2's tokens, also what ends documents."""
     folder = folder_of(path)
     settings = {"data_path": str(folder.parent), "datasets": folder.name, "file_type": "bin", "token_dtype": "uint16"}
-    vocabulary = parse_number(_in_force(translating, "vocab_size") or VOCABULARY)
+    vocabulary = parse_number(translating.in_force("vocab_size", "vocab_size") or VOCABULARY)
     if not translating.is_overridden(*START_POINTS) and vocabulary is not None and vocabulary > END_OF_TEXT:
         settings["sep_token"] = str(END_OF_TEXT)
     return settings
@@ -432,17 +465,17 @@ def _device(translating: Translating, key: str) -> None:
     if kind in ("cuda", "cpu"):
         translating.set(key, "which one, CUDA_VISIBLE_DEVICES says" if colon else "", device=kind)
     else:
-        translating.refuse(key, "one of cuda, cpu is needed")
+        translating.refuse(key, "one of cuda, cpu is needed", "device")
 
 
 def _is_on_cpu(translating: Translating) -> bool:
-    return _in_force(translating, "device") == "cpu"
+    return translating.in_force("device", "device") == "cpu"
 
 
 def _dtype(translating: Translating, key: str) -> None:
     dtype = translating.text(key)
     if dtype not in ("bfloat16", "float16", "float32"):
-        translating.refuse(key, "one of bfloat16, float16, float32 is needed")
+        translating.refuse(key, "one of bfloat16, float16, float32 is needed", "mp_dtype", "mixed_precision")
     elif dtype == "float32" or _is_on_cpu(translating):
         translating.set(key, "" if dtype == "float32" else "on a CPU float32, as there", mixed_precision="false")
     else:
@@ -464,7 +497,7 @@ def of_wandb(setting: str) -> Rule:
 def _uses_wandb(translating: Translating) -> bool:
     """Whether reports go to wandb; a flag about trackers wins over `wandb_log`."""
     if translating.is_overridden("tracker", "report_to"):
-        return any("wandb" in (_in_force(translating, name) or "") for name in ("tracker", "report_to"))
+        return any("wandb" in (translating.in_force(name, name) or "") for name in ("tracker", "report_to"))
     return bool(translating.is_true("wandb_log"))
 
 
@@ -486,14 +519,6 @@ def _branch(translating: Translating, key: str) -> None:
             "a branch is a new run from another one's weights: give --ckpt_load_path=<checkpoint> --weights_only=true, "
             "and another --seed for another order of the data",
         )
-
-
-def _in_force(translating: Translating, name: str) -> str | None:
-    """Returns what the command line says under a name that is also ours, or else the file."""
-    for written, raw in translating.source.overrides.items():
-        if written.replace("-", "_").lower() == name:
-            return str(raw)
-    return translating.text(name)
 
 
 def _whole(translating: Translating, key: str, smallest: int = 1) -> int:

@@ -176,7 +176,7 @@ def _optimizer(translating: Translating, key: str) -> None:
     if name in ("adamw", "adam"):
         translating.set(key, optimizer=name)
     else:
-        translating.refuse(key, "one of AdamW, Adam is needed, or another one here: take it out and give --optimizer")
+        translating.refuse(key, "one of AdamW, Adam is needed, or another one here: give --optimizer", "optimizer")
 
 
 SHAPE, SHARE, WARM_UP = (f"lr_scheduler.{name}" for name in ("decay_type", "decay_ratio", "warmup_steps"))
@@ -211,7 +211,9 @@ def _decay(translating: Translating, total: int, warmup: int) -> None:
     """Settles how the learning rate comes down: over all that is left after the warm-up, or over a share of the run."""
     name = translating.text(SHAPE) or ""
     if name not in _SHAPES:
-        translating.refuse(SHAPE, f"one of {', '.join(_SHAPES)} is needed")
+        translating.refuse(SHAPE, f"one of {', '.join(_SHAPES)} is needed", "schedule")
+        if SHARE in translating:
+            translating.leave_out(SHARE, f"of {SHAPE}")
         return
     ratio = translating.number(SHARE)
     if ratio is None and name != "sqrt":

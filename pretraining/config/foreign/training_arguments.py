@@ -20,6 +20,7 @@ from pretraining.config.foreign.translation import (
     decimal,
     half_precision,
     left_out,
+    lowest_rate,
     of_services,
     one_of,
     only,
@@ -70,9 +71,11 @@ def _assume_defaults(translating: Translating) -> None:
     translating.assume("warmup_steps", default, warmup_steps="0")
     translating.assume("num_train_epochs", default, num_steps="3ep")
     if not translating.has("model_name_or_path") and not translating.has("config_overrides"):
+        has_length = "block_size" in translating
         translating.assume(
-            "model and seq_length",
-            "not among these arguments: give --model_variant or its dimensions, and --seq_length",
+            "model" if has_length else "model and seq_length",
+            "not among these arguments: give --model_variant or its dimensions"
+            + ("" if has_length else ", and --seq_length"),
         )
 
 
@@ -198,7 +201,9 @@ def _is_adam(translating: Translating) -> bool:
 def _read_optimizer(translating: Translating, key: str) -> None:
     name, optimizer = _word(translating, key), _optimizer_of(translating)
     if optimizer is None:
-        translating.refuse(key, f"of the Trainer's optimizers AdamW, SGD and RMSprop are there; {_OWN_OPTIMIZER}")
+        translating.refuse(
+            key, f"of the Trainer's optimizers AdamW, SGD and RMSprop are there; {_OWN_OPTIMIZER}", "optimizer"
+        )
     elif "bit" in name or "bnb" in name or "paged" in name:
         translating.set(key, "the same rule; its moments are float32, sharded", optimizer=optimizer)
     else:
@@ -236,11 +241,13 @@ def _read_schedule(translating: Translating, key: str) -> None:
     usual = 1 if name == "cosine_with_restarts" else 0.5
     if name not in _SCHEDULES:
         translating.refuse(
-            key, f"one of {', '.join(_SCHEDULES)} is needed, or your own as --schedule=package.module:function"
+            key,
+            f"one of {', '.join(_SCHEDULES)} is needed, or your own as --schedule=package.module:function",
+            "schedule",
         )
     elif cycles not in (None, usual):
         translating.refuse(
-            key, "the learning rate comes down once, and lr_scheduler_kwargs has num_cycles: take it out"
+            key, "the learning rate comes down once, and lr_scheduler_kwargs has num_cycles: take it out", "schedule"
         )
     elif name == "constant":
         translating.set(key, "without a warm-up", schedule="constant", warmup_steps=0)
@@ -256,17 +263,6 @@ def _read_schedule(translating: Translating, key: str) -> None:
             min_lr_ratio=None if has_end else 0,
             decay_shape=shape,
         )
-
-
-def _read_lowest_rate(translating: Translating, key: str) -> None:
-    """Takes a learning rate as a share of the peak."""
-    lowest, peak = (
-        parse_number(translating.text(name) or text) for name, text in ((key, ""), ("learning_rate", "5e-5"))
-    )
-    if lowest is None or not peak or not 0 <= lowest <= peak:
-        translating.refuse(key, "a learning rate from 0 to learning_rate is needed")
-    else:
-        translating.set(key, "of learning_rate", min_lr_ratio=decimal(lowest / peak))
 
 
 def _read_stable_steps(translating: Translating, key: str) -> None:
@@ -305,7 +301,9 @@ def _read_fsdp(translating: Translating, key: str) -> None:
     named = [_STRATEGIES[word] for word in words if word in _STRATEGIES]
     others = set(words) - {*_STRATEGIES, "auto_wrap", "offload", "true", "false"}
     if others or len(named) > 1:
-        translating.refuse(key, f"one of {', '.join(_STRATEGIES)}, with auto_wrap and offload, is needed")
+        translating.refuse(
+            key, f"one of {', '.join(_STRATEGIES)}, with auto_wrap and offload, is needed", "sharding_strategy"
+        )
     elif not words or words == ["false"]:
         translating.leave_out(key, "off; --sharding_strategy says how parameters are laid out")
     else:
@@ -391,13 +389,15 @@ TABLE: dict[str, Rule] = {
     "adam_epsilon": _of_adam("adam_epsilon"),
     "max_grad_norm": becomes("grad_clip_thresh"),
     "optim": _read_optimizer,
-    "optim_args": as_here("", "none", reason=f"arguments of an optimizer are settings here; {_OWN_OPTIMIZER}"),
-    "adafactor": as_here("false", reason=f"there is no Adafactor: {_OWN_OPTIMIZER}"),
+    "optim_args": as_here(
+        "", "none", reason=f"arguments of an optimizer are settings here; {_OWN_OPTIMIZER}", instead="optimizer"
+    ),
+    "adafactor": as_here("false", reason=f"there is no Adafactor: {_OWN_OPTIMIZER}", instead="optimizer"),
     "lr_scheduler_type": _read_schedule,
     _KWARGS + "min_lr_rate": becomes("min_lr_ratio"),
     _KWARGS + "min_lr_ratio": becomes("min_lr_ratio"),
-    _KWARGS + "min_lr": _read_lowest_rate,
-    _KWARGS + "lr_end": _read_lowest_rate,
+    _KWARGS + "min_lr": lowest_rate("learning_rate", "5e-5"),
+    _KWARGS + "lr_end": lowest_rate("learning_rate", "5e-5"),
     _KWARGS + "power": becomes("decay_power"),
     _KWARGS + "num_cycles": left_out("of lr_scheduler_type"),
     _KWARGS + "num_decay_steps": becomes("decay_steps"),
@@ -463,7 +463,7 @@ GROUPS = {
     "per_device_eval_batch_size": _OF_EVALUATION,
     "per_gpu_eval_batch_size": _OF_EVALUATION,
     "eval_accumulation_steps": _OF_EVALUATION,
-    "eval_delay": _OF_EVALUATION,
+    "eval_delay": "the first evaluation is one eval_interval after the start",
     "eval_on_start": "evaluations come after steps",
     "eval_do_concat_batches": _OF_EVALUATION,
     "eval_use_gather_object": _OF_EVALUATION,

@@ -10,6 +10,7 @@ file says is a problem, unless the user accepts a Llama in its place.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ import yaml
 
 from pretraining.config.plugins import TRACKERS
 from pretraining.config.settings_files import read_yaml
-from pretraining.config.values import BOOL_WORDS, NONE_WORDS, Raw, format_value
+from pretraining.config.values import BOOL_WORDS, NONE_WORDS, Raw, did_you_mean, format_value
 from pretraining.errors import ConfigError
 from pretraining.progress import parse_number
 
@@ -32,6 +33,9 @@ FILLED_IN = "its default, not in the file"
 """Remark about a key that a reader has filled in."""
 COMMAND_LINE = "the command line"
 """The name of the source whose keys are arguments."""
+
+NOT_UNDERSTOOD = "Not understood, and not applied:"
+"""The heading over keys that a reader does not know."""
 
 WIDEST_COLUMN = 48
 """Of a translation's table; longer entries push what follows to the right."""
@@ -171,6 +175,7 @@ class Note:
         line: of the file; None = it does not stand there.
         origin: the name of the source that gives it; COMMAND_LINE for an argument.
         is_included: whether that is another file, which a key of the translated one names.
+        is_known: whether the reader knows the key.
     """
 
     key: str
@@ -180,6 +185,7 @@ class Note:
     line: int | None
     origin: str = field(default="", compare=False)
     is_included: bool = False
+    is_known: bool = True
 
     @property
     def given(self) -> str:
@@ -223,8 +229,10 @@ class Translation:
     def table(self) -> list[str]:
         """Returns a line for each key: what it says, what it became, and why or what is different.
 
-        Where keys come from several files that make one tree, each line names its own.
+        Keys that the reader does not know come last, under a heading of their own. Where keys come from several files
+        that make one tree, each line names its own.
         """
+        known, unknown = self.known, self.unknown
         several = len({note.origin for note in self.notes if not note.is_included}) > 1
         rows = [
             (
@@ -232,11 +240,22 @@ class Translation:
                 note.became or "-",
                 f"{note.remark} [{note.origin}]".strip() if several else note.remark,
             )
-            for note in self.notes
+            for note in (*known, *unknown)
         ]
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         widths = [min(width, WIDEST_COLUMN) for width in widths]
-        return [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
+        lines = [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
+        return [*lines[: len(known)], *([NOT_UNDERSTOOD] if unknown else []), *lines[len(known) :]]
+
+    @property
+    def unknown(self) -> list[Note]:
+        """The notes of keys that the reader does not know."""
+        return [note for note in self.notes if not note.is_known]
+
+    @property
+    def known(self) -> list[Note]:
+        """The notes of all other keys."""
+        return [note for note in self.notes if note.is_known]
 
     def note_of(self, setting: str) -> Note:
         """Returns the note of the key that a setting comes from."""
@@ -266,6 +285,7 @@ class Translating:
         self._problems: list[str] = []
         self._used: set[str] = set()
         self._filled_in: set[str] = set()
+        self._known: dict[str, None] = {}
 
     def take(self, source: Source) -> None:
         """Puts a source in place of the one that was read: the file with all that belongs to it."""
@@ -335,8 +355,16 @@ class Translating:
         """Says that a key has no equivalent, and why that does not matter or what to do."""
         self._note(key, {}, reason)
 
-    def refuse(self, key: str, problem: str) -> None:
-        """Says that a key's value cannot be translated."""
+    def refuse(self, key: str, problem: str, *settings: str) -> None:
+        """Says that a key's value cannot be translated.
+
+        Args:
+            settings: that the key would have set. Where the command line gives one of them, it wins over the file, and
+                the key is left out.
+        """
+        if self.is_overridden(*settings) and self.source.origin_of(key)[0].name != COMMAND_LINE:
+            self.leave_out(key, f"the command line says {' or '.join(settings)}")
+            return
         self.add_problem(key, problem)
         self._note(key, {}, problem)
 
@@ -363,6 +391,7 @@ class Translating:
 
     def leave_out_groups(self, groups: Mapping[str, str]) -> None:
         """Leaves out every key under these, or equal to one, that is given and not settled, with the group's reason."""
+        self.know(groups)
         for group, reason in groups.items():
             for key in self.values:
                 if (key == group or key.startswith(f"{group}.")) and key in self and key not in self._notes:
@@ -387,6 +416,13 @@ class Translating:
         names = {name.replace("-", "_").lower().rpartition(".")[2] for name in self.source.overrides}
         return not names.isdisjoint(settings)
 
+    def in_force(self, setting: str, key: str) -> str | None:
+        """Returns what the command line gives as a setting, or else a key of the file."""
+        for written, raw in self.source.overrides.items():
+            if written.replace("-", "_").lower().rpartition(".")[2] == setting:
+                return str(raw)
+        return self.text(key)
+
     def use_override(self, name: str) -> None:
         """Says that an argument of the command line was read with the file."""
         self._used.add(name)
@@ -402,8 +438,13 @@ class Translating:
         """Returns file, line and key for a message; of an argument its name."""
         return self._note_for(key).place
 
+    def know(self, keys: Iterable[str]) -> None:
+        """Says which keys a file may have, for a misspelt one is asked whether it means one of them."""
+        self._known |= dict.fromkeys(keys)
+
     def apply(self, table: Mapping[str, Rule]) -> None:
         """Settles the keys of a table that are there and not settled yet; null means that nothing was given."""
+        self.know(table)
         for key, rule in table.items():
             if key in self and key not in self._notes:
                 try:
@@ -420,10 +461,11 @@ class Translating:
         """
         for key, value in self.values.items():
             if key not in self._notes:
-                reason = (
-                    "not given" if value is None or value == {} else f"not known to the reader of {self._kind} files"
-                )
-                self._note(key, {}, reason)
+                if value is None or value == {}:
+                    self._note(key, {}, "not given")
+                else:
+                    self._note(key, {}, f"not known to the reader of {self._kind} files{self._nearest(key)}")
+                    self._notes[key] = replace(self._notes[key], is_known=False)
         positions = {key: position for position, key in enumerate(self.values)}
         notes = tuple(
             self._notes[key] for key in sorted(self._notes, key=lambda key: positions.get(key, len(positions)))
@@ -432,6 +474,30 @@ class Translating:
         if problems:
             raise TranslationError(list(problems), frozenset(self._used))
         return Translation(self._kind, self._settings, notes, frozenset(self._used))
+
+    def understands_nothing(self) -> bool:
+        """Whether a finished translation has keys of files or arguments, and knows none of them."""
+        given = [
+            key
+            for key, value in self.values.items()
+            if value not in (None, {}) and key not in self._filled_in and self._is_from_a_user(key)
+        ]
+        return bool(given) and not any(self._notes[key].is_known for key in given)
+
+    def _is_from_a_user(self, key: str) -> bool:
+        origin = self.source.origin_of(key)[0]
+        return origin is self.source or origin.path is not None or origin.name == COMMAND_LINE
+
+    def _nearest(self, key: str) -> str:
+        """Returns a question about the known key that an unknown one may mean, of its own section or else of any."""
+        section, _, name = key.rpartition(".")
+        siblings = [each for each in self._known if each.rpartition(".")[0] == section]
+        for known in (siblings, self._known):
+            by_name = {each.rpartition(".")[2]: each for each in known}
+            nearest = did_you_mean(name, by_name, "{}")
+            if nearest:
+                return f": did you mean {by_name[nearest]}?"
+        return ""
 
     def _contradictions(self, notes: Iterable[Note]) -> Iterable[str]:
         """Says which settings two keys give different values."""
@@ -472,7 +538,7 @@ def becomes(setting: str, convert: Callable[[str], str] = str, remark: str = "")
         try:
             translating.set(key, remark, **{setting: convert(text)})
         except ValueError as error:
-            translating.refuse(key, str(error))
+            translating.refuse(key, str(error), setting)
 
     return settle
 
@@ -501,12 +567,13 @@ def half_precision(dtype: str, other: str) -> Rule:
     """A switch for a type that is computed in; `other` is the switch of the other one."""
 
     def settle(translating: Translating, key: str) -> None:
-        is_other = BOOL_WORDS.get((translating.text(other) or "").lower(), False)
+        of_other = (translating.text(other) or "").lower()
+        is_other = BOOL_WORDS.get(of_other, False)
         if translating.is_true(key) and is_other:
             translating.refuse(key, f"{other} is true, too: keep one")
         elif translating.is_true(key):
             translating.set(key, mixed_precision="true", mp_dtype=dtype)
-        elif is_other:
+        elif is_other or of_other == "auto":  # whoever fills that in decides; here the device does
             translating.set(key, "off")
         else:
             translating.set(key, mixed_precision="false")
@@ -537,6 +604,20 @@ def of_services(translating: Translating, key: str, listed: str, **settings: str
         translating.set(key, **settings)
     else:
         translating.leave_out(key, "of wandb and mlflow, and reports go to neither")
+
+
+def lowest_rate(peak_key: str, default: str = "") -> Rule:
+    """A key that is a learning rate, of which a share of the peak is made; `default` is its system's own peak."""
+
+    def settle(translating: Translating, key: str) -> None:
+        lowest = parse_number(translating.text(key) or "")
+        peak = parse_number(translating.in_force("learning_rate", peak_key) or default)
+        if lowest is None or not peak or not 0 <= lowest <= peak:
+            translating.refuse(key, f"a learning rate from 0 to {peak_key.rpartition('.')[2]} is needed")
+        else:
+            translating.set(key, "of learning_rate", min_lr_ratio=decimal(lowest / peak))
+
+    return settle
 
 
 def resume_from(translating: Translating, key: str) -> None:
@@ -595,9 +676,14 @@ def only(*values: str, reason: str) -> Rule:
     )
 
 
-def as_here(*values: str, reason: str, remark: str = "as here") -> Rule:
-    """A key of which this project has only these values, and which would change what is learned."""
-    return _unless(values, remark, lambda translating, key: translating.refuse(key, reason))
+def as_here(*values: str, reason: str, remark: str = "as here", instead: str = "") -> Rule:
+    """A key of which this project has only these values, and which would change what is learned.
+
+    Args:
+        instead: the setting that takes its place where the command line gives it.
+    """
+    settings = [instead] if instead else []
+    return _unless(values, remark, lambda translating, key: translating.refuse(key, reason, *settings))
 
 
 def _unless(values: tuple[str, ...], remark: str, otherwise: Rule) -> Rule:
@@ -618,9 +704,10 @@ def plain(text: str | None) -> object:
     if text in ("true", "false"):
         return text
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return text
+    return text if math.isnan(number) else number  # NaN equals nothing, its text does
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What `pretrain doctor` has found: what is slow next to the others of its kind, as tables or as an object."""
+"""What `pretrain doctor` has found: rates, what is slow next to the others of its kind, and verdicts on all of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from pretraining.estimate.devices import peak_tflops
-from pretraining.tools.doctor.measure import CollectiveTime, Link, Rate
+from pretraining.tools.doctor.measure import DISK_READ, DISK_WRITE, CollectiveTime, Link, Rate
+from pretraining.tools.doctor.verdicts import Check, Verdict, summary, table, worst_of
 
 SLOW_BFLOAT16 = 1.5
+BAD_TIMES = 3.0
+LOW_SHARE_OF_PEAK = 0.4
+"""Of the largest matrix product; sound devices reach 0.6 and more."""
+SLOW_DISK_GIB = 0.1
+SPEED = "speed"
 Who = TypeVar("Who")
 
 
@@ -20,27 +26,79 @@ class RankReport:
 
     Attributes:
         facts: by name, in words.
-        warnings: what is bad there, in sentences.
+        checks: verdicts on its machine and its device.
         rates: of its device, and of the disk where it is the one that measures that.
         clock: its machine's, in seconds, at the same moment on all ranks.
     """
 
     host: str
     facts: dict[str, str]
-    warnings: list[str]
+    checks: list[Check]
     rates: list[Rate]
     clock: float
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was measured on each rank and between them, and what stands out, in sentences."""
+    """What was measured on each rank and between them, and verdicts on all of it.
+
+    Attributes:
+        save_gib_per_second: of a checkpoint, by all ranks together; None = not measured.
+    """
 
     ranks: list[RankReport]
     collectives: list[CollectiveTime]
     links: dict[Link, float]
-    slow: list[str]
-    warnings: list[str]
+    checks: list[Check]
+    save_gib_per_second: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all."""
+        return worst_of(self.checks)
+
+
+def check_speed(ranks: list[RankReport], links: dict[Link, float], factor: float) -> list[Check]:
+    """A verdict for each rank or link that is slow next to the others of its kind; one of all where none is.
+
+    What is more than `BAD_TIMES` slower is bad.
+    """
+    if len(ranks) == 1:
+        return []
+    bad = set(find_what_is_slow(ranks, links, max(factor, BAD_TIMES)))
+    checks = [
+        Check(
+            SPEED, "bad" if sentence in bad else "look at", sentence, "leave it out, or look for what else runs there"
+        )
+        for sentence in find_what_is_slow(ranks, links, factor)
+    ]
+    return checks or [Check(SPEED, "good", f"no rank and no link is {factor:g} times slower than the others")]
+
+
+def check_rates(rates: list[Rate], device: str) -> Iterator[Check]:
+    """A verdict for what one rank has measured, where something is known to measure it by.
+
+    Args:
+        device: as facts name it.
+    """
+    by_name = {rate.name: rate for rate in rates}
+    peak = peak_tflops(device)
+    products = {name: rate.value for name, rate in by_name.items() if "matmul bfloat16" in name}
+    if products:
+        best = max(products.values())
+        if peak is None:
+            yield Check("matmul", "not known", f"{best:.3g} TFLOP/s in bfloat16; the peak of this device is not known")
+        else:
+            found = f"{best:.3g} TFLOP/s in bfloat16, {best / peak:.0%} of the peak of {peak:g}"
+            is_low = best < LOW_SHARE_OF_PEAK * peak
+            advice = "look at its clocks, and for other programs on it (nvidia-smi)" if is_low else ""
+            yield Check("matmul", "look at" if is_low else "good", found, advice)
+    for name in (DISK_WRITE, DISK_READ):
+        if name in by_name:
+            value = by_name[name].value
+            is_low = value < SLOW_DISK_GIB
+            advice = "keep data and checkpoints on another disk" if is_low else ""
+            yield Check(name, "look at" if is_low else "good", f"{value:.3g} GiB/s", advice)
 
 
 def find_what_is_slow(ranks: list[RankReport], links: dict[Link, float], factor: float) -> list[str]:
@@ -119,15 +177,19 @@ def find_slow_links(rates: Mapping[Link, float], factor: float) -> tuple[dict[in
 
 
 def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as JSON takes it."""
+    """The diagnosis as JSON takes it: `slow` are sentences about speed, `warnings` the others to look at."""
     document = asdict(replace(diagnosis, links={}))
     document["links"] = [{**asdict(link), "gib_per_second": rate} for link, rate in diagnosis.links.items()]
+    noticed = [check for check in diagnosis.checks if check.verdict in ("look at", "bad")]
+    document["slow"] = [check.found for check in noticed if check.item == SPEED]
+    document["warnings"] = [check.sentence for check in noticed if check.item != SPEED]
+    document["verdict"] = diagnosis.verdict
     return document
 
 
 def as_text(diagnosis: Diagnosis) -> str:
-    """The diagnosis as tables, with what stands out at the end."""
-    parts = (_machine, _rates, _collectives, _links, _conclusion)
+    """The diagnosis as tables, with verdicts at the end."""
+    parts = (_machine, _rates, _collectives, _links, _verdicts)
     return "\n".join(line for part in parts for line in part(diagnosis))
 
 
@@ -176,12 +238,12 @@ def _links(diagnosis: Diagnosis) -> Iterator[str]:
             yield f"  {'pairs of ranks: ' + str(len(rates)):22} {numbers} GiB/s each way"
 
 
-def _conclusion(diagnosis: Diagnosis) -> Iterator[str]:
+def _verdicts(diagnosis: Diagnosis) -> Iterator[str]:
     yield ""
-    yield from (f"slow: {sentence}" for sentence in diagnosis.slow)
-    yield from (f"warning: {sentence}" for sentence in diagnosis.warnings)
-    if not diagnosis.slow and not diagnosis.warnings:
-        yield "nothing stands out"
+    yield "verdicts"
+    yield from table(diagnosis.checks)
+    yield ""
+    yield from summary(diagnosis.checks)
 
 
 def _by_name(ranks: list[RankReport]) -> dict[str, dict[int, Rate]]:

@@ -1,33 +1,38 @@
-"""Facts about the machine that a process runs on, and which of them are known to make training slow or fail."""
+"""Facts about the machine that a process runs on, and verdicts on those that make training slow or fail."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
 import shutil
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from pretraining.launch.machine import machine_memory, read_text, usable_cores
-from pretraining.launch.network import NCCL_INTERFACE, offered_address
+from pretraining.launch.machine import cpu_quota, machine_memory, read_text, usable_cores
+from pretraining.launch.network import NCCL_INTERFACE, interfaces_here, offered_address
+from pretraining.tools.doctor.communication import check_variables
+from pretraining.tools.doctor.verdicts import Check
 
 OPEN_FILES_WANTED = 4096
 SHARED_MEMORY_WANTED = 2**30
+LOCKED_MEMORY_WANTED = 2**26
+MAPS_WANTED = 65530
+"""The kernel's own default."""
+BAD_MEMORY = 2**28
+"""Of a process: less does not hold Python and PyTorch."""
+BUSY_SHARE = 0.5
+"""Of the machine's cores, by its load: what others may use before training and measurements are slower."""
 CLOCK_SKEW_SECONDS = 1.0
+BAD_SKEW_SECONDS = 30.0
+"""Half of the time after which a lease is stale."""
+MAPS_FILE = "/proc/sys/vm/max_map_count"
 CORES_FOLDER = "/sys/devices/system/cpu"
 
-SLOWING_VARIABLES = {
-    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
-    "NCCL_P2P_DISABLE": "GPUs of a machine talk through its memory",
-    "NCCL_SHM_DISABLE": "processes of a machine talk through the network",
-    "NCCL_IB_DISABLE": "machines talk through plain sockets",
-    "TORCH_NCCL_BLOCKING_WAIT": "each collective is waited for",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each allocation goes to the driver",
-}
 SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE")
 
 
@@ -59,63 +64,123 @@ def facts_of(device: torch.device) -> dict[str, str]:
     return facts
 
 
-def warnings_of(device: torch.device, local_world_size: int, environment: Mapping[str, str]) -> list[str]:
-    """What is known to be bad, a sentence each."""
-    found = []
-    soft_files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft_files != resource.RLIM_INFINITY and soft_files < OPEN_FILES_WANTED:
-        found.append(
-            f"only {soft_files} open files are allowed, and large datasets and many connections need more: "
-            f"ulimit -n {max(OPEN_FILES_WANTED, hard_files)}"
-        )
+def check_machine(device: torch.device, local_world_size: int, environment: Mapping[str, str]) -> list[Check]:
+    """A verdict for each limit of this process's machine, and for each variable that libraries read."""
+    checks = [
+        _check_open_files(),
+        _check_maps(),
+        _check_memory(local_world_size),
+        _check_shared_memory(local_world_size),
+        *_check_cores(local_world_size),
+        _check_load(),
+        *check_variables(environment, interfaces_here(), device.type == "cuda"),
+    ]
+    soft_locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if device.type == "cuda" and soft_locked != resource.RLIM_INFINITY and soft_locked < LOCKED_MEMORY_WANTED:
+        found = f"only {_size(soft_locked)} of memory may be locked; InfiniBand needs more"
+        checks.append(Check("locked memory", "look at", found, "ulimit -l unlimited"))
+    return checks
+
+
+def _check_open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES_WANTED:
+        return Check("open files", "good", "any number" if soft == resource.RLIM_INFINITY else f"{soft} are allowed")
+    found = f"only {soft} open files are allowed, and large datasets and many connections need more"
+    return Check("open files", "look at", found, f"ulimit -n {max(OPEN_FILES_WANTED, hard)}")
+
+
+def _check_maps() -> Check:
+    text = _text_of(MAPS_FILE)
+    if not text.isdigit() or int(text) >= MAPS_WANTED:
+        return Check("memory maps", "good", f"{text} are allowed" if text else "not limited here")
+    found = f"only {text} maps of a process are allowed, and each open token file is one"
+    return Check("memory maps", "look at", found, "sysctl -w vm.max_map_count=262144")
+
+
+def _check_memory(local_world_size: int) -> Check:
+    memory = machine_memory()
+    found = f"{_size(memory.available)} of {_size(memory.total)} available in {memory.limited_by}"
+    if memory.available < BAD_MEMORY * local_world_size:
+        advice = "end what else runs here, or ask for more (sbatch --mem)"
+        return Check("memory", "bad", f"{found}, for {local_world_size} processes", advice)
+    if memory.available < memory.total // 10:
+        return Check("memory", "look at", f"{found}: others hold the rest", "ps aux --sort=-rss names them")
+    return Check("memory", "good", found)
+
+
+def _check_shared_memory(local_world_size: int) -> Check:
     shared = _shared_memory_bytes()
     if local_world_size > 1 and shared < SHARED_MEMORY_WANTED:
-        found.append(
-            f"/dev/shm has {_size(shared)}, which processes of a machine talk through: give a container --shm-size=8g"
-        )
-    soft_locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if device.type == "cuda" and soft_locked != resource.RLIM_INFINITY and soft_locked < 2**26:
-        found.append(f"only {_size(soft_locked)} of memory may be locked; InfiniBand needs more: ulimit -l unlimited")
-    threads = torch.get_num_threads() * local_world_size
-    if local_world_size > 1 and threads > usable_cores():
-        found.append(
-            f"{local_world_size} processes of {torch.get_num_threads()} threads share {usable_cores()} cores: set "
-            f"OMP_NUM_THREADS={max(1, usable_cores() // local_world_size)}"
-        )
-    if usable_cores() < local_world_size:
-        found.append(f"{local_world_size} processes share {usable_cores()} cores: ask for more (--cpus-per-task)")
+        found = f"/dev/shm has {_size(shared)}, which processes of a machine talk through"
+        return Check("/dev/shm", "look at", found, "give a container --shm-size=8g")
+    return Check("/dev/shm", "good", _size(shared))
+
+
+def _check_cores(local_world_size: int) -> Iterator[Check]:
+    cores, threads = usable_cores(), torch.get_num_threads()
+    quota = cpu_quota()
+    of_quota = "" if math.isinf(quota) else f", by a quota of {quota:g} cores' time"
+    if cores < local_world_size:
+        found = f"{local_world_size} processes share {cores} cores{of_quota}"
+        yield Check("cores", "bad", found, "ask for more (--cpus-per-task)")
+    elif local_world_size > 1 and threads * local_world_size > cores:
+        found = f"{local_world_size} processes of {threads} threads share {cores} cores{of_quota}"
+        yield Check("cores", "look at", found, f"set OMP_NUM_THREADS={cores // local_world_size}")
+    else:
+        yield Check("cores", "good", f"{cores}, for {local_world_size} x {threads} threads{of_quota}")
     governor = _text_of(f"{CORES_FOLDER}/cpu0/cpufreq/scaling_governor")
     if governor == "powersave" and _text_of(f"{CORES_FOLDER}/cpu0/cpufreq/scaling_driver") == "acpi-cpufreq":
-        found.append("the cores are kept at their lowest clock: cpupower frequency-set -g performance")
-    for name, consequence in SLOWING_VARIABLES.items():
-        if environment.get(name, "0") not in ("", "0"):
-            found.append(f"{name}={environment[name]} is set: {consequence}")
-    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        found.append("TORCH_DISTRIBUTED_DEBUG=DETAIL is set: each collective is checked by another one")
-    return found
+        found = "the cores are kept at their lowest clock"
+        yield Check("clocks of cores", "look at", found, "cpupower frequency-set -g performance")
+    elif not governor:
+        yield Check("clocks of cores", "not known", "the system does not say how they are chosen")
+    else:
+        yield Check("clocks of cores", "good", governor)
 
 
-def warnings_across(facts: list[dict[str, str]], clocks: list[float]) -> list[str]:
-    """What differs between ranks and should not.
+def _check_load() -> Check:
+    """Compares the load of the last minute with all cores of the machine, which it is of."""
+    cores = os.cpu_count() or 1
+    try:
+        load = os.getloadavg()[0]
+    except OSError:
+        return Check("load", "not known", "the system does not say")
+    found = f"{load:.0f} busy threads in the last minute, on {cores} cores"
+    if load > BUSY_SHARE * cores:
+        advice = "end them (top names them), or measure and train when they are done"
+        return Check("load", "look at", f"{found}: other programs use these cores", advice)
+    return Check("load", "good", found)
+
+
+def check_across(facts: list[dict[str, str]], clocks: list[float]) -> list[Check]:
+    """A verdict for what should be the same on all ranks.
 
     Args:
         facts: of each rank.
         clocks: of each rank's machine at the same moment, in seconds.
     """
-    found = []
+    if len(facts) == 1:
+        return []
+    checks = []
     for name in ("torch", "CUDA", "driver", "NCCL", "device"):
         values = [each.get(name, "none") for each in facts]
         if len(set(values)) > 1:
             first = (f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))
-            found.append(f"{name} differs: " + "; ".join(first))
+            checks.append(Check(f"same {name}", "bad", f"{name} differs: " + "; ".join(first), "make them the same"))
+    if not checks:
+        checks.append(Check("same software", "good", f"{len(facts)} ranks have the same versions and devices"))
     skew = max(clocks) - min(clocks)
-    if skew > CLOCK_SKEW_SECONDS:
-        late = clocks.index(min(clocks))
-        found.append(
-            f"the clocks of the machines differ by {skew:.1f} s (that of rank {late} is behind): file times and leases "
-            "on the run's folder depend on them; use NTP"
-        )
-    return found
+    if skew <= CLOCK_SKEW_SECONDS:
+        checks.append(Check("clock", "good", f"{skew * 1e3:.0f} ms between ranks"))
+        return checks
+    late = clocks.index(min(clocks))
+    found = (
+        f"the clocks of the machines differ by {skew:.1f} s (that of rank {late} is behind): file times and leases "
+        "on the run's folder depend on them"
+    )
+    checks.append(Check("clock", "bad" if skew > BAD_SKEW_SECONDS else "look at", found, "use NTP"))
+    return checks
 
 
 def last_level_cache_bytes() -> int:

@@ -10,7 +10,9 @@ once as there are pairs of different ranks: what is slow there has a name.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pretraining.distributed.processes import gather_from_every_rank
-from pretraining.errors import ConfigError
+from pretraining.checkpoint.writer import plan_save
+from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import flush_folder
 from pretraining.launch.machine import machine_memory
 from pretraining.tools.doctor.machine_facts import last_level_cache_bytes
 
@@ -33,10 +37,13 @@ MIB = 2**20
 MATMUL_SIZES = {"cpu": (512, 1024), "cuda": (2048, 4096, 8192)}
 LEAST_COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # the caches of GPUs end at some 256 MiB (MI300), those of H200 at 50
 SMALLEST_BYTES = 1024
+DISK_WRITE, DISK_READ = "disk write + fsync", "disk read"
 REPEATS = 5
 BUDGET_SECONDS = 0.3
 MOST_CALLS = 2**14
 MOST_FOR_ALL = 16
+SAVED_TENSOR_BYTES = 2**24
+FIRST_MIB, DISK_SECONDS = 16, 6
 Pair = tuple[int, int]
 
 
@@ -97,11 +104,15 @@ def _measure_copies(device: torch.device, size: int) -> list[Rate]:
 def measure_disk(folder: Path, mib: int, name: str) -> list[Rate]:
     """Writes a file to disk and reads it again, past the memory that keeps files; no other process may use its name.
 
+    On a slow disk it is smaller, so that it takes seconds.
+
     Raises:
         ConfigError: the folder cannot be written.
     """
     path = folder / name
     try:
+        piece = min(mib, FIRST_MIB)
+        mib = max(1, min(mib, int(DISK_SECONDS * piece / _write_seconds(path, piece))))
         write_seconds = _write_seconds(path, mib)
         read_seconds = _read_seconds(path)
     except OSError as error:
@@ -113,9 +124,42 @@ def measure_disk(folder: Path, mib: int, name: str) -> list[Rate]:
         with suppress(OSError):
             path.unlink()
     return [
-        Rate("disk write + fsync", mib / 1024 / write_seconds, "GiB/s"),
-        Rate("disk read", mib / 1024 / read_seconds, "GiB/s"),
+        Rate(DISK_WRITE, mib / 1024 / write_seconds, "GiB/s"),
+        Rate(DISK_READ, mib / 1024 / read_seconds, "GiB/s"),
     ]
+
+
+def measure_saves(folder: Path, size: int) -> float:
+    """GiB/s at which all processes together save a checkpoint of `size` bytes; a collective call.
+
+    Written as training writes one: by the same code, each process its part in several files at once, with checksums
+    and flushed. The values are those of one buffer again and again, so that no memory of that size is needed.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    pieces = max(1, size // SAVED_TENSOR_BYTES)
+    buffer = torch.randint(256, (size // pieces,), dtype=torch.uint8)
+    plan = plan_save({f"layers.{number}.weight": buffer for number in range(pieces)})
+    where = on_rank_zero(lambda: _temporary_folder(folder))
+    try:
+        barrier()
+        began = time.perf_counter()
+        on_every_rank(lambda: plan.write(where))
+        on_rank_zero(lambda: flush_folder(where))
+        seconds = _slowest(time.perf_counter() - began)
+    except CheckpointError as error:
+        raise ConfigError(f"a checkpoint cannot be saved in {folder}: {error}") from None
+    finally:
+        on_rank_zero(lambda: shutil.rmtree(where, ignore_errors=True))
+    return buffer.nbytes * pieces / GIB / seconds
+
+
+def _temporary_folder(folder: Path) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=".pretrain_doctor_", dir=folder))
+    except OSError as error:
+        raise ConfigError(f"a checkpoint cannot be saved in {folder}: {error}. Give another --ckpt_save_path") from None
 
 
 def _write_seconds(path: Path, mib: int) -> float:

@@ -130,7 +130,10 @@ def _paths_of(given: str, extensions: Sequence[str]) -> Iterator[tuple[Path, str
             if not is_folder(match):
                 yield match, match.relative_to(fixed).as_posix()
     else:
-        raise DataError(f"--input_path: there is no file or folder {path.absolute()}")
+        raise DataError(
+            f"--input_path: there is no file or folder {path.absolute()} (a comma parts inputs: of a name that has "
+            "one, write it as ?)"
+        )
 
 
 def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:

@@ -23,6 +23,8 @@ from pretraining.tools.prepare.units import Input, read_part
 log = logging.getLogger(__name__)
 
 DEFAULT_VOCABULARY = 32_000
+LARGEST_TRAINED_VOCABULARY = 2**22
+"""Many times that of any tokenizer in use: the library makes room for all of it, and panics where it cannot."""
 TRAINING_SAMPLE_CHARACTERS = 256 * 10**6
 """Text that a tokenizer is trained on at most: more changes little, and a minute is enough for it."""
 
@@ -53,7 +55,7 @@ def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> 
     """Trains a tokenizer on the input, or on a sample where it is long; takes the one that an interrupted call trained.
 
     Raises:
-        ConfigError: the vocabulary asked for is too small for any text.
+        ConfigError: the vocabulary asked for is too small for any text, or larger than any tokenizer has.
         DataError: it is too large for this text, or the root holds token ids of another tokenizer.
     """
     wanted = config.vocab_size or DEFAULT_VOCABULARY
@@ -61,6 +63,10 @@ def trained_tokenizer(config: PrepareConfig, found: Input, work: WorkFolder) -> 
         raise ConfigError(
             f"--vocab_size={wanted}: a tokenizer for any text has at least {SMALLEST_VOCABULARY} entries, all bytes "
             "and the end of text"
+        )
+    if wanted > LARGEST_TRAINED_VOCABULARY:
+        raise ConfigError(
+            f"--vocab_size={wanted}: give {LARGEST_TRAINED_VOCABULARY:,} or less, a tokenizer trained here has no more"
         )
     foreign = [summary.folder for summary in read_summaries(work.root) if summary.tokenizer is None]
     if foreign:

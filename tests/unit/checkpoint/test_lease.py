@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from helpers import PATIENCE_SECONDS
 
 from pretraining.checkpoint import lease as lease_module
 from pretraining.checkpoint.lease import LEASE, STALE_SECONDS, Holder, Lease, hold_lease
@@ -73,7 +74,7 @@ def test_a_heartbeat_renews_it_also_on_a_full_disk(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(lease_module, "HEARTBEAT_SECONDS", 0.001)
     monkeypatch.setattr(os, "utime", utime)
     with held(tmp_path):
-        assert renewed.wait(30)
+        assert renewed.wait(PATIENCE_SECONDS)
     assert all(thread.name != "lease" for thread in threading.enumerate())
 
 

@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers import PATIENCE_SECONDS
 from unit.checkpoint.examples import load, manifest_of, tensors
 
 from pretraining.checkpoint import manager as manager_module
@@ -26,8 +29,10 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import CheckpointError
 from pretraining.observability.throughput import Stopwatch
+from pretraining.optim.optimizer import update
 from pretraining.progress import Duration, Interval, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -73,6 +78,7 @@ class Run:
         asynchronous: bool = False,
         states: Mapping[str, Stateful] | None = None,
         restored: Manifest | None = None,
+        own: CheckpointRef | None = None,
     ) -> None:
         self.folder = folder
         self.state = TrainState(total_steps=100, stop_step=100, tokens_per_step=10, progress=Progress(0, 0))
@@ -81,7 +87,7 @@ class Run:
             replace(config or saving(every(2)), ckpt_save_path=str(folder), async_save=asynchronous),
             self.contents,
             Stopwatch(),
-            restored=CheckpointRef(folder, restored, is_own=False) if restored else None,
+            restored=CheckpointRef(folder, restored, is_own=False) if restored else own,
         )
 
     @contextmanager
@@ -179,6 +185,20 @@ def test_what_a_signal_asks_for_goes_with_the_next_one_unless_it_was_due_anyway(
     assert run.names == ["4", "5"] and run.manifest("step_5_ckp").kind == "final"
 
 
+def test_a_checkpoint_that_was_asked_for_by_its_step_stays_where_a_signal_comes_at_that_step(tmp_path: Path) -> None:
+    first = Run(tmp_path, saving(NEVER, checkpoint_steps=(2,)))
+    with first.training():
+        first.step()
+        first.state.request_stop(15)
+        first.step()
+    assert first.manifest("step_2_ckp").kind == "interval"
+    second = Run(tmp_path, saving(NEVER, checkpoint_steps=(2,)), restored=first.manifest("step_2_ckp"))
+    second.state.progress = first.state.progress
+    with second.training():
+        second.steps(1)
+    assert second.names == ["2", "3"]
+
+
 def test_kinds_say_why(
     make: Callable[..., Run],
     caplog: pytest.LogCaptureFixture,
@@ -229,6 +249,39 @@ def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
             second.step(loss)
     assert second.best == "step_4_ckp" and second.names == ["4", "5"]  # step 1 was saved because it was the best
     assert second.manifest("step_5_ckp").evaluation_loss == 1.7
+
+
+@pytest.mark.parametrize("save_best", [True, False])
+def test_an_evaluation_that_was_pending_leaves_a_checkpoint_of_the_interval_what_it_is(
+    tmp_path: Path, save_best: bool
+) -> None:
+    settings = saving(every(2), save_best=save_best)
+    first = Run(tmp_path, settings)
+    with first.training():
+        first.step()
+        first.state.request_stop(15)
+        first.step()
+    path = tmp_path / CHECKPOINTS / "step_2_ckp"
+    second = Run(tmp_path, settings, own=CheckpointRef(path, read_document(path)))
+    second.state.progress = second.state.before = first.state.progress
+    with second.training():
+        second.manager.maybe_save(second.state, 2.0)  # as the loop does before its first step
+        found = second.manifest("step_2_ckp")
+        assert (found.kind, found.evaluation_loss) == ("interval", 2.0) and second.best == "step_2_ckp"
+        for loss in (None, 1.0):
+            second.step(loss)
+    assert second.names[:2] == ["2", "4"] and second.best == "step_4_ckp"
+
+
+def test_a_users_own_optimizer_has_its_state_saved_also_where_every_update_was_left_out() -> None:
+    parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
+    optimizer = torch.optim.Adam(parameters.values())  # without skips_on_device
+    contents = CheckpointContents(TrainConfig(), parameters, optimizer, None, None, {})  # type: ignore[arg-type]
+    parameters["weight"].grad = torch.full((2, 2), torch.nan)
+    update(optimizer, torch.tensor(True))
+    before = dict(contents.tensors())
+    update(optimizer, torch.tensor(False))
+    assert "optimizer.exp_avg.weight" in before and before.keys() == contents.tensors().keys()
 
 
 def test_saving_the_best_may_be_left_out(tmp_path: Path) -> None:
@@ -308,7 +361,7 @@ class Gate:
 
     def _wait(self, *args: Any, **more: Any) -> None:
         self.saves += 1
-        assert self._open.wait(30)
+        assert self._open.wait(PATIENCE_SECONDS)
         if self.failure is not None:
             raise self.failure
         self._save(*args, **more)
@@ -391,6 +444,23 @@ def test_a_bug_in_the_background_keeps_its_type(tmp_path: Path, monkeypatch: pyt
     gate.open()
     with pytest.raises(ZeroDivisionError), run.training():
         run.steps(4)
+
+
+def test_saves_in_the_background_wait_as_long_for_each_other_as_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[timedelta] = []
+    new_group = dist.new_group
+
+    def note(backend: str, timeout: timedelta) -> Any:
+        asked.append(timeout)
+        return new_group(backend=backend, timeout=timeout)
+
+    monkeypatch.setattr(dist, "new_group", note)
+    run = Run(tmp_path, asynchronous=True)
+    with run.training():
+        pass
+    assert asked == [collective_timeout(run.contents.config.guard)]
 
 
 def test_one_copy_serves_all_saves(tmp_path: Path) -> None:

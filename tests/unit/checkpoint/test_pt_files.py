@@ -78,7 +78,7 @@ def kinds_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(
         st.tuples(

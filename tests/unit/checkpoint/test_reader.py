@@ -52,7 +52,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Chunk:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 9))
 def test_any_part_is_read_from_any_pieces(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, rows: int

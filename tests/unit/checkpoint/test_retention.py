@@ -61,6 +61,13 @@ def test_losses_of_sets_that_decide_no_more_do_not_count() -> None:
     assert best_of([*before, *now]) == now[1]
 
 
+@pytest.mark.parametrize("kind", ["interval", "preempt"])
+def test_the_way_back_of_a_run_that_diverges_stays_until_an_update_is_made_again(kind: str) -> None:
+    sound, skipping = record(1, kind), [replace(record(step), skipped_in_a_row=step) for step in (2, 3)]
+    assert superseded([sound, *skipping], skipping[-1], None, 1) == skipping[:1]
+    assert superseded([sound, skipping[-1], record(4)], record(4), None, 1) == [sound, skipping[-1]]
+
+
 def led_to(link: Path) -> str:
     return str(link.readlink())
 
@@ -95,6 +102,15 @@ def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, capl
         "step_7_ckp",
         "best",
     } and caplog.messages == []
+
+
+def test_a_checkpoint_that_cannot_be_read_again_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 3, "preempt")
+    newest = save(tmp_path, 4)
+    (newest / MANIFEST).unlink()
+    tidy_up(tmp_path, newest, 1)
+    assert names_in(tmp_path) == ["step_3_ckp.preempt", "step_4_ckp"]
+    assert "step_4_ckp cannot be read again, and nothing older is removed" in caplog.text
 
 
 def test_a_preemption_checkpoint_goes_with_the_checkpoint_of_its_own_step(tmp_path: Path) -> None:

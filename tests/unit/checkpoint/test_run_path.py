@@ -5,14 +5,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from unit.checkpoint.examples import save
+from unit.checkpoint.examples import manifest_of, save, tensors
 
-from pretraining.checkpoint.manifest import MANIFEST
+from pretraining.checkpoint.manifest import EVALUATION_STATE, MANIFEST, checkpoint_path
 from pretraining.checkpoint.start_point import folders_of, newest_run_path, settle_run_path
+from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError
+from pretraining.evaluation.held_out import PENDING_KEY
 
 NOW = datetime(2026, 11, 21, 14, 30, 5, tzinfo=UTC)
 
@@ -54,6 +56,13 @@ def test_a_restart_with_the_same_settings_finds_its_folder_with_or_without_a_che
     assert start(pattern, "seed=1", now=later(3)) == first
 
 
+@pytest.mark.parametrize("flag", ["max_starts_without_progress=0", "time_limit=30min"])
+def test_a_restart_as_the_errors_of_a_crash_loop_ask_for_it_finds_its_folder(tmp_path: Path, flag: str) -> None:
+    pattern = tmp_path / "try.{timestamp}"
+    first = start(pattern)
+    assert start(pattern, flag, now=later(1)) == first
+
+
 @pytest.mark.usefixtures("single_process")
 def test_runs_with_other_settings_do_not_meet_and_each_finds_its_own(tmp_path: Path) -> None:
     pattern = tmp_path / "{timestamp}" / "run"
@@ -78,6 +87,15 @@ def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
     (save(first, 9) / MANIFEST).write_text("{")  # the damaged one is passed over, so there is work left
     (second / "config.yaml").unlink()
     assert start(pattern, now=later(2)) == first
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_run_that_was_told_to_end_before_its_last_evaluation_is_gone_on_with(tmp_path: Path) -> None:
+    pattern = tmp_path / "try.{timestamp}"
+    first = start(pattern)
+    manifest = replace(manifest_of(9, kind="final"), state={EVALUATION_STATE: {PENDING_KEY: True}})
+    save_checkpoint(checkpoint_path(first, 9), plan_save(tensors(9.0)), manifest)
+    assert start(pattern, now=later(1)) == first
 
 
 def test_what_the_pattern_did_not_make_is_left_alone(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_torchs_own_reader_reads_the_pieces_of_several_files(tmp_path: Path) -> 
     assert torch.equal(target["w"], whole) and target["s"] == 7
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_part_of_a_piece_reads_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))

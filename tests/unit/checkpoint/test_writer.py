@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from pretraining.checkpoint.manifest import (
     checkpoint_name,
     checkpoint_path,
     committed_checkpoints,
+    is_as_saved,
     read_manifest,
     step_of,
     unfinished_saves,
@@ -125,6 +130,51 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5)
     assert not (folder / "left.over").exists()
     assert [path.name for path in folder.parent.iterdir()] == ["step_5_ckp"]
+
+
+def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Died(BaseException):
+        pass
+
+    rename = Path.rename
+    for last in range(1, 9):
+        calls = count(1)
+
+        def rename_or_die(path: Path, target: Path, calls: Iterator[int] = calls, last: int = last) -> Path:
+            if next(calls) == last:
+                raise Died
+            return rename(path, target)
+
+        run = tmp_path / str(last)
+        save(run, 5)
+        with monkeypatch.context() as patch, suppress(Died):
+            patch.setattr(Path, "rename", rename_or_die)
+            save(run, 5)
+        newest = committed_checkpoints(run)[-1]
+        assert read_manifest(newest).step == 5 and is_as_saved(newest, read_manifest(newest))
+        save(run, 5)
+        assert unfinished_saves(run) == [] and steps_in(run)[-1] == 5
+
+
+def test_what_cannot_be_removed_yet_ends_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 5)
+    left = tmp_path / CHECKPOINTS / "step_4_ckp.01ab.tmp"
+    left.mkdir()
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        save(tmp_path, 5)
+        save(tmp_path, 6)
+    assert steps_in(tmp_path) == [5, 6] and f"{left} cannot be removed (Device or resource busy)" in caplog.text
+    save(tmp_path, 7)
+    assert steps_in(tmp_path) == [5, 6, 7] and unfinished_saves(tmp_path) == []
 
 
 def test_where_nothing_can_be_written_the_error_says_so(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.batch_plan import BatchPlan, plan_batch
@@ -16,7 +16,6 @@ sizes = st.integers(1, 5000)
 ranks = st.integers(1, 300)
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 64), ranks)
 def test_shares_tile_the_global_batch_and_fit_the_micro_batches(size: int, batch_size: int, count: int) -> None:
     plan = plan_batch(BatchConfig(batch_size=batch_size, global_batch_size=size), count)
@@ -30,7 +29,6 @@ def test_shares_tile_the_global_batch_and_fit_the_micro_batches(size: int, batch
     assert plan.padding_sequences == count * plan.micro_batch_size * plan.grad_accum_steps - size >= 0
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 64), ranks)
 def test_no_plan_takes_fewer_micro_batches(size: int, batch_size: int, count: int) -> None:
     plan = plan_batch(BatchConfig(batch_size=batch_size, global_batch_size=size), count)
@@ -38,7 +36,6 @@ def test_no_plan_takes_fewer_micro_batches(size: int, batch_size: int, count: in
     assert (plan.grad_accum_steps - 1) * batch_size < largest_share
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 64), ranks)
 def test_the_global_batch_is_the_product_where_it_is_left_open(batch_size: int, steps: int, count: int) -> None:
     plan = plan_batch(BatchConfig(batch_size=batch_size, grad_accum_steps=steps), count)
@@ -93,3 +90,11 @@ def test_a_plan_says_what_is_wasted() -> None:
     assert even.describe() == "64 sequences a step: 8 data-parallel ranks x 4 micro-batches of 2"
     uneven = plan_batch(BatchConfig(batch_size=2, global_batch_size=64), 3)
     assert uneven.describe().endswith("; 2 of 66 computed sequences are padding (3.0% wasted)")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"global_batch_size": 10**18}, {"batch_size": 10**18}, {"grad_accum_steps": 10**9}]
+)
+def test_a_batch_that_no_memory_holds_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"sequences is more than any run has \(100,000,000 at most\)"):
+        plan_batch(BatchConfig(**settings), 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import fire
 import pytest
 from fire.decorators import SetParseFn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.command_line import load_train_config, parse_config
@@ -233,6 +233,12 @@ def test_a_flat_dataclass_is_parsed_by_the_same_rules() -> None:
     assert parse_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}) == Flat("x", 4)
 
 
+def test_a_folder_of_groups_is_said_to_have_a_main_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("defaults: []\n")
+    with pytest.raises(ConfigError, match=r"sets nothing: write --recipe=.*/config\.yaml, the main file"):
+        load_train_config([str(tmp_path)])
+
+
 def test_the_first_word_may_be_a_path_alone(tmp_path: Path) -> None:
     (tmp_path / "lr=3").mkdir()
     for path in ("runs/a", str(tmp_path / "lr=3")):
@@ -240,6 +246,18 @@ def test_the_first_word_may_be_a_path_alone(tmp_path: Path) -> None:
     assert parse_config(ListConfig, ["run_path=a"]) == ListConfig("a")
     with pytest.raises(ConfigError, match="'runs/a' sets nothing"):
         parse_config(Flat, ["runs/a", "output_path=x"])
+
+
+def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.yaml").write_text("seed: 7\neval_datasets: [~/b, c]\nsample_prompt: ~/x\n")
+    config = load_train_config([], DUMMY | {"recipe": "~/a.yaml", "ckpt_save_path": "~/runs/a"})
+    assert (config.run.seed, config.checkpoint.ckpt_save_path) == (7, f"{tmp_path}/runs/a")
+    assert config.evaluation.eval_datasets == (f"{tmp_path}/b", "c")
+    assert config.evaluation.sample_prompt == "~/x"
+    for flag in ("ckpt_save_path=~nobody_of_that_name/a", "recipe=~nobody_of_that_name/a.yaml"):
+        with pytest.raises(ConfigError, match=r"there is no home folder ~nobody_of_that_name: write the path in full"):
+            load_train_config([flag], DUMMY)
 
 
 def test_a_required_setting_that_is_missing_is_explained() -> None:
@@ -263,7 +281,6 @@ def test_foreign_names_of_settings_that_a_command_lacks_are_unknown_to_it() -> N
         parse_config(Flat, [], {"max_tokens": "3", "output_path": "x"})
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.text(max_size=20), max_size=5), st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=5)
 )
@@ -274,7 +291,6 @@ def test_whatever_is_typed_gives_a_configuration_or_a_config_error(overrides: li
         assert error.problems
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(settings_of(TrainConfig))), st.text(max_size=30))
 def test_whatever_a_setting_is_given_it_is_read_or_refused(name: str, text: str) -> None:
     try:

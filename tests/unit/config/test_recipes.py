@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import Setting, build, settings_of
 from pretraining.config.recipes import dump_config, load_config, read_recipe, shipped_recipes
-from pretraining.config.settings_files import LARGEST_FILE_BYTES
+from pretraining.config.settings_files import LARGEST_FILE_BYTES, parse_tree
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import NONE_WORDS
 from pretraining.config.variants import resolve_shape
@@ -128,6 +128,23 @@ def test_a_file_that_is_no_text_says_so(tmp_path: Path) -> None:
     assert "cannot be read" in problems_of(str(path))[0]
 
 
+def test_merged_mappings_stand_beneath_a_mappings_own_keys_and_the_first_one_counts_most() -> None:
+    tree = parse_tree(
+        "a: &a {learning_rate: 1e-2, weight_decay: 0.5}\nb: &b {weight_decay: 0.2, grad_clip_thresh: 3}\n"
+        "optimizer: {<<: [*a, *b], learning_rate: 1e-3}\none: {<<: *b}\n'<<': text\n",
+        "a.yaml",
+    )
+    assert tree["optimizer"] == {"learning_rate": "1e-3", "weight_decay": "0.5", "grad_clip_thresh": "3"}
+    assert tree["one"] == tree["b"] and tree["<<"] == "text"
+
+
+def test_what_is_merged_has_to_be_a_mapping() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a\.yaml is not valid YAML: << takes a mapping, or a list of them .* line 1"
+    ):
+        parse_tree("{<<: 3}", "a.yaml")
+
+
 def test_a_recipe_may_repeat_itself_by_aliases(tmp_path: Path) -> None:
     settings = read_recipe(str(recipe(tmp_path, "seed: &a 5\nbatch: {batch_size: *a}"))).assignments
     assert [(each.name, each.raw) for each in settings] == [("seed", "5"), ("batch.batch_size", "5")]
@@ -181,7 +198,7 @@ def test_a_dump_has_every_setting_in_its_section() -> None:
 
 def test_a_dump_is_plain_to_read() -> None:
     text = dump_config(load_train_config(["recipe=demo"], {"datasets": "a,b", "checkpoint_interval": "30min"}))
-    assert "datasets: [a, b]\n" in text and "checkpoint_interval: 30min\n" in text and "num_steps: 700\n" in text
+    assert "datasets: [a, b]\n" in text and "checkpoint_interval: 30min\n" in text and "num_steps: 600\n" in text
 
 
 def values(setting: Setting) -> st.SearchStrategy[Any]:
@@ -212,9 +229,7 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
 configs = st.fixed_dictionaries({}, optional={name: values(known) for name, known in settings_of(TrainConfig).items()})
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(configs)
 @example({"tokenizer_path": "0\x85"})  # line breaks to YAML, which would fold them into spaces
 @example({"datasets": ("a\u2028b", "c")})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pretraining.config.command_line import load_train_config
+from pretraining.config.commands import DoctorConfig, PlanConfig
 from pretraining.config.fields import build, settings_of
 from pretraining.config.rules import RULES, check_config, find_problems, remarks
 from pretraining.config.training import DataConfig, RunConfig, TrainConfig
@@ -64,6 +65,22 @@ def config_of(**values: Any) -> TrainConfig:
             "--eval_datasets=<folders>",
         ),
         (
+            {"sample_at_evaluations": True, "tokenizer_path": "tokenizer"},
+            "--sample_at_evaluations=true needs documents to evaluate on: give --held_out_fraction=0.01 or "
+            "--eval_datasets=<folders>",
+        ),
+        (
+            {"sample_at_evaluations": True, "held_out_fraction": 0.1},
+            "--sample_at_evaluations=true needs the tokenizer of the data: give --tokenizer_path",
+        ),
+        (
+            {
+                **{"sample_at_evaluations": True, "held_out_fraction": 0.1, "tokenizer_path": "tokenizer"},
+                "sample_tokens": 0,
+            },
+            "--sample_at_evaluations=true with --sample_tokens=0 asks for samples of nothing: change one",
+        ),
+        (
             {"eval_only": True},
             "--eval_only=true needs documents to evaluate on: give --held_out_fraction=0.01 or "
             "--eval_datasets=<folders>",
@@ -93,6 +110,15 @@ def config_of(**values: Any) -> TrainConfig:
             {"use_profiler": True, "profile_steps": ("10-12", "9-7")},
             "profile_steps=10-12,9-7: write the first and the last step of each range, numbered from 1, as in "
             "--profile_steps=10-12,1000-1002",
+        ),
+        (
+            {"file_type": "parquet", "data_path": None, "use_dummy_dataset": True},
+            "--file_type=parquet: training does not read Parquet. Make token files of it first: "
+            "pretrain prepare --input_path=<its folder> --output_path=<folder>",
+        ),
+        (
+            {"hang_timeout": Duration(10**18, "seconds")},
+            "--hang_timeout=1000000000000000000s is more than a year: give less, or --hang_timeout=0s, which is never",
         ),
         (
             {"profile_steps": ("10-12",)},
@@ -211,6 +237,11 @@ def test_a_rule_is_left_out_where_a_setting_that_it_reads_could_not_be_read() ->
     assert len(find_problems(config, {"seed"})) == 1
 
 
+@pytest.mark.parametrize("root", [PlanConfig, DoctorConfig])
+def test_commands_that_need_no_data_take_recipes_of_epochs(root: type) -> None:
+    assert find_problems(root(run=RunConfig(num_steps=Duration(3, "epochs")))) == []
+
+
 def test_rules_read_settings_that_exist() -> None:
     assert [rule for rule in RULES if not rule.reads <= set(settings_of(rule.root))] == []
 
@@ -259,7 +290,7 @@ def test_changing_a_checked_configuration_can_be_checked_again() -> None:
 FORMS = "write 1 for all blocks, k for every k-th (2, 3, ...), a fraction of them below 1 (1/3, 0.25), or op"
 
 
-@pytest.mark.parametrize("selective", ["0", "-1", "3/2", "2.5", "1/0", "some", "", "1/3/5"])
+@pytest.mark.parametrize("selective", ["0", "-1", "3/2", "2.5", "1/0", "1/", "some", "", "1/3/5", "1e99999999"])
 def test_what_is_no_number_of_blocks_is_refused(selective: str) -> None:
     config = config_of(fsdp_activation_checkpointing=True, selective_checkpointing=selective)
     assert find_problems(config) == [f"--selective_checkpointing={selective}: {FORMS}"]
@@ -299,6 +330,31 @@ def test_a_setting_that_another_one_leaves_without_an_effect_is_a_remark() -> No
     assert remarks(load_train_config(["use_dummy_dataset=true"])) == []
     checkpointing = ["fsdp_activation_checkpointing=true", "selective_checkpointing=op", "data_path=d"]
     assert remarks(load_train_config(checkpointing)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["schedule=constant"], ["min_lr_ratio=0.2 has no effect: schedule=constant has an end of its own"]),
+        (
+            ["training_stage=annealing"],
+            ["min_lr_ratio=0.2 has no effect: training_stage=annealing has an end of its own"],
+        ),
+        (["schedule=linear"], []),
+        (["schedule=mine:schedule"], []),
+    ],
+)
+def test_an_end_of_the_learning_rate_that_no_schedule_reads_is_a_remark(flags: list[str], said: list[str]) -> None:
+    assert remarks(load_train_config(["use_dummy_dataset=true", "min_lr_ratio=0.2", *flags])) == said
+
+
+@pytest.mark.parametrize(("flags", "is_said"), [([], True), (["tokenizer_path=t"], False)])
+def test_a_prompt_for_no_sample_is_a_remark(flags: list[str], is_said: bool) -> None:
+    found = remarks(load_train_config(["data_path=d", "sample_prompt=def", *flags]))
+    assert (
+        found
+        == ["sample_prompt has no effect: samples of text need tokenizer_path, and sample_tokens above 0"] * is_said
+    )
 
 
 def test_float8_is_refused_where_only_cpus_train() -> None:

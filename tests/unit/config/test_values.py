@@ -198,7 +198,7 @@ def test_both_ends_are_included_and_a_number_alone_is_both(text: str, expected: 
     assert parse_range(text, smallest=0) == expected
 
 
-@pytest.mark.parametrize("text", ["", "-", "7-3", "-1", "a-b", "1-2-3", "1.5"])
+@pytest.mark.parametrize("text", ["", "-", "7-3", "-1", "a-b", "1-2-3", "1.5", f"0-{10**18 + 1}"])
 def test_what_is_no_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_range(text, smallest=0)

@@ -20,7 +20,7 @@ def expected_labels(width: int, rows: list[Row], document_mask: bool) -> list[li
     return labels
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(packed_rows(), st.booleans())
 def test_labels_are_the_next_tokens_of_the_row_or_with_a_mask_of_the_document(
     batch: tuple[int, list[Row]], document_mask: bool
@@ -32,7 +32,7 @@ def test_labels_are_the_next_tokens_of_the_row_or_with_a_mask_of_the_document(
     assert inputs.labels_BS.tolist() == expected_labels(width, rows, document_mask)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(packed_rows())
 def test_positions_and_lengths_are_those_of_the_pieces_and_of_padding(batch: tuple[int, list[Row]]) -> None:
     width, rows = batch

@@ -77,7 +77,7 @@ def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list
     return batches, states
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(STAGES)
 @example([(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)])
 @example([(ranks, workers, 1, 1) for ranks in (2, 7) for workers in (5, 0)])

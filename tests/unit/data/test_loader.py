@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 from unit.data.token_files import loader, make_root, opened, plan, rows
 
 from pretraining.config.training import DataConfig
@@ -228,7 +228,7 @@ def test_a_loader_that_is_left_open_does_not_disturb_the_end_of_the_program(thre
         [sys.executable, "-c", LEFT_OPEN, threads_are],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         env=plain_environment({"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}),
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "taken\n", "")

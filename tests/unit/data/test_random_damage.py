@@ -101,7 +101,7 @@ def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(
     (path.parent / MANIFEST_FILE).write_text(record + ', "tokenizer": {"vocab_size": 1000}}')
     config = DataConfig(data_path=str(tmp_path / "data"), seq_length=8, sep_token=999, num_workers=0)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(attacks())
     def survive(attack: Callable[[bytes], bytes]) -> None:
         damaged = attack(content)
@@ -136,7 +136,7 @@ def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_
     kept = {path: path.read_bytes() for path in (root / "web/.index").iterdir()}
     outcomes = set()
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(attacks(), st.sampled_from(sorted(kept)))
     def survive(attack: Callable[[bytes], bytes], damaged: Path) -> None:
         for path, content in kept.items():
@@ -190,7 +190,7 @@ def test_in_quarantine_damage_under_a_run_changes_only_tokens_that_are_read_from
                     places.add(int(place) + at - start)
         return places
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(attacks(), st.booleans())
     def survive(attack: Callable[[bytes], bytes], same_size: bool) -> None:
         damaged = attack(content)

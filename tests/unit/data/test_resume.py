@@ -178,7 +178,7 @@ def test_whatever_a_state_holds_it_is_refused_or_gone_on_from(config: DataConfig
     good = changed.state_dict()
     refused = 0
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(damaged_states(good))
     def load(state: dict[str, Any]) -> None:
         nonlocal refused

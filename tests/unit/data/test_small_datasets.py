@@ -39,7 +39,7 @@ def write_numbered(root: Path, files: list[list[int]], batch_documents: int = 10
     return token
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.one_of(st.just(0), st.just(1), st.integers(0, 30)), max_size=12), min_size=1, max_size=8),
     st.integers(1, 9),

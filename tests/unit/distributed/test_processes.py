@@ -17,6 +17,16 @@ def test_one_process_joins_itself_without_an_address_and_leaves() -> None:
     assert not dist.is_initialized()
 
 
+def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "interfaces_here", lambda: ["lo", "ib0", "eth0"])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    said = "GLOO_SOCKET_IFNAME=eth7 names no interface of .*, which has eth0, ib0, lo: name one of them, or unset it"
+    with pytest.raises(LaunchError, match=said), join_processes(0, 1, 0, 1, {}):
+        pass
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,lo")
+    processes._refuse_missing_interface()
+
+
 def test_the_end_of_another_process_is_said_in_a_line_and_not_waited_for() -> None:
     with (
         pytest.raises(LostPeerError, match="another process of the job has ended") as raised,

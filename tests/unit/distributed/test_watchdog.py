@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import PATIENCE_SECONDS
 
 from pretraining.config.training import GuardConfig
 from pretraining.distributed import watchdog as heartbeats_module
@@ -172,7 +173,7 @@ def test_a_process_that_hangs_is_ended_with_its_stacks(
 
     watchdog = Watchdog(GUARD, processes(1), end)
     with watchdog:
-        assert ended.wait(60)
+        assert ended.wait(PATIENCE_SECONDS)
     assert codes == [124]
     text = capfd.readouterr().err
     assert "test_a_process_that_hangs_is_ended_with_its_stacks" in text  # where the main thread is
@@ -191,7 +192,7 @@ def test_one_that_finds_a_hang_tells_the_others_which_end_with_it(
     made = {0: Watchdog(GUARD, processes(2, 0), lambda code: ended[0].set())}
     made[1] = Watchdog(patient, processes(2, 1), lambda code: ended[1].set())
     with made[1], made[0]:
-        assert ended[1].wait(60)
+        assert ended[1].wait(PATIENCE_SECONDS)
         made[0]._stopped.set()
         made[1]._stopped.set()
         for watchdog in made.values():

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,9 +12,11 @@ from torch import nn
 
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.evaluation.early_stopping import EarlyStopping
+from pretraining.evaluation.generation import Sample, TextSampler
 from pretraining.evaluation.held_out import EvaluationSource, Evaluator, evaluate
 from pretraining.model.loss import HeadLoss
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs, Ratio
+from pretraining.observability.events import Events
 from pretraining.observability.scores import Scores
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
@@ -45,7 +47,7 @@ def observer_of(reports: list[Report]) -> Any:
     def report(progress: Progress, values: dict[str, float], lines: list[str]) -> None:
         reports.append((progress.steps, values["evaluation_loss"]))
 
-    return SimpleNamespace(after_evaluation=report)
+    return SimpleNamespace(after_evaluation=report, events=Events())
 
 
 def sources(opened: list[int]) -> list[EvaluationSource]:
@@ -143,6 +145,21 @@ def test_a_run_ends_early_where_its_evaluations_get_no_better() -> None:
         evaluator.maybe_run(state)
     assert state.step == 9 and state.finished and not state.preempted
     assert "no loss below 3.0000 in 2 evaluations in a row" in state.early_end
+
+
+def test_a_sample_follows_each_evaluation_but_the_one_that_ends_the_run() -> None:
+    evaluator, sampled = evaluator_with([], [], stop_after=2), []
+    state = TrainState(total_steps=90, stop_step=90, tokens_per_step=1, progress=Progress(0, 0))
+
+    def sample(model: nn.Module, device: torch.device) -> Sample:
+        sampled.append(state.step)
+        return Sample("", "")
+
+    evaluator.sampler = cast(TextSampler, SimpleNamespace(sample=sample))
+    while not state.stopping:
+        state.advance(0.0)
+        evaluator.maybe_run(state)
+    assert sampled == [3, 6] and state.step == 9
 
 
 def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run() -> None:

@@ -18,6 +18,11 @@ def test_the_way_to_this_machine_is_the_loopback_interface_which_leads_to_no_oth
 
 
 @linux_only
+def test_this_machine_has_a_loopback_interface() -> None:
+    assert "lo" in network.interfaces_here()
+
+
+@linux_only
 def test_each_address_of_this_machine_has_the_name_of_its_interface() -> None:
     names = network._names_of_interfaces()
     assert set(names.values()) <= {name for _, name in socket.if_nameindex()}

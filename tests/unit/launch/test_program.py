@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 
 BEGIN = "import atexit, ctypes, os, sys, tempfile, threading\nfrom pretraining.launch.program import run_as_program\n"
 
@@ -14,7 +14,14 @@ def run_program(program: str, stdout: int | None = subprocess.PIPE) -> subproces
     """Runs Python code in a process of its own, with its output piped."""
     command = [sys.executable, "-c", BEGIN + program]
     return subprocess.run(
-        command, cwd=ROOT, env=buffered(), stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        command,
+        cwd=ROOT,
+        env=buffered(),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
 
 

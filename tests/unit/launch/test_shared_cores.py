@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import plain_environment
+from helpers import PATIENCE_SECONDS, plain_environment
 
 from pretraining.launch import machine, shared_cores
 from pretraining.launch.shared_cores import find_openmp, leaving_cores_to_others, seconds_waited
@@ -70,7 +70,7 @@ def test_with_the_idle_team_there_are_more_threads_than_cpus_and_those_that_comp
         env=plain_environment({"OMP_NUM_THREADS": str(cpus)}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     # The team's first thread is Python's; the others count, and with the one that computes they are one too many.
@@ -111,7 +111,7 @@ def contended(monkeypatch: pytest.MonkeyPatch) -> None:
 def next_events(*wanted: str) -> None:
     """Waits until these have come, in this order."""
     for event in wanted:
-        while events.get(timeout=60) != event:
+        while events.get(timeout=PATIENCE_SECONDS) != event:
             pass
 
 

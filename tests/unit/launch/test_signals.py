@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from helpers import ROOT, heed_interrupts, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
 
 from pretraining.launch.signals import PREEMPTION_SIGNALS, ReceivedSignals, end_with_launcher, leave_at_interrupt
 
@@ -59,7 +59,7 @@ def run_python(
         preexec_fn=heed_interrupts,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
 
 

@@ -52,7 +52,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1SS, enable_gqa=True).transpose(1, 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(equally_long_rows(), st.sampled_from([(2, 2), (4, 2), (3, 1)]))
 def test_outputs_and_gradients_are_those_of_a_dense_mask(rows: Rows, heads: tuple[int, int]) -> None:
     inputs = draw_heads(rows, *heads)
@@ -103,7 +103,7 @@ class KernelForDocuments:
         return document_attention(q[None], k[None], v[None], tuple(lengths))[0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(equally_long_rows(), st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.booleans())
 def test_one_call_for_all_documents_is_told_what_many_calls_are(
     rows: Rows, heads: tuple[int, int], groups_heads: bool

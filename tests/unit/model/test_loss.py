@@ -43,7 +43,7 @@ def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, z_loss_weight: floa
 TOLERANCES = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     dtype=st.sampled_from(list(TOLERANCES)),
     chunk_tokens=st.one_of(st.none(), st.integers(0, B * S + 2)),

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import ROOT, run_command
+from helpers import PATIENCE_SECONDS, ROOT, run_command
 from training_runs import TINY
 
 from pretraining.cli import main
@@ -151,7 +151,7 @@ def test_reports_wait_while_the_store_is_away_and_one_warning_says_so(
         trackers.log(step, {"loss": float(step)})
     assert trackers.state_dict() == {}
     store.away = False
-    assert store.answered.wait(60)
+    assert store.answered.wait(PATIENCE_SECONDS)
     trackers.close()
     assert [step for step, _ in store.metrics] == [1, 2]
     assert caplog.messages == [
@@ -165,7 +165,7 @@ def test_what_it_never_gets_is_said_at_the_end(
 ) -> None:
     trackers = opened(tmp_path)
     trackers.log(1, {"loss": 1.0})
-    assert store.answered.wait(60)
+    assert store.answered.wait(PATIENCE_SECONDS)
     store.away = True
     trackers.log(2, {"loss": 2.0})
     trackers.close()
@@ -217,7 +217,7 @@ def train(run: Path, *flags: str, **environment: str) -> str:
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
     common = [*(flag for flag in TINY if not flag.startswith("tracker")), "use_dummy_dataset=true"]
     command = [sys.executable, str(ROOT / "main_training.py"), *common, "tracker=mlflow,jsonl", *flags]
-    return run_command([*command, f"ckpt_save_path={run}"], environment, timeout=200).stderr
+    return run_command([*command, f"ckpt_save_path={run}"], environment).stderr
 
 
 @pytest.mark.slow

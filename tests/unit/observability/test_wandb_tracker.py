@@ -181,7 +181,7 @@ def train(run: Path, *flags: str, **environment: str) -> str:
     pytest.importorskip("wandb", reason="needs the extra wandb")
     common = [*(flag for flag in TINY if not flag.startswith("tracker")), "use_dummy_dataset=true"]
     command = [sys.executable, str(ROOT / "main_training.py"), *common, "tracker=wandb,tensorboard", *flags]
-    return run_command([*command, f"ckpt_save_path={run}"], environment, timeout=120).stderr
+    return run_command([*command, f"ckpt_save_path={run}"], environment).stderr
 
 
 def records_of(folder: Path) -> Iterator[Any]:

@@ -169,6 +169,7 @@ def test_annealing_goes_from_the_peak_straight_to_zero() -> None:
         (("schedule=piecewise_linear", "schedule_points=0:1", "warmup_steps=5"), "--warmup_steps is for"),
         (("schedule=piecewise_linear", "schedule_points=0:1,5"), "'5' is no point: write length:share"),
         (("schedule=piecewise_linear", "schedule_points=0:-1"), "'0:-1' is no point"),
+        (("schedule=piecewise_linear", "schedule_points=0:1e400"), "'0:1e400' is no point"),
         (("schedule=piecewise_linear", "schedule_points=x:1"), "'x' is no duration"),
         (("schedule=wsd", "decay_steps=5", "stable_steps=5"), "two ways to say where the decay begins"),
         (("training_stage=annealing", "schedule=linear"), "leave it out, or --schedule=linear"),

@@ -45,6 +45,7 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     monkeypatch.setattr(torchrun, "main", main)
     monkeypatch.setattr(multiprocessing, "SubprocessContext", multiprocessing.SubprocessContext)  # put back at the end
     monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
+    monkeypatch.setenv("PRETRAINING_TIME_IS_OVER", "to be put back")
     code: int = torchrun.run(["--standalone", "job.py"])
     return code
 
@@ -105,6 +106,7 @@ def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
     monkeypatch.setattr(torchrun, "main", lambda arguments: None)
     monkeypatch.setattr(multiprocessing, "SubprocessContext", multiprocessing.SubprocessContext)
     monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
+    monkeypatch.setenv("PRETRAINING_TIME_IS_OVER", "to be put back")
     torchrun.run([nodes, "job.py"])
     assert os.environ.get(name) == shares
 
@@ -172,6 +174,16 @@ def test_a_second_request_to_stop_is_ignored(torchrun: ModuleType, monkeypatch: 
         for number, handler in before.items():
             signal.signal(number, handler)
     assert stopped.value.sigval == torchrun.Stop.received == signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("codes", "saved"),
+    [([75, 75], True), ([0, 75], True), ([130, -15], True), ([75, 1], False), ([75, -9], False), ([-15, -15], False)],
+)
+def test_a_run_is_saved_where_all_of_its_workers_say_so_or_had_only_begun(
+    torchrun: ModuleType, codes: list[int | None], saved: bool
+) -> None:
+    assert torchrun.are_saved(codes) is saved
 
 
 @pytest.mark.parametrize(

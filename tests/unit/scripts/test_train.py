@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers import heed_interrupts, plain_environment, run_command
-from stand_in import StandIn
+from helpers import PATIENCE_SECONDS, heed_interrupts, plain_environment, run_command
+from stand_in import WHOLE_BLOCK, StandIn
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import values_of
@@ -30,18 +30,7 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", *flags]
     environment = stand_in.variables(**variables)
-    return run_command(command, environment, timeout=60, check=check, cwd=cwd or stand_in.root)
-
-
-def edit_block(stand_in: StandIn, pattern: str, replacement: str) -> None:
-    """Edits the block of flags at the top of train.sh."""
-    script = stand_in.root / "scripts" / "train.sh"
-    text, count = re.subn(pattern, lambda _: replacement, script.read_text(), count=1)
-    assert count == 1
-    script.write_text(text)
-
-
-WHOLE_BLOCK = r"(?sm)(?<=FLAGS=\(\n).*?(?=^\)$)"
+    return run_command(command, environment, check=check, cwd=cwd or stand_in.root)
 
 
 def block_of(stand_in: StandIn) -> list[str]:
@@ -78,7 +67,7 @@ def test_the_block_has_all_flags_of_the_system_that_it_is_for(stand_in: StandIn)
         *("selective_checkpointing", "low_cpu_fsdp", "seed", "batch_size", "num_steps", "learning_rate"),
         *("use_profiler", "profiler_rank0_only", "report_interval", "checkpoint_interval", "use_torch_compile"),
         *("grad_clip_thresh", "training_stage", "tracker", "tracker_dir", "tracker_project_name", "tracker_run_id"),
-        "min_lr_ratio",
+        *("min_lr_ratio", "optimizer"),  # the demo's own choices
     }
 
 
@@ -133,21 +122,21 @@ def test_a_value_that_looks_like_a_name_chooses_nothing(stand_in: StandIn, flags
 
 
 def test_an_edited_block_is_taken_whatever_the_command_line_says_and_the_command_line_wins(stand_in: StandIn) -> None:
-    edit_block(stand_in, WHOLE_BLOCK, '    --seed=1  # mine\n    --data_path=/data\n    "--sample_prompt=two  words"\n')
+    stand_in.edit_block(WHOLE_BLOCK, '    --seed=1  # mine\n    --data_path=/data\n    "--sample_prompt=two  words"\n')
     done = train(stand_in, "--data_path=/other")
     assert stand_in.calls()[0] == "main --seed=1 --sample_prompt=two  words --data_path=/other"
     assert "left out" not in done.stderr and "demo" not in done.stderr
 
 
 def test_one_edited_line_leaves_the_demo_of_the_others(stand_in: StandIn) -> None:
-    edit_block(stand_in, "--num_steps=700 ", "--num_steps=20 ")
+    stand_in.edit_block("--num_steps=600 ", "--num_steps=20 ")
     train(stand_in)
     prepare, main, _ = stand_in.calls()
     assert prepare.startswith("pretrain prepare") and "--num_steps=20" in main and "--model_variant=demo" in main
 
 
 def test_an_empty_block_leaves_all_to_the_command_line(stand_in: StandIn) -> None:
-    edit_block(stand_in, WHOLE_BLOCK, "")
+    stand_in.edit_block(WHOLE_BLOCK, "")
     train(stand_in, "--seed=1")
     assert stand_in.calls()[0] == "main --seed=1"
 
@@ -157,7 +146,7 @@ def test_the_other_systems_block_may_be_pasted(stand_in: StandIn) -> None:
         'MODEL_ARGS="\\\n--model_variant="7b"\n--sharding_strategy="HSDP"\n--use_dummy_dataset=False\n'
         '--weights="7725,500"\n--ckpt_save_path=/ckpt"'
     )
-    edit_block(stand_in, 'MODEL_ARGS=""', pasted)
+    stand_in.edit_block('MODEL_ARGS=""', pasted)
     train(stand_in, "--seed=1", MODEL_ARGS="not this")
     expected = "--model_variant=7b --sharding_strategy=HSDP --use_dummy_dataset=False --weights=7725,500"
     assert stand_in.calls()[0] == f"main {expected} --ckpt_save_path=/ckpt --seed=1"
@@ -184,7 +173,7 @@ def test_help_goes_to_the_program_at_once(stand_in: StandIn, flag: str) -> None:
 def processes_of(stand_in: StandIn, variables: Mapping[str, str]) -> str:
     """The number of processes that torchrun is told, or "one" where it is not used."""
     command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", CHOICE]
-    run_command(command, stand_in.variables(**variables), timeout=60)
+    run_command(command, stand_in.variables(**variables))
     first = stand_in.calls()[0]
     if first.startswith("main"):
         return "one"
@@ -231,7 +220,12 @@ def test_a_process_that_is_to_be_started_again_is_torchruns(stand_in: StandIn) -
 def test_machines_that_may_come_and_go_meet_at_one_of_them(stand_in: StandIn) -> None:
     train(stand_in, CHOICE, NPROC="1", NNODES="1:4", MASTER_ADDR="node01", JOB_ID="seven")
     meeting = "--nnodes=1:4 --rdzv-backend=c10d --rdzv-id=seven --rdzv-endpoint=node01:29500"
-    assert stand_in.calls()[0].startswith(f"torchrun {meeting} --nproc-per-node=1 ")
+    assert stand_in.calls()[0].startswith(f"torchrun {meeting} --nproc-per-node=1 --max-restarts=3 ")
+
+
+def test_restarts_where_machines_come_and_go_are_the_users_choice(stand_in: StandIn) -> None:
+    train(stand_in, CHOICE, NPROC="1", NNODES="1:4", MASTER_ADDR="node01", MAX_RESTARTS="0")
+    assert " --max-restarts=0 " in stand_in.calls()[0]
 
 
 def test_threads_are_the_processes_own_matter(stand_in: StandIn) -> None:
@@ -252,9 +246,20 @@ def test_several_machines_meet_where_they_are_told(stand_in: StandIn) -> None:
     assert stand_in.calls()[0].startswith(expected)
 
 
-def test_several_machines_that_are_not_told_where_to_meet_do_not_start(stand_in: StandIn) -> None:
-    done = train(stand_in, CHOICE, NNODES="2", NODE_RANK="0", check=False)
-    assert done.returncode != 0 and "MASTER_ADDR" in done.stderr
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs MASTER_ADDR, the host of machine 0"),
+        ({"NNODES": "2", "MASTER_ADDR": "node01"}, "NNODES=2 needs NODE_RANK, the number of this machine, from 0"),
+        ({"NNODES": "1:4"}, "NNODES=1:4 needs MASTER_ADDR, the host that the machines meet at"),
+    ],
+)
+def test_several_machines_that_are_not_told_where_to_meet_do_not_start(
+    stand_in: StandIn, variables: dict[str, str], said: str
+) -> None:
+    command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", CHOICE]
+    done = run_command(command, stand_in.variables(**variables), check=False)
+    assert done.returncode == 1 and done.stderr.endswith(f"train: {said}\n")
     assert stand_in.calls() == []
 
 
@@ -287,5 +292,5 @@ def test_a_signal_reaches_the_one_process(stand_in: StandIn, number: signal.Sign
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(timeout=60) == 7
+        assert process.wait(timeout=PATIENCE_SECONDS) == 7
     assert stand_in.calls()[-1] == f"signal {number.name}"

@@ -38,7 +38,7 @@ def test_on_one_machine_the_meeting_place_is_left_to_be_derived(tmp_path: Path, 
     ("version", "hosts", "options"),
     [
         (OPEN_MPI, "node07 slots=8\nnode08 slots=8", "--hostfile hosts -x MASTER_ADDR=node07 -x MASTER_PORT=29500"),
-        (HYDRA, "# two\n\nnode07:8\nnode08:8", "-f hosts -genv MASTER_ADDR node07 -genv MASTER_PORT 29500"),
+        (HYDRA, "# two\n\n  node07:8\n  node08:8", "-f hosts -genv MASTER_ADDR node07 -genv MASTER_PORT 29500"),
     ],
     ids=["openmpi", "mpich"],
 )

@@ -342,6 +342,13 @@ def test_a_checkpoint_without_a_weight_of_its_model_is_refused(tmp_path: Path, f
         run_export(tmp_path, format=form)
 
 
+@pytest.mark.parametrize("path", ["", ".", "/", "a/.."])
+def test_a_path_without_a_name_is_refused(path: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"--output_path=.* is no name for a new folder"):
+        run_export(tmp_path, output_path=path)
+
+
 def test_what_is_there_is_never_replaced(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     (tmp_path / "out").mkdir()
@@ -361,7 +368,7 @@ def test_without_room_it_says_how_much_is_needed(tmp_path: Path, monkeypatch: py
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-@pytest.mark.parametrize("size", ["much", "0GB", "-1GB", "5XB", ""])
+@pytest.mark.parametrize("size", ["much", "0GB", "-1GB", "5XB", "", "9" * 400 + "GB"])
 def test_a_size_that_is_none_is_refused(size: str) -> None:
     with pytest.raises(ConfigError, match="is no size: write 500MB"):
         _ = ExportConfig("run", "out", max_shard_size=size).max_shard_bytes
@@ -379,3 +386,11 @@ def test_what_is_no_checkpoint_is_refused_by_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is a Hugging Face folder, not a checkpoint"):
         run_export(tmp_path)
+
+
+def test_the_command_that_goes_on_is_quoted_as_a_shell_wants_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "run")
+    run_export(tmp_path, format="full", output_path=str(tmp_path / "my model"))
+    assert f"pretrain train '--ckpt_load_path={tmp_path / 'my model'}' …" in capsys.readouterr().out

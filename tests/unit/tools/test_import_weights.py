@@ -83,3 +83,10 @@ def test_a_file_that_breaks_off_while_it_is_read_leaves_no_checkpoint(
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends in the middle of"):
         run_import(tmp_path)
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
+def test_the_command_that_trains_is_quoted_as_a_shell_wants_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_weights(ImportConfig(str(single(tmp_path / "m")), str(tmp_path / "my run")))
+    assert f"pretrain train '--ckpt_save_path={tmp_path / 'my run'}' --data_path=…" in capsys.readouterr().out

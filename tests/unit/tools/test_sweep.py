@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 
 from pretraining.cli import main
 from pretraining.errors import ConfigError
@@ -45,6 +45,13 @@ def test_settings_that_are_lists_vary_between_semicolons() -> None:
     assert len({each.name for each in found}) == 2 and all("/" not in each.name for each in found)
 
 
+def test_a_recipe_may_be_the_first_word(tmp_path: Path) -> None:
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text("num_steps: 4\n")
+    _, found = sweep.read_sweep([str(recipe), "use_dummy_dataset=true", "seed=1,2"], {})
+    assert found[1].arguments == (f"recipe={recipe}", "use_dummy_dataset=true", "seed=2")
+
+
 def test_names_are_those_of_folders_and_differ(tmp_path: Path) -> None:
     paths = [f"data_path=/data/{'x' * 200}/a;/data/{'x' * 200}/b", "sample_prompt=one, and no other"]
     _, found = sweep.read_sweep([*TINY[1:], *paths], {})
@@ -56,9 +63,13 @@ def test_names_are_those_of_folders_and_differ(tmp_path: Path) -> None:
     ("given", "said"),
     [
         ([], "nothing varies: give one setting several values"),
+        (["sample_prompt=a,b"], "a text stand between semicolons, as in '--model_variant=125m;350m'"),
+        (["seed=1,2", "print_slurm=true", "collect=true"], "leave --only and --collect out"),
+        (["seed=1,2", "print_slurm=true", "only=1"], "leave --only and --collect out"),
         (["learning_rate=1e-3,1e-3"], "learning_rate=1e-3,1e-3: a value comes twice"),
         (["learning_rate=1e-3,fast"], "learning_rate=fast"),
         (["learning_rat=1e-3,1e-4"], "learning_rate"),
+        (["seed=1,2", "run.seed=3,4"], "two grids for seed, 1,2 and run.seed=3,4: keep one"),
         (["seed=1,2", "ckpt_save_path=runs/a"], "--ckpt_save_path is set by the sweep"),
         (["ckpt_save_path=a;b"], "--ckpt_save_path is set by the sweep"),
         (["seed=1,2", "run_steps=2"], "--run_steps ends runs before they are done"),
@@ -125,16 +136,16 @@ def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_o
     first = tmp_path / "sweep_long" / "seed=1"
     for number, status in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         killed = subprocess.Popen([*long, "checkpoint_interval=2"], **options)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not (first / "logs" / "metrics.jsonl").exists() or not list(first.glob("checkpoints/*/manifest.json")):
             assert time.monotonic() < deadline and killed.poll() is None
             time.sleep(0.1)
         killed.send_signal(number)
-        assert killed.wait(120) == status
+        assert killed.wait(PATIENCE_SECONDS) == status
         assert not (first / "outcome.json").exists()
         status_file = first / "run_status.json"
         while json.loads(status_file.read_text())["status"] == "running":  # its processes end by themselves
-            assert time.monotonic() < deadline + 60
+            assert time.monotonic() < deadline
             time.sleep(0.1)
     assert "start       from " in (first / "output.log").read_text()
     refused = subprocess.run([*long, "checkpoint_interval=2", "batch_size=4"], capture_output=True, **options)
@@ -228,6 +239,19 @@ def test_a_run_that_was_killed_is_told_and_started_again(
     next_program()
     main([*command, "only=0", "retry_failed=true"])
     assert "failed, out of luck" in capsys.readouterr().out
+
+
+def test_an_outcome_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nmkdir -p {tmp_path}/sweep/seed=1/outcome.json/held\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(SystemExit):
+        main(["sweep", *TINY, "seed=1,2", f"sweep_path={tmp_path}/sweep", "only=0"])
+    said = capsys.readouterr().err
+    assert "outcome.json" in said and "cannot be used" in said and "Traceback" not in said
 
 
 def test_what_cannot_be_read_is_no_outcome(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def documents_of(width: int, rows: list[Row]) -> list[tuple[int, int, Tensor]]:
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(packed_rows())
 def test_logits_are_those_of_each_document_alone(batch: tuple[int, list[Row]]) -> None:
     model = llama()
@@ -64,7 +64,7 @@ def test_logits_are_those_of_each_document_alone(batch: tuple[int, list[Row]]) -
             torch.testing.assert_close(packed, model(tokens[None, : len(packed)])[0], atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(packed_rows())
 def test_loss_and_gradients_are_the_sums_of_those_of_each_document_alone(batch: tuple[int, list[Row]]) -> None:
     model = llama()

@@ -234,6 +234,10 @@ def test_a_run_ends_with_a_sample_of_text_where_there_is_a_tokenizer(
     start(tmp_path / "run", f"vocab_size={size}", *flags)
     out = capsys.readouterr().out
     assert "a sample of its text:\n    def" in out
+    start(tmp_path / "run", f"vocab_size={size}", *flags)  # is finished already, and writes the same
+    (kept,) = (event for event in events_of(tmp_path / "run") if event["event"] == "sample")
+    assert kept["prompt"] == "def" and f"    def{kept['text'].splitlines()[0]}" in out
+    capsys.readouterr()
     start(tmp_path / "silent", f"vocab_size={size}", *flags, "sample_tokens=0")
     assert "a sample of its text" not in capsys.readouterr().out
 

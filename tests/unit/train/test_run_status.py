@@ -103,6 +103,15 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
     assert [path.name for path in tmp_path.iterdir()] == [STATUS_FILE]
 
 
+def test_a_run_that_is_told_to_end_while_it_goes_back_is_preempted(tmp_path: Path) -> None:
+    with pytest.raises(Preempted), StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 5)
+        status.training(TrainState(10, 8, 1, Progress(7, 7)))  # of the run that has diverged, which no request reached
+        raise Preempted("before training began (SIGTERM)")
+    found = status_of(tmp_path)
+    assert (found["status"], found["reason"]) == ("preempted", "before training began (SIGTERM)")
+
+
 def test_what_is_killed_stays_running_and_counts(tmp_path: Path) -> None:
     StatusKeeper(2, is_writer=True).begin(tmp_path, 5)
     assert status_of(tmp_path)["status"] == "running" and status_of(tmp_path)["starts_without_progress"] == 1

@@ -557,6 +557,25 @@ def test_what_cannot_be_translated_is_named(content: str, problem: str) -> None:
     assert re.sub(r"a\.yaml:\d+: ", "", error.value.problems[0]).startswith(problem)
 
 
+def test_a_flag_wins_over_an_optimizer_that_is_not_here(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("optimizer: {name: lion, lr_config: {lr: 2e-3}}\n")
+    flags = {"use_dummy_dataset": "true", "num_steps": "10", "warmup_steps": "1"}
+    with pytest.raises(ConfigError, match="lion: not an optimizer here"):
+        load_train_config([str(path)], flags)
+    assert load_train_config([str(path)], {**flags, "optimizer": "sgdm"}).optimizer.optimizer == "sgdm"
+    with pytest.raises(ConfigError, match="lion: not an optimizer here"):
+        load_train_config([str(path)], {**flags, "optimizer": "lamb"})
+
+
+def test_the_rate_at_the_end_is_a_share_of_the_rate_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("optimizer: {lr_config: {lr: 2e-3, min_lr: 1e-4}}\n")
+    flags = {"use_dummy_dataset": "true", "num_steps": "10", "warmup_steps": "1"}
+    assert load_train_config([str(path)], flags).schedule.min_lr_ratio == 0.05
+    assert load_train_config([str(path)], {**flags, "learning_rate": "1e-3"}).schedule.min_lr_ratio == 0.1
+
+
 def test_what_makes_no_llama_is_left_out_where_one_is_accepted() -> None:
     done = translated("model: {name: gpt, dim: 64, dropout: 0.1}", accept_llama=True)
     assert dict(done.settings) == {"hidden_size": "64", "intermediate_size": "256"}

@@ -97,7 +97,7 @@ def test_every_key_is_translated() -> None:
         "tracker_project_name": "p",
     }
     assert not [note.key for note in done.notes if "not known" in note.remark]
-    assert remark_of(done, "model, data, num_steps").endswith("give --model_variant, --data_path and --num_steps")
+    assert remark_of(done, "model, data").endswith("give --model_variant and --data_path")
     assert "a smaller --batch_size" in remark_of(done, "zero_optimization.offload_optimizer.device")
     assert remark_of(done, "zero_optimization.offload_param.device") == "as here"
 
@@ -217,6 +217,13 @@ def test_the_cosine_ends_where_deepspeeds_does() -> None:
     assert done.settings == expected | {"min_lr_ratio": "0.1"}
 
 
+def test_the_length_of_the_run_is_asked_for_where_the_file_does_not_give_it() -> None:
+    for steps, key in ((100, "model, data"), ("auto", "model, data, num_steps")):
+        done = translated({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": steps}}})
+        assert done.notes[-1].key == key
+        assert ("--num_steps" in done.notes[-1].remark) == (steps == "auto")
+
+
 def test_a_warm_up_without_its_peak_has_the_optimizers() -> None:
     done = translated({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}})
     assert done.settings == {"schedule": "constant", "warmup_steps": "10"}
@@ -232,6 +239,7 @@ def test_a_warm_up_without_its_peak_has_the_optimizers() -> None:
         ({"fp16": {"enabled": True}}, {"mixed_precision": "true", "mp_dtype": "float16"}),
         ({"bfloat16": {"enabled": True}}, {"mixed_precision": "true", "mp_dtype": "bfloat16"}),
         ({"fp16": {"enabled": False}}, {"mixed_precision": "false"}),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, {}),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}, {"mixed_precision": "true", "mp_dtype": "bfloat16"}),
         ({"zero_optimization": {"stage": 0}}, {"sharding_strategy": "ddp"}),
         ({"zero_optimization": {"stage": 1}}, {"sharding_strategy": "zero2"}),
@@ -252,6 +260,7 @@ def test_a_warm_up_without_its_peak_has_the_optimizers() -> None:
             {"tracker": "tensorboard", "tracker_dir": "l/DeepSpeedJobName"},
         ),
         ({"flops_profiler": {"enabled": False, "profile_step": 1}}, {}),
+        ({"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": 1, "pipeline": {"stages": "auto"}}, {}),
     ],
 )
 def test_a_key_becomes(tree: dict[str, Any], settings: dict[str, str]) -> None:
@@ -260,9 +269,8 @@ def test_a_key_becomes(tree: dict[str, Any], settings: dict[str, str]) -> None:
 
 def test_auto_is_what_the_settings_here_say() -> None:
     done = translated({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}})
-    assert (
-        remark_of(done, "optimizer.params.lr") == "what another system would fill in: --learning_rate, by default none"
-    )
+    assert remark_of(done, "optimizer.params.lr").endswith("fill in: give --learning_rate, or leave it open")
+    assert remark_of(done, "optimizer.params.betas").endswith("fill in: give --adam_beta2, or keep 0.95")
     assert "learning_rate" not in done.settings
     assert "adam_beta2" not in done.settings
 
@@ -297,6 +305,12 @@ def test_what_is_about_speed_or_memory_is_left_out_with_its_reason(group: str) -
         ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop.enabled: true: no layers are dropped"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled: true: the length of sequences"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled: true: data is neither sorted nor dropped"),
+        (
+            {"tensor_parallel": {"autotp_size": 4}},
+            "tensor_parallel.autotp_size: 4: there is no tensor parallelism here",
+        ),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size: 2: there is no sequence parallelism here"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages: 2: there is no pipeline parallelism here"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention.mode: fixed: attention is dense"),
         (
             {"compression_training": {"pruning": {"shared": {"enabled": True}}}},

@@ -216,6 +216,16 @@ def test_a_model_that_is_no_llama_is_refused_or_taken_for_one(tmp_path: Path) ->
         ({"n_kv_heads": 2, "rope_theta": 5e5}, {"num_key_value_heads": "2", "rope_theta": "500000.0"}),
         ({"tie_embeddings": True}, {"tie_word_embeddings": "true"}),
         ({"bias": False}, {}),
+        ({"tie_weights": True}, {"tie_word_embeddings": "true"}),
+        ({"norm_eps": 1e-5}, {"rms_norm_eps": "1e-05"}),
+        ({"learning_rate": 1e-3, "min_lr": 1e-4}, {"learning_rate": "0.001", "min_lr_ratio": "0.1"}),
+        ({"min_lr": 1e-4, "min_lr_ratio": 0.2}, {"min_lr_ratio": "0.2"}),
+        (
+            {"learning_rate": 1e-3, "min_lr": 1e-4, "lr_scheduler": "cosine"},
+            {"learning_rate": "0.001", "min_lr_ratio": "0.1", "schedule": "cosine"},
+        ),
+        ({"label_smoothing": 0.0, "ema_decay": 0, "use_ema": False, "loss": "cross_entropy"}, {}),
+        ({"positional_encoding": "rope", "norm": "rmsnorm", "qk_norm": False, "num_experts": 1}, {}),
     ],
 )
 def test_a_key_becomes(tree: dict[str, Any], settings: dict[str, str]) -> None:
@@ -232,6 +242,38 @@ def test_a_key_becomes(tree: dict[str, Any], settings: dict[str, str]) -> None:
 )
 def test_amp_is_mixed_precision(tree: dict[str, Any], settings: dict[str, str]) -> None:
     assert translated(tree).settings == settings
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"positional_encoding": "learned"},
+        {"norm": "layernorm"},
+        {"norm_type": "layernorm"},
+        {"qk_norm": True},
+        {"num_experts": 8},
+        {"sliding_window": 256},
+        {"resid_dropout": 0.1},
+        {"rope_scaling": 4},
+    ],
+)
+def test_another_model_is_refused_until_a_llama_is_accepted(line: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^a.json:3: {next(iter(line))}: .*--accept_llama=true"):
+        settings_of(line)
+    assert settings_of(line, accept_llama=True) == {}
+
+
+@pytest.mark.parametrize("line", [{"label_smoothing": 0.1}, {"ema_decay": 0.999}, {"amsgrad": True}, {"loss": "focal"}])
+def test_another_training_is_refused(line: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^a.json:3: {next(iter(line))}: .*take it out"):
+        settings_of(line, accept_llama=True)
+
+
+def test_the_lowest_rate_is_a_share_of_the_rate_on_the_command_line() -> None:
+    tree = {"learning_rate": 1e-3, "min_lr": 1e-4}
+    assert settings_of(tree, overrides={"learning-rate": "2e-3"})["min_lr_ratio"] == "0.05"
+    with pytest.raises(ConfigError, match=r"min_lr: 0\.0001: a learning rate from 0 to learning_rate is needed"):
+        settings_of({"min_lr": 1e-4})
 
 
 def test_the_feed_forward_is_four_times_as_wide_unless_given() -> None:

@@ -136,6 +136,81 @@ def test_folders_that_are_there_are_trained_on(tmp_path: Path) -> None:
     assert done.settings == {"mixed_precision": "false", "data_path": str(tmp_path), "datasets": "one"}
 
 
+LLAMA3 = "{rope_type: llama3, factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, \
+original_max_position_embeddings: 8192}"
+
+
+def of_model(line: str, accept_llama: bool = False) -> Translation:
+    """Returns the translation of a model with one line more than hidden_size and num_attention_heads."""
+    content = f"model:\n  hf_config:\n    hidden_size: 64\n    num_attention_heads: 4\n    {line}\n"
+    source = Source("a.yaml", None, content, parse_tree(content, "a.yaml"))
+    return translate(source, ".yaml", accept_llama=accept_llama)
+
+
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        (f"rope_scaling: {LLAMA3}", {"rope_scaling": "32.0,1.0,4.0,8192"}),
+        (f"rope_scaling: {LLAMA3.replace('rope_type', 'type')}", {"rope_scaling": "32.0,1.0,4.0,8192"}),
+        (
+            f"rope_parameters: {LLAMA3.replace('{', '{rope_theta: 5e5, ')}",
+            {"rope_scaling": "32.0,1.0,4.0,8192", "rope_theta": "5e5"},
+        ),
+        ("rope_parameters: {rope_type: default, rope_theta: 5e5}", {"rope_theta": "5e5"}),
+        ("rope_parameters: {rope_theta: 5e5}", {"rope_theta": "5e5"}),
+        ("rope_scaling: null", {}),
+        ("head_dim: 16", {}),
+        ("head_dim: null", {}),
+        ("sliding_window: null", {}),
+        ("{sliding_window: 8, use_sliding_window: false}", {}),
+        ("mlp_bias: false", {}),
+        ("num_experts: 0", {}),
+        ("initializer_range: 0.02", {}),
+    ],
+)
+def test_a_config_of_a_llama_is_one_here(line: str, settings: dict[str, str]) -> None:
+    lines = line.strip("{}").replace(", use", "\n    use") if line.startswith("{") else line
+    done = of_model(lines)
+    assert done.settings == {"hidden_size": "64", "num_attention_heads": "4", **settings}
+    assert not [note.key for note in done.notes if "not known" in note.remark]
+
+
+def test_a_scaling_of_rotary_frequencies_reaches_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "cfg.yaml"
+    path.write_text(CONFIG.replace("rope_theta: 10000.0", f"rope_scaling: {LLAMA3}"))
+    assert load_train_config([str(path)]).model.rope_scaling == (32, 1, 4, 8192)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rope_scaling: {rope_type: yarn, factor: 4.0}",
+        "rope_scaling: {type: linear, factor: 4.0}",
+        "rope_scaling: {rope_type: dynamic, factor: 4.0}",
+        "rope_scaling: {factor: 4.0}",
+        "rope_scaling: yarn",
+        "head_dim: 32",
+        "sliding_window: 4096",
+        "use_sliding_window: true",
+        "attention_bias: true",
+        "mlp_bias: true",
+        "hidden_act: gelu",
+        "num_local_experts: 8",
+        "partial_rotary_factor: 0.5",
+        "qk_norm: true",
+    ],
+)
+def test_a_config_of_another_model_is_refused_until_a_llama_is_accepted(line: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^a.yaml:5: model.hf_config.{line.partition(':')[0]}.*accept_llama"):
+        of_model(line)
+    assert of_model(line, accept_llama=True).settings == {"hidden_size": "64", "num_attention_heads": "4"}
+
+
+def test_a_scaling_without_its_numbers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="high_freq_factor and original_max_position_embeddings must stand beside it"):
+        of_model("rope_scaling: {rope_type: llama3, factor: 8, low_freq_factor: 1}")
+
+
 def test_a_directory_without_a_prefix_is_the_runs_folder() -> None:
     assert translated("dist: {}\ncheckpoint: {directory: d, chkpt_saving_iterations: 5}").settings == {
         "ckpt_save_path": "d",

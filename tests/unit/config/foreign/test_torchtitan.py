@@ -459,7 +459,7 @@ def test_a_flavor_is_a_model_that_can_be_built(tmp_path: Path, flavor: str) -> N
         ("[quantize.linear.float8]\nemulate = true", "quantize.linear.float8.emulate: true: float8 is not emulated"),
         (
             '[optimizer]\nname = "Lion"',
-            "optimizer.name: Lion: one of AdamW, Adam is needed, or another one here: take it",
+            "optimizer.name: Lion: one of AdamW, Adam is needed, or another one here: give --opt",
         ),
         ('[lr_scheduler]\ndecay_type = "exp"', "lr_scheduler.decay_type: exp: one of linear, cosine, sqrt is needed"),
         (

@@ -124,11 +124,16 @@ def remark_of(translation: Translation, key: str) -> str:
     return next(note.remark for note in translation.notes if note.key == key)
 
 
+def test_the_length_of_sequences_is_not_asked_for_where_it_is_given() -> None:
+    done = translated({"per_device_train_batch_size": 2, "block_size": 128})
+    assert "--model_variant" in remark_of(done, "model") and "--seq_length" not in remark_of(done, "model")
+
+
 def test_every_key_is_translated() -> None:
     done = translated(CONFIG)
     assert done.settings == SETTINGS
     assert not [note.key for note in done.notes if "not known" in note.remark]
-    assert "--model_variant" in remark_of(done, "model and seq_length")
+    assert "--seq_length" in remark_of(done, "model and seq_length")
     assert next(note.value for note in done.notes if note.key == "hub_token") == "(not shown)"
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pretraining.config.command_line import load_train_config
+from pretraining.config.commands import TranslateConfig
+from pretraining.config.fields import settings_of
 from pretraining.config.foreign.kinds import KINDS, recognise, translate
 from pretraining.config.foreign.translation import (
     FILLED_IN,
+    NOT_UNDERSTOOD,
     Source,
     Translating,
     becomes,
@@ -51,7 +56,7 @@ def test_each_key_has_a_note_with_its_line() -> None:
         ("scheduler.lr", "5", "", 5),
         ("act", "gelu", "", 6),
     ]
-    assert done.notes[2].remark == "not known to the reader of some files"
+    assert done.notes[2].remark.startswith("not known to the reader of some files")
     assert done.notes[3].remark == "no Llama; left out, as accept_llama says"
     assert done.note_of("learning_rate") is done.notes[0]
 
@@ -146,6 +151,10 @@ def test_a_file_of_two_kinds_says_both(monkeypatch: pytest.MonkeyPatch) -> None:
         translate(Source("a.yaml", None, "", {"dist": {"backend": "gloo"}}), ".yaml")
 
 
+def test_the_flag_takes_every_kind() -> None:
+    assert set(settings_of(TranslateConfig)["kind"].choices) == set(KINDS)
+
+
 def test_a_kind_that_is_not_known_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="--from=stup is not known: did you mean stub"):
         translate(Source("a.yaml", None, "", {}), ".yaml", "stup")
@@ -155,6 +164,68 @@ def test_no_sign_of_a_kind_is_one_of_another_or_holds_it() -> None:
     for name, kind in KINDS.items():
         others = [sign for other, each in KINDS.items() if other != name for sign in each.signs]
         assert [(sign, each) for sign in kind.signs for each in others if f"{each}.".startswith(f"{sign}.")] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "flag"),
+    [
+        ('{"optimizer": {"type": "Lamb"}, "gradient_clipping": 1}', "optimizer"),
+        ('{"scheduler": {"type": "OneCycle", "params": {}}, "gradient_clipping": 1}', "schedule"),
+        ('{"per_device_train_batch_size": 2, "optim": "adafactor"}', "optimizer"),
+        ('{"per_device_train_batch_size": 2, "adafactor": true}', "optimizer"),
+        ('{"per_device_train_batch_size": 2, "lr_scheduler_type": "inverse_sqrt"}', "schedule"),
+        ('{"use_amp": true, "optimizer": "lamb"}', "optimizer"),
+        ('{"use_amp": true, "lr_scheduler": "step"}', "schedule"),
+    ],
+)
+def test_a_flag_wins_over_what_a_file_cannot_translate(tmp_path: Path, content: str, flag: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    others = {"use_dummy_dataset": "true", "num_steps": "10", "warmup_steps": "1"}
+    with pytest.raises(ConfigError, match=r"a\.json:1: "):
+        load_train_config([str(path)], others)
+    value = {"optimizer": "adamw", "schedule": "cosine"}[flag]
+    config = load_train_config([str(path)], {flag: value, **others})
+    assert {"optimizer": config.optimizer.optimizer, "schedule": config.schedule.schedule}[flag] == value
+
+
+def test_the_parts_of_a_schedule_that_the_command_line_replaces_are_left_out_with_it() -> None:
+    tree = {"job": {"description": "a"}, "lr_scheduler": {"decay_type": "wavy", "decay_ratio": "0.1"}}
+    done = translate(Source("a.toml", None, "", tree, {"schedule": "cosine"}), ".toml")
+    assert "schedule" not in done.settings and not done.unknown
+
+
+def test_an_argument_under_a_foreign_name_does_not_win_over_its_own_refusal() -> None:
+    source = Source("a.toml", None, "", {"job": {"description": "a"}}, {"lr_scheduler.decay_type": "wavy"})
+    with pytest.raises(ConfigError, match=r"lr_scheduler\.decay_type=wavy: one of linear, cosine, sqrt is needed"):
+        translate(source, ".toml")
+
+
+def test_keys_that_are_not_known_stand_last_under_a_heading_with_the_nearest_known_one() -> None:
+    work = translating("optim: {lrr: 1, lr: 2}\nspeed: 3\nzzz: 4\n")
+    work.apply({"optim.lr": becomes("learning_rate"), "seed": becomes("seed")})
+    work.leave_out_groups({"speed": "not needed"})
+    done = work.finish()
+    assert [line.split()[0] for line in done.table()] == ["optim.lr:", "speed:", "Not", "optim.lrr:", "zzz:"]
+    assert done.table()[2] == NOT_UNDERSTOOD
+    assert [note.remark for note in done.unknown] == [
+        "not known to the reader of some files: did you mean optim.lr?",
+        "not known to the reader of some files",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_which_nothing_is_understood_is_refused(kind: str) -> None:
+    suffix = KINDS[kind].suffixes[0]
+    source = Source("a" + suffix, None, "", {"zzz": "1", "yyy": "2"})
+    with pytest.raises(ConfigError, match=rf"reader of {kind} files knows none of its keys \(zzz, yyy\).*--from=…"):
+        translate(source, suffix, kind)
+
+
+def test_a_name_that_is_nearly_one_of_the_guides_is_asked_about() -> None:
+    tree = {"training": {"use_amp": "true", "lr": "1", "warmup_step": "1"}}
+    done = translate(Source("a.json", None, "", tree), ".json")
+    assert [note.remark.partition("did you mean ")[2] for note in done.unknown] == ["learning_rate?", "warmup_steps?"]
 
 
 def test_a_value_that_is_a_secret_is_not_shown() -> None:
@@ -169,6 +240,36 @@ def test_two_keys_that_give_a_setting_two_values_are_named() -> None:
         work.finish()
     problem = "two values for learning_rate, 0.10 and 0.2: a.yaml:1: a: 0.10 and a.yaml:3: c: 0.2: keep one"
     assert list(error.value.problems) == [problem]
+
+
+def test_a_value_that_is_no_number_does_not_differ_from_itself() -> None:
+    work = translating("a: NaN\nb: nan\n")
+    work.apply({key: becomes("adam_beta1") for key in "ab"})
+    assert work.finish().settings == {"adam_beta1": "nan"}
+
+
+def test_a_value_that_is_no_number_is_refused_by_its_setting(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"per_device_train_batch_size": 2, "adam_beta1": NaN}')
+    with pytest.raises(ConfigError) as error:
+        load_train_config([str(path)], {"use_dummy_dataset": "true", "num_steps": "10"})
+    assert len(error.value.problems) == 1
+    assert error.value.problems[0].startswith(f"{path}:1: adam_beta1: NaN: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.yaml", "optim:\n  lr: 1e-3\ndist: {dtype: float32}\n"),
+        ("a.json", '{"use_amp": true, "learning_rate": 1e-3}'),
+        ("a.toml", "[training]\nlocal_batch_size = 2\n[optimizer]\nlr = 1e-3\n"),
+        ("a.py", "learning_rate = 1e-3\nn_layer = 2\n"),
+    ],
+)
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8-sig")
+    assert load_train_config([str(path)], {"use_dummy_dataset": "true"}).optimizer.learning_rate == 1e-3
 
 
 def test_a_bad_value_that_two_rules_read_is_one_problem() -> None:
@@ -208,7 +309,7 @@ def test_a_part_of_a_file_is_a_source_of_its_own() -> None:
 
 
 def test_groups_are_left_out_with_what_is_under_them() -> None:
-    work = translating("a: {b: 1, c: {d: 2}}\nab: 3\ne: {}\n")
+    work = translating("a: {b: 1, c: {d: 2}}\nxyz: 3\ne: {}\n")
     work.set("a.b", seed="1")
     work.leave_out_groups({"a": "speed", "e": "nothing"})
     remarks = ["", "speed", "not known to the reader of some files", "nothing"]

@@ -26,7 +26,7 @@ def drift(weights: list[int], samples: int) -> float:
     return float(np.abs(counts - shares).max())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(WEIGHTS)
 def test_every_prefix_is_within_two_samples_of_the_weights(weights: list[int]) -> None:
     assert drift(weights, 600) < 2
@@ -49,7 +49,7 @@ def test_every_prefix_is_within_two_samples_of_the_weights_for_many_datasets(cou
 ASKED_WEIGHTS = st.one_of(st.sampled_from([1e-6, 1e-3, 0.1, 1.0]), st.floats(1e-6, 1.0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 1000), st.lists(ASKED_WEIGHTS, min_size=1, max_size=20), st.integers(0, 10**9))
 @example(1000, [1.0, 1e-6], 10**9)
 @example(1000, [0.1 * 0.618**number for number in range(24)], 10**6)
@@ -69,7 +69,7 @@ def test_anywhere_in_a_run_each_dataset_is_within_two_samples_of_the_weight_that
     assert (numbers == counts[np.arange(300), datasets] - 1).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WEIGHTS, st.integers(0, 2**60), st.integers(0, 200))
 @example([1, 10**9 + 7, 3, 3 * 10**8], 2**60 + 12345, 200)
 def test_a_datasets_samples_are_numbered_without_gaps_from_anywhere(weights: list[int], begin: int, count: int) -> None:
@@ -81,7 +81,7 @@ def test_a_datasets_samples_are_numbered_without_gaps_from_anywhere(weights: lis
         assert numbers[datasets == dataset].tolist() == list(range(before[dataset], after[dataset]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(WEIGHTS, st.lists(st.integers(0, 300), max_size=6))
 def test_any_stretch_is_a_slice_of_the_whole(weights: list[int], cuts: list[int]) -> None:
     tree = WeightTree(weights)
@@ -146,7 +146,7 @@ NAMES = ("a", "b", "c", "d", "e")
 ASKED = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 50), min_size=1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), ASKED), min_size=1, max_size=6))
 def test_through_any_phases_each_dataset_is_consumed_in_order_and_within_two_samples_of_its_weight(
     wanted: list[tuple[int, int, dict[str, int]]],

@@ -59,7 +59,7 @@ def samples_of(made: PackedStream, shard: int, begin: int, end: int) -> list[lis
     return pieces(made.spans(np.full(end - begin, shard), np.arange(begin, end)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.integers(1, 20), st.sampled_from(PACKINGS))
 @example([80] * 8 + [1] * 16, 8, 9, 3, "greedy")  # shards without a block
 @example([0, 0, 0, 0, 5, 0, 0, 0], 2, 4, 19, "best_fit")  # blocks without a bin
@@ -74,7 +74,7 @@ def test_samples_are_those_of_the_oracle(
         assert samples_of(made, shard, 0, 3 * bins) == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 9), st.integers(1, 20), st.sampled_from(PACKINGS))
 def test_a_pass_gives_every_bin_and_every_label_once(
     lengths: list[int], block: int, shards: int, seq_length: int, packing: Packing
@@ -95,7 +95,7 @@ def test_a_pass_gives_every_bin_and_every_label_once(
     assert labels == {(document, token): 1 for document, length in enumerate(lengths) for token in range(1, length)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any), st.integers(1, 60))
 def test_shards_are_runs_of_whole_blocks_with_nearly_equal_bins(counts: list[int], logical_shards: int) -> None:
     bounds = np.concatenate(([0], np.cumsum(counts)))

@@ -26,7 +26,7 @@ def bins_of(block: PackedBlock) -> list[list[Piece]]:
     return [list(zip(*(array.tolist() for array in arrays), strict=True)) for arrays in bins]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @BLOCKS
 @example([], 4, "best_fit")
 @example([0, 0], 4, "first_fit")
@@ -47,7 +47,7 @@ def test_whole_blocks_are_packed_as_the_oracle_does(packing: Packing, mean: int,
     assert bins_of(block) == pack(lengths.tolist(), seq_length, packing)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @BLOCKS
 def test_no_bin_overflows_and_nothing_is_split_that_fits(lengths: list[int], seq_length: int, packing: Packing) -> None:
     pieces = Counter[int]()
@@ -59,7 +59,7 @@ def test_no_bin_overflows_and_nothing_is_split_that_fits(lengths: list[int], seq
         assert pieces[document] == (max(1, -(-(length - 1) // seq_length)) if length else 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @BLOCKS
 def test_every_token_but_a_documents_first_is_a_label_inside_it_once(
     lengths: list[int], seq_length: int, packing: Packing
@@ -73,7 +73,7 @@ def test_every_token_but_a_documents_first_is_a_label_inside_it_once(
     assert labels == {(document, token): 1 for document, length in enumerate(lengths) for token in range(1, length)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(1, 60), st.sampled_from(["first_fit", "best_fit"]))
 def test_at_most_one_bin_is_half_empty(lengths: list[int], seq_length: int, packing: Packing) -> None:
     sizes = [sum(length for _, _, length in items) for items in bins_of(packed(lengths, seq_length, packing))]

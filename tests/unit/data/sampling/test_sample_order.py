@@ -29,7 +29,7 @@ def oracle_order(tokens: list[int], seq_length: int, passes: int) -> list[tuple[
     return KnownShards(tokens, 1, len(tokens), seq_length, KEY).sample_order(passes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TOKENS, st.integers(1, 60))
 @example([5], 5)
 @example([3, 3, 3], 50)  # most passes complete no sample at all
@@ -40,7 +40,7 @@ def test_the_order_is_that_of_the_oracle(tokens: list[int], seq_length: int) -> 
     assert pairs(SampleOrder(np.array(tokens), seq_length, KEY), 0, len(expected)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TOKENS, st.integers(1, 30), st.lists(st.integers(0, 60), max_size=8))
 def test_any_stretch_is_a_slice_of_the_whole(tokens: list[int], seq_length: int, cuts: list[int]) -> None:
     order = SampleOrder(np.array(tokens), seq_length, KEY)
@@ -50,7 +50,7 @@ def test_any_stretch_is_a_slice_of_the_whole(tokens: list[int], seq_length: int,
     assert [pair for part in parts for pair in part] == whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TOKENS, st.integers(1, 30))
 def test_no_sample_of_a_shard_is_left_out_or_repeated_over_passes(tokens: list[int], seq_length: int) -> None:
     order = SampleOrder(np.array(tokens), seq_length, KEY)

@@ -23,7 +23,7 @@ from pretraining.tools.inspect import Inspector
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 25)).map(lambda pair: (pair[0], sum(pair))), max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(RANGES, RANGES, st.integers(0, 80), st.integers(0, 60))
 def test_ranges_are_sets_of_samples(
     ranges: list[tuple[int, int]], others: list[tuple[int, int]], sample: int, count: int
@@ -49,7 +49,7 @@ def skipping_loader(weights: dict[str, int], batch: int, skip: list[tuple[int, i
     return made
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(
         st.tuples(

@@ -69,7 +69,7 @@ LENGTHS = st.lists(
 ).filter(any)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.integers(1, 20))
 @example([5], 4, 7, 3)  # fewer documents than shards
 @example([3, 0, 0, 2], 2, 2, 19)  # shards shorter than a sample
@@ -88,7 +88,7 @@ def test_samples_are_those_of_the_oracle(lengths: list[int], block: int, shards:
             assert (spans.lengths > 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 6), st.integers(1, 15))
 def test_many_samples_at_once_are_the_single_ones(lengths: list[int], block: int, shards: int, seq_length: int) -> None:
     made, cut, _ = stream(lengths, block, shards, seq_length)
@@ -106,7 +106,7 @@ def test_many_samples_at_once_are_the_single_ones(lengths: list[int], block: int
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 6), st.integers(1, 15))
 def test_every_token_comes_exactly_once_in_every_pass(
     lengths: list[int], block: int, shards: int, seq_length: int
@@ -124,7 +124,7 @@ def test_every_token_comes_exactly_once_in_every_pass(
     assert seen == {(n, (d, at)): 1 for n in range(passes) for d, length in enumerate(lengths) for at in range(length)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 12))
 def test_shards_are_cut_between_documents_and_balanced(lengths: list[int], count: int) -> None:
     cut = cut_shards(KnownLengths(lengths, 4), count)

@@ -44,7 +44,7 @@ def test_documents_are_found_in_every_layout(
     assert layout.width == token.bit_width // 8
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 300), max_size=9)), max_size=30), st.integers(1, 8))
 def test_empty_and_missing_documents_are_empty_ones(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int] | None], batch_documents: int

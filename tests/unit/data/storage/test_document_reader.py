@@ -65,7 +65,7 @@ def documents_and_rows(draw: st.DrawFn) -> tuple[list[list[int]], list[list[Piec
     return documents, rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     documents_and_rows(),
     st.integers(0, 8),

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
+from pretraining.data.storage import index as index_module
 from pretraining.data.storage import index_build
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import (
@@ -382,7 +384,10 @@ def mapped_bytes(path: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped memory")
-def test_what_was_looked_at_in_an_index_does_not_stay_in_memory(tmp_path: Path) -> None:
+def test_what_was_looked_at_in_an_index_does_not_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "_open_indices", weakref.WeakSet())  # those of other tests share the room
     write_documents(tmp_path / "web/x.arrow", [[1]] * (40 * BLOCK_DOCUMENTS))
     index = build_index(files(tmp_path), CONFIG)
     split, largest = index.split("train"), 0

@@ -99,7 +99,7 @@ def test_datasets_of_several_formats_make_one_run(tmp_path: Path) -> None:
         next(made)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=12), st.sampled_from([1, 3, 1000]))
 @example([[]], 1)
 @example([[], [], [1]], 1)
@@ -114,7 +114,7 @@ def test_the_scan_finds_what_lies_between_separators(documents: list[list[int]],
     assert found == (documents if documents[-1] else documents[:-1])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 180), st.integers(0, 255), st.integers(0, 40), st.sampled_from(["npy", "llm.c"]))
 def test_a_damaged_file_is_read_inside_its_bytes_or_named(
     tmp_path_factory: pytest.TempPathFactory, at: int, value: int, cut: int, writer: str

@@ -9,12 +9,15 @@ from pretraining.tools.doctor.diagnosis import (
     RankReport,
     as_object,
     as_text,
+    check_rates,
+    check_speed,
     find_slow,
     find_slow_links,
     find_what_is_slow,
     slow_bfloat16,
 )
 from pretraining.tools.doctor.measure import CollectiveTime, Link, Rate, rounds_of_pairs
+from pretraining.tools.doctor.verdicts import Check
 
 
 def rank(number: int, tflops: float, host: str = "node0") -> RankReport:
@@ -39,7 +42,9 @@ def test_what_is_slow_is_said_with_its_machine_its_number_and_how_many_times() -
 
 def test_the_tables_show_rates_beside_the_peak_collectives_and_links_by_kind() -> None:
     collectives = [CollectiveTime("all-reduce", 2**20, 0.001, 1.5), CollectiveTime("all-gather", 2048, 1e-5, 0.1)]
-    text = as_text(Diagnosis(RANKS, collectives, LINKS, ["rank 2 is slow"], ["only 64 open files"]))
+    slow = Check("speed", "bad", "rank 2 is slow", "leave it out")
+    few = Check("open files", "look at", "only 64 open files", "ulimit -n 4096", (1, 3))
+    text = as_text(Diagnosis(RANKS, collectives, LINKS, [Check("memory", "good", "9 GiB"), few, slow]))
     for part in (
         "4 processes on 2 machines; that of rank 0:",
         "702       300       710 TFLOP/s, 71% of the peak of 989.4 (slowest: rank 2)",
@@ -47,8 +52,9 @@ def test_the_tables_show_rates_beside_the_peak_collectives_and_links_by_kind() -
         "2 KiB  0.010 ms       0.1 GiB/s",
         "links inside machines",
         "pairs of ranks: 4           39.5        10        41 GiB/s each way",
-        "slow: rank 2 is slow",
-        "warning: only 64 open files",
+        "  good      memory      9 GiB\n",
+        "  look at   open files  only 64 open files (ranks 1, 3)\n",
+        "bad: rank 2 is slow: leave it out\nlook at: ranks 1, 3: only 64 open files: ulimit -n 4096",
     ):
         assert part in text, text
 
@@ -76,18 +82,21 @@ def test_bfloat16_that_is_emulated_is_named_with_how_many_times(is_chosen: bool,
 
 def test_what_a_copy_counts_stands_beside_its_rate() -> None:
     copies = [Rate("memory copy", 20.0, "GiB/s", "256 MiB read, 256 MiB written a copy")]
-    text = as_text(Diagnosis([RankReport("node0", {"device": "cpu"}, [], copies, 0.0)], [], {}, [], []))
+    text = as_text(Diagnosis([RankReport("node0", {"device": "cpu"}, [], copies, 0.0)], [], {}, []))
     assert "  memory copy                   20        20        20 GiB/s; 256 MiB read, 256 MiB written a copy" in text
 
 
 def test_nothing_stands_out_where_nothing_does() -> None:
-    text = as_text(Diagnosis([rank(0, 700.0)], [], {}, [], []))
-    assert text.startswith("1 process on 1 machine") and text.endswith("nothing stands out")
+    text = as_text(Diagnosis([rank(0, 700.0)], [], {}, [Check("memory", "good", "9 GiB")]))
+    assert text.startswith("1 process on 1 machine") and text.endswith("all good: 1 items")
     assert "collectives" not in text and "links" not in text
 
 
 def test_the_object_is_json() -> None:
-    found = json.loads(json.dumps(as_object(Diagnosis(RANKS, [], LINKS, [], []))))
+    slow, few = Check("speed", "look at", "rank 2 is slow", "leave it out"), Check("open files", "look at", "64")
+    found = json.loads(json.dumps(as_object(Diagnosis(RANKS, [], LINKS, [slow, few, Check("memory", "good", "9")]))))
+    assert (found["slow"], found["warnings"], found["verdict"]) == (["rank 2 is slow"], ["64"], "look at")
+    assert found["checks"][1] == {"item": "open files", "verdict": "look at", "found": "64", "advice": "", "ranks": []}
     assert found["links"][0] == {"one": 0, "other": 1, "is_inside": True, "gib_per_second": 300.0}
     assert found["ranks"][2]["rates"][0]["value"] == 300.0
 
@@ -120,3 +129,30 @@ def test_a_rank_with_only_slow_links_is_named_in_place_of_its_links() -> None:
     rates = {link: 25.0 if 3 in (link.one, link.other) else 100.0 for link in links_of(6, 6)}
     ranks, links = find_slow_links(rates, 1.3)
     assert ranks == pytest.approx({3: 4.0}) and links == {}
+
+
+def test_what_is_three_times_slower_is_bad_and_what_is_slower_is_looked_at() -> None:
+    checks = check_speed([RANKS[0], rank(1, 100.0), *RANKS[2:]], {}, 1.3)
+    assert [(check.verdict, check.found.split(" on ")[0]) for check in checks] == [
+        ("bad", "rank 1"),
+        ("look at", "rank 2"),
+    ]
+    assert all(check.advice for check in checks)
+    (good,) = check_speed(RANKS[:2], {}, 1.3)
+    assert good.verdict == "good" and check_speed(RANKS[:1], {}, 1.3) == []
+
+
+@pytest.mark.parametrize(("tflops", "verdict"), [(700.0, "good"), (300.0, "look at")])
+def test_products_are_measured_by_the_peak_of_the_device(tflops: float, verdict: str) -> None:
+    (check,) = check_rates([Rate("matmul bfloat16 8192", tflops, "TFLOP/s")], "NVIDIA H200, 139.8 GiB")
+    assert check.verdict == verdict and "of the peak of 989.4" in check.found and bool(check.advice) is (tflops == 300)
+
+
+def test_products_of_a_device_whose_peak_is_not_known_are_not_called_good() -> None:
+    (check,) = check_rates([Rate("matmul bfloat16 1024", 0.3, "TFLOP/s")], "cpu")
+    assert check.verdict == "not known" and "the peak of this device is not known" in check.found
+
+
+def test_a_slow_disk_is_looked_at() -> None:
+    rates = [Rate("disk write + fsync", 0.02, "GiB/s"), Rate("disk read", 2.0, "GiB/s")]
+    assert [check.verdict for check in check_rates(rates, "cpu")] == ["look at", "good"]

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import ROOT, plain_environment
+from helpers import run_command
 from unit.tools.prepare.prepare_files import contents, json_lines
 
 from pretraining.config.commands import PrepareConfig
@@ -167,7 +166,7 @@ main(["prepare", "--input_path={config.input_path[0]}", "--output_path={config.o
     # All of them hold the pipes of the output: it ends only when the last one has. Python's tracker of semaphores says
     # on the error stream that it removed what the killed process left.
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=100)
+    done = run_command(command, check=False)
     assert done.returncode == -9 and "Traceback" not in done.stderr
     prepare(config)
     there = f"{config.output_path}_1"

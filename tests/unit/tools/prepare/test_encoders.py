@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 from unit.tools.prepare.prepare_files import contents, json_lines, packed
@@ -80,7 +80,6 @@ WORDS = [*"ab1 \n\r\t.'s_é漢", END_OF_TEXT, "<|begin|>", "<tool>", "word", "e\
 ANY_TEXT = st.lists(st.one_of(st.sampled_from(WORDS), CHARACTERS), max_size=30).map("".join)
 
 
-@settings(deadline=None)
 @given(texts=st.lists(ANY_TEXT, min_size=1, max_size=8))
 def test_both_give_the_same_ids_for_any_text(llama3_like: Tokenizer, texts: list[str]) -> None:
     for tokenizer in (GPT2_LIKE, llama3_like):

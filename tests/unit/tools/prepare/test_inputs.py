@@ -163,3 +163,10 @@ def test_only_modules_that_python_names_its_own_and_that_say_something(tmp_path:
 def test_a_python_without_sources_is_refused_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"only 0\.0 MB of Python sources.*--input_path"):
         standard_library_files(tmp_path)
+
+
+def test_a_name_with_a_comma_is_given_as_a_glob(tmp_path: Path) -> None:
+    (tmp_path / "a,b.txt").write_text("text")
+    with pytest.raises(DataError, match=r"there is no file or folder .*/a \(a comma parts inputs: .* write it as \?\)"):
+        list_files([f"{tmp_path}/a", "b.txt"], ["txt"])
+    assert [file.name for file in list_files([f"{tmp_path}/a?b.txt"], ["txt"])] == ["a,b.txt"]

@@ -72,7 +72,7 @@ def test_every_document_is_a_row_that_decodes_to_its_text(config: PrepareConfig)
 TRAINED = train_tokenizer(TEXTS, 300)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     texts=st.lists(st.text(max_size=30), max_size=15).filter(any),
     name=st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.ndjson.zst", "a.parquet"]),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, plain_environment
+from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 from unit.tools.prepare.prepare_files import contents, json_lines
 
 from pretraining.config.commands import PrepareConfig
@@ -73,7 +73,7 @@ def start(
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))  # type: ignore[call-overload]
     done = []
     for process in reversed(started):
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
         done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     return done
 

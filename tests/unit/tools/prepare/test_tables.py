@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import feather
 from unit.tools.prepare.prepare_files import documents_of
@@ -112,7 +112,6 @@ def test_a_long_row_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(found) > 7
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     wanted=st.integers(1, 400),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import PATIENCE_SECONDS
 
 from pretraining.errors import DataError
 from pretraining.tools.prepare import team as team_module
@@ -39,7 +40,7 @@ def together(folder: Path, *bodies: Callable[[Team], None]) -> list[BaseExceptio
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_SECONDS)
     assert not any(thread.is_alive() for thread in threads)
     return errors
 
@@ -130,7 +131,7 @@ def test_one_that_was_killed_is_noticed_by_its_silence(folder: Path, monkeypatch
 
     def fall_silent(team: Team) -> None:
         team._ended.set()
-        noticed.wait(60)
+        noticed.wait(PATIENCE_SECONDS)
 
     assert str(together(folder, lead, fall_silent)[0]).startswith("rank 1 has given no sign of life for 300 s: was it")
 

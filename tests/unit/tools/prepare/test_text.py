@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 from unit.tools.prepare.prepare_files import documents_of, json_lines, one, packed
@@ -55,7 +55,6 @@ def test_a_missing_text_is_an_empty_document(tmp_path: Path) -> None:
     assert documents_of(read(file)) == ["", "", "a"]
 
 
-@settings(deadline=None)
 @given(
     texts=st.lists(st.text(alphabet="aü\n ", max_size=12), max_size=12),
     blank=st.sampled_from([b"", b"\n", b"\r\n", b" \n\n"]),

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.tools.prepare.prepare_files import documents_of, json_lines, packed
 
@@ -31,7 +31,6 @@ def texts_in(found: Input, text_field: str = "text") -> list[str]:
     return documents_of(piece for unit in found.units for part in unit.parts for piece in read_part(part, text_field))
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), max_size=30), limit=st.integers(1, 50))
 def test_units_hold_all_parts_in_order_and_no_more_than_fits(sizes: list[int], limit: int) -> None:
     parts = [Part(InputFile(Path(f"{n}"), f"{n}", size), 0, None, size) for n, size in enumerate(sizes)]

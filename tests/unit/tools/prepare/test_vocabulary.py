@@ -64,6 +64,8 @@ def test_a_vocabulary_larger_than_the_text_gives_is_refused_where_it_is_asked_fo
 def test_a_vocabulary_too_small_for_bytes_is_refused(config: PrepareConfig) -> None:
     with pytest.raises(ConfigError, match=r"--vocab_size=256: .* at least 257 entries"):
         prepare(replace(config, vocab_size=256))
+    with pytest.raises(ConfigError, match=r"--vocab_size=1000000000000: give 4,194,304 or less"):
+        prepare(replace(config, vocab_size=10**12))
 
 
 def test_no_sample_is_taken_of_token_ids(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Says before a run takes any memory how much it will take, and refuses what cannot fit."""
+"""Says before a run what memory it will take, and refuses what cannot fit; says at its end what it took."""
 
 from __future__ import annotations
 
@@ -58,6 +58,25 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
     )
 
 
+def describe_peak(
+    config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device, measured_gib: float
+) -> str:
+    """Says in a line what a run has taken at its peak, beside what was estimated.
+
+    On a GPU both are about tensors alone. On a CPU both are about all that the process held.
+
+    Args:
+        measured_gib: `memory_gib` of a report, of the fullest rank.
+    """
+    needed = _estimate(config, shape, shard_size, device)
+    on_gpu = device.type == "cuda"
+    estimated = needed.total - needed.runtime if on_gpu else needed.total
+    held = "in tensors" if on_gpu else "by a process, programs included"
+    return (
+        f"memory      peak {format_bytes(measured_gib * 2**30)} measured, {format_bytes(estimated)} estimated, {held}"
+    )
+
+
 def _estimate(config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device) -> MemoryEstimate:
     itemsize = compute_dtype(config.parallel, device).itemsize
     return estimate_memory(config, shape, shard_size=shard_size, compute_bytes=itemsize, device_type=device.type)
@@ -85,7 +104,9 @@ def _parts(needed: MemoryEstimate) -> str:
         "activations": needed.activations,
         "loss": needed.loss,
     }
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+    later = needed.later_gradients
+    return f"{text}, less {format_bytes(later)} of gradients that come after the peak" if later else text
 
 
 def _what_would_fit(

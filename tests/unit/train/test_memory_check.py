@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from training_runs import TINY, reports_of
 
+from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError
+from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import MachineMemory
-from pretraining.train import memory
-from pretraining.train.memory import check_memory
+from pretraining.observability.out_of_memory import format_bytes
+from pretraining.train import memory_check
+from pretraining.train.memory_check import check_memory, describe_peak
 
 GIB = 2**30
 
@@ -24,7 +30,7 @@ def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> N
     here = Processes(0, processes, 0, processes, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         found = MachineMemory(int(gib * GIB), int(2 * gib * GIB), "this machine")
-        patch.setattr(memory, "machine_memory", lambda: found)
+        patch.setattr(memory_check, "machine_memory", lambda: found)
         check_memory(config, resolve_shape(config.model), shard_size, here)
 
 
@@ -51,7 +57,7 @@ def test_an_8b_on_24_gib_is_refused_with_the_numbers_and_what_would_fit() -> Non
 
 
 def test_a_batch_that_is_too_large_is_told_what_keeps_the_model() -> None:
-    with pytest.raises(ConfigError, match=r"--batch_size=8 \(about 9.0 GiB\); --fsdp_activation_checkpointing=true \("):
+    with pytest.raises(ConfigError, match=r"--batch_size=8 \(about 8.6 GiB\); --fsdp_activation_checkpointing=true \("):
         check(15.5, "model_variant=125m", "batch_size=64", "seq_length=1024")
     with pytest.raises(ConfigError, match=r"fit: --batch_size=2 \(about "):
         check(5, "model_variant=125m", "batch_size=64", "seq_length=1024")
@@ -70,11 +76,48 @@ def test_where_nothing_would_fit_that_is_said() -> None:
 
 
 def test_what_is_within_the_error_of_the_estimate_is_not_refused() -> None:
-    flags = ("model_variant=125m", "batch_size=64", "seq_length=1024")  # about 53.3 GiB
-    check(50, *flags)
+    flags = ("model_variant=125m", "batch_size=64", "seq_length=1024")  # about 50.4 GiB
+    check(43, *flags)
     with pytest.raises(ConfigError, match="cannot fit"):
-        check(45, *flags)
+        check(42, *flags)
 
 
 def test_who_knows_better_starts_all_the_same() -> None:
     check(1, "model_variant=7b", "ignore_memory=true")
+
+
+def test_the_end_of_a_run_has_the_measured_peak_beside_the_estimate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pretraining")
+    main(["train", *TINY, "use_dummy_dataset=true", "num_steps=2", f"ckpt_save_path={tmp_path / 'run'}"])
+    (line,) = (each for each in caplog.messages if each.startswith("memory      peak "))
+    said = re.fullmatch(
+        r"memory      peak (\S+ \wiB) measured, (\S+ \wiB) estimated, by a process, programs included", line
+    )
+    assert said is not None
+    assert said[1] == format_bytes(reports_of(tmp_path / "run")[-1]["memory_gib"] * GIB)
+    (header,) = (each for each in caplog.messages if each.startswith("memory      about "))
+    assert header.startswith(f"memory      about {said[2]} of ")
+    caplog.clear()
+    main(["train", *TINY, "use_dummy_dataset=true", "num_steps=2", f"ckpt_save_path={tmp_path / 'run'}"])
+    assert not any(each.startswith("memory      peak ") for each in caplog.messages), "nothing was trained"
+
+
+def test_on_a_gpu_the_peak_of_tensors_is_beside_their_estimate() -> None:
+    config = load_train_config(["use_dummy_dataset=true", "model_variant=125m", "mixed_precision=false"])
+    shape = resolve_shape(config.model)
+    needed = estimate_memory(config, shape, shard_size=1, compute_bytes=4, device_type="cuda")
+    tensors = format_bytes(needed.total - needed.runtime)
+    said = describe_peak(config, shape, 1, torch.device("cuda"), 3.14)
+    assert said == f"memory      peak 3.1 GiB measured, {tensors} estimated, in tensors"
+
+
+def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pretraining")
+    config = load_train_config(["use_dummy_dataset=true", "model_variant=125m", "mixed_precision=false"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_check, "_limit_of", lambda processes: memory_check.MemoryLimit(80 * GIB, "free on cuda:0"))
+        check_memory(config, resolve_shape(config.model), 1, Processes(0, 1, 0, 1, torch.device("cuda")))
+    (line,) = caplog.messages
+    assert line.endswith(", less 511.6 MiB of gradients that come after the peak")

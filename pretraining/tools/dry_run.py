@@ -1,0 +1,164 @@
+"""`pretrain train --dry_run=true`: what a start would do, of which nothing is done.
+
+    settings, and the assignments that they come from -> a table with sources
+    train/build.py's outline of the run               -> the lines of a start: model, data, memory, start point, length
+    the outline's loader                              -> Inspector -> what the next step trains on
+
+All processes of a job take part and check what a start checks, with the same messages. No tensor is made or read, and
+what is written (indices that the data does not have yet) goes to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+
+from pretraining.checkpoint.start_point import (
+    CheckpointRef,
+    adopt_model,
+    existing_run_path,
+    find_checkpoint,
+    without_own_load_path,
+)
+from pretraining.config.assignments import Assignment
+from pretraining.config.command_line import ResolvedConfig
+from pretraining.config.fields import sections_of, settings_of, values_of
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import format_value
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.launch.cpu_threads import CpuThreads
+from pretraining.launch.layout import ProcessLayout
+from pretraining.tools.inspect import Inspector, describe_summaries, heading
+from pretraining.train.build import RunOutline, outline_run
+from pretraining.train.messages import announce
+from pretraining.train.preemption import StopRequests
+from pretraining.train.run import encode_prompt, working_together
+from pretraining.train.run_status import StatusKeeper
+
+SLOTS_SHOWN = 16
+"""Of the first batch; a summary stands for more."""
+_WIDEST_VALUE = 48
+_LINE = 118
+
+
+def dry_run(
+    resolved: ResolvedConfig[TrainConfig],
+    layout: ProcessLayout,
+    stop_requests: StopRequests | None = None,
+    threads: CpuThreads | None = None,
+) -> None:
+    """Shows what `train` would do with these settings, in every process of a job; arguments are as there.
+
+    Raises:
+        Preempted: a signal came.
+        PretrainError: what `train` would refuse before it makes a tensor.
+    """
+    given, requests = resolved.config, stop_requests or StopRequests()
+    end_at_signal = replace(requests, deadline=None).end_before_training
+    status = StatusKeeper(given.run.max_starts_without_progress, layout.rank == 0)
+    with (
+        working_together(given, layout, end_at_signal, is_guest=False) as processes,
+        _temporary_folder(processes) as folder,
+    ):
+        config = adopt_model(without_own_load_path(given))
+        run_path = on_rank_zero(lambda: existing_run_path(config)) or config.checkpoint.ckpt_save_path
+        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
+        found = find_checkpoint(config.checkpoint)
+        if processes.is_main:
+            _print(describe_settings(config, resolved, found))
+        on_rank_zero(lambda: encode_prompt(config))
+        outline = outline_run(config, processes, status, threads, folder)
+        announce(outline)
+        on_every_rank(end_at_signal)
+        on_every_rank(lambda: _print(_describe_next_step(outline)) if processes.is_main else None)
+
+
+def describe_settings(
+    config: TrainConfig, resolved: ResolvedConfig[TrainConfig], found: CheckpointRef | None
+) -> Iterator[str]:
+    """Yields a table of the settings that something has set, each with its source, and the defaults by section.
+
+    Args:
+        config: as the run takes it, with what it adopts from its start point.
+        resolved: as it was given.
+        found: what the run starts from.
+    """
+    settings, values, given = settings_of(TrainConfig), values_of(config), values_of(resolved.config)
+    sources = {
+        name: _describe_source(name, resolved.chosen) if values[name] == given[name] else _derived(name, config, found)
+        for name in settings
+        if name in resolved.chosen or values[name] != given[name]
+    }
+    yield f"settings    {len(sources)} set, {len(settings) - len(sources)} by default"
+    shown = {name: format_value(values[name]) for name in settings}
+    widths = (
+        max(map(len, sources), default=0),
+        min(_WIDEST_VALUE, max((len(shown[name]) for name in sources), default=0)),
+    )
+    for name, source in sources.items():
+        yield f"  {name:{widths[0]}}  {shown[name]:{widths[1]}}  {source}"
+    yield "defaults"
+    for section in sections_of(TrainConfig):
+        others = [name for name, setting in settings.items() if setting.section == section and name not in sources]
+        text = ", ".join(f"{name}={shown[name]}" for name in others)
+        yield from textwrap.wrap(
+            text, _LINE, initial_indent=f"  {section:12}", subsequent_indent=" " * 14, break_on_hyphens=False
+        )
+
+
+def _describe_source(name: str, chosen: Mapping[str, Assignment]) -> str:
+    assignment = chosen[name]
+    written = assignment.section_and_name[1]
+    return assignment.source + (f", as {written}" if written != name else "")
+
+
+def _derived(name: str, config: TrainConfig, found: CheckpointRef | None) -> str:
+    """Says where a value comes from that nobody has given as it is."""
+    if name == "ckpt_save_path":
+        return "the newest folder of this pattern with these settings whose run is not finished"
+    if name == "ckpt_load_path":
+        return "left out: it is in the run's own folder, which holds no checkpoint yet"
+    if found is not None:
+        return f"taken from {found.path}"
+    if name == "vocab_size":
+        return f"the entries of {config.data.tokenizer_path}, rounded up"
+    return "the default where there is nothing to take it from"
+
+
+def _describe_next_step(outline: RunOutline) -> Iterator[str]:
+    """Yields what the first step of this start trains on, and what comes of a start without `dry_run`."""
+    state, data = outline.state, outline.config.data
+    if state.step >= state.total_steps:
+        yield f"dry run     nothing was written; the run is at step {state.step} of {state.total_steps}: none is left"
+        return
+    step = state.step + 1
+    inspector = Inspector(outline.loader.reader, outline.data, data.seq_length, data.bad_documents == "quarantine")
+    slots = inspector.global_batch_size(step)
+    yield heading(step, "all ranks", slots, data.seq_length)
+    for slot in islice(inspector.slots(step), SLOTS_SHOWN):
+        yield from slot.describe(None)
+    if slots > SLOTS_SHOWN:
+        more = slots - SLOTS_SHOWN
+        yield f"and {more} slots more, which `pretrain inspect` with these settings and --step={step} shows; in all:"
+        yield from describe_summaries(step, step, data.seq_length, inspector.summary(step, step))
+    yield f"dry run     nothing was written; without --dry_run the same command begins with step {step}"
+
+
+def _print(lines: Iterator[str]) -> None:
+    print("\n".join(lines), flush=True)
+
+
+@contextmanager
+def _temporary_folder(processes: Processes) -> Iterator[str]:
+    """Gives all processes the path of a folder of their own on each machine, for the time of a `with` block."""
+    folder = on_rank_zero(lambda: tempfile.mkdtemp(prefix="pretrain-dry-run-"))
+    try:
+        yield folder
+    finally:
+        if processes.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)

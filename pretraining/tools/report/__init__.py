@@ -1,0 +1,1 @@
+"""`pretrain report`: a page about runs, from what their folders hold."""

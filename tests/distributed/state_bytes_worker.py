@@ -1,0 +1,63 @@
+"""One rank of test_state_bytes.py: bytes of parameters, gradients and optimizer state after a real step."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import astuple
+
+import torch
+
+from pretraining.config.command_line import load_train_config
+from pretraining.config.variants import resolve_shape
+from pretraining.distributed.grad_norm import local_gradients, local_part
+from pretraining.distributed.processes import gather_from_every_rank, join_processes
+from pretraining.estimate.memory import estimate_memory
+from pretraining.launch.program import run_as_program
+from pretraining.model.init import parameter_name
+from pretraining.optim.optimizer import update
+from pretraining.optim.registry import build_optimizer
+from pretraining.train.build import build_model, build_run_mesh
+
+# Rows that two or three devices do not share evenly.
+FLAGS = (
+    *("use_dummy_dataset=true", "model_variant=tiny", "hidden_size=24", "intermediate_size=37", "num_hidden_layers=2"),
+    *("num_attention_heads=3", "num_key_value_heads=1", "vocab_size=65", "seq_length=16"),
+)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
+    with join_processes(rank, world_size, rank, world_size, address) as processes:
+        for flags in json.loads(sys.argv[1]):
+            config = load_train_config([*FLAGS, *flags])
+            shape, mesh = resolve_shape(config.model), build_run_mesh(config, processes)
+            model = build_model(shape, config, mesh, processes.device, initialize=True)
+            parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
+            optimizer = build_optimizer(parameters, config.optimizer)
+            tokens = torch.zeros(2, 16, dtype=torch.int64)
+            model.next_backward(is_last=True)
+            model.module(tokens, tokens).objective_sum.backward()
+            model.finish_gradients()
+            gradients = sum(each.nbytes for each in local_gradients(parameters.values()))
+            update(optimizer, torch.tensor(False))
+            kept = [local_part(value) for state in optimizer.state.values() for value in state.values()]
+            sizes = (
+                sum(local_part(each).nbytes for each in parameters.values()),
+                gradients,
+                sum(each.nbytes for each in kept if each.dim() > 0),
+            )
+            of_ranks = gather_from_every_rank(lambda sizes=sizes: sizes)  # type: ignore[misc]
+            estimate = estimate_memory(
+                config, shape, shard_size=mesh["shard"].size(), compute_bytes=4, device_type="cpu"
+            )
+            if processes.is_main:
+                fullest = [max(each) for each in zip(*of_ranks, strict=True)]
+                print(json.dumps({"measured": fullest, "estimated": astuple(estimate)[:3]}))
+
+
+if __name__ == "__main__":
+    run_as_program(main)

@@ -1,0 +1,123 @@
+"""The site of docs/: every link in it leads somewhere, and a browser that shows it asks nobody else for anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from helpers import ROOT, run_command
+
+MISSING = [name for name in ("mkdocs", "material", "mkdocstrings") if find_spec(name) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install --editable '.[docs]'"),
+]
+
+FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
+"""Of elements that a browser fetches something for by itself: the attribute that says what."""
+
+ELEMENTS = """
+a article aside b blockquote body br button circle code dd del details div dl dt em footer form g h1 h2 h3 h4 h5 h6 head
+header hr html i img input kbd label li link main meta nav ol p path pre script section small span strong style sub
+summary sup svg table tbody td th thead title tr ul
+"""
+
+
+class Html(HTMLParser):
+    """What matters here of a page: its anchors, its links, and what is fetched for it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.elements: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        """Notes an element."""
+        values = {name: value or "" for name, value in attributes}
+        self.elements.add(tag)
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        if tag in FETCHED and FETCHED[tag] in values:
+            self.fetched.append(values[FETCHED[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as the command in CONTRIBUTING.md does it."""
+    folder = tmp_path_factory.mktemp("site")
+    build: list[str | Path] = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    done = run_command(build, {"REPOSITORY_URL": ""})
+    assert "WARNING -" not in done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Html]:
+    return {path: Html(path) for path in sorted(site.rglob("*.html"))}
+
+
+def target_of(link: str, page: Path, site: Path) -> tuple[Path, str]:
+    """The file that a link of a page leads to, and the anchor."""
+    parts = urlsplit(link)
+    path = unquote(parts.path)
+    target = (site / path.lstrip("/") if path.startswith("/") else page.parent / path).resolve() if path else page
+    return (target / "index.html" if target.is_dir() else target), unquote(parts.fragment)
+
+
+def test_every_page_of_docs_is_a_page_of_the_site(pages: dict[Path, Html], site: Path) -> None:
+    made = {path.parent.relative_to(site).as_posix() for path in pages}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} | {"contributing", "changes"} <= made
+    assert (site / "index.html") in pages
+
+
+def test_every_link_leads_to_a_page_and_a_place_on_it(pages: dict[Path, Html], site: Path) -> None:
+    broken, followed = [], 0
+    for page, html in pages.items():
+        for link in [*html.links, *html.fetched]:
+            if urlsplit(link).scheme:
+                continue
+            followed += 1
+            target, anchor = target_of(link, page, site)
+            there = target.is_file() and (not anchor or target.suffix != ".html" or anchor in pages[target].anchors)
+            if not there and page.name != "404.html":
+                broken.append(f"{page.relative_to(site)}: {link}")
+    assert broken == [] and followed > 1000
+
+
+def test_a_browser_asks_nobody_else(pages: dict[Path, Html], site: Path) -> None:
+    fetched = {link for html in pages.values() for link in html.fetched}
+    assert sorted(link for link in fetched if urlsplit(link).scheme or link.startswith("//")) == []
+    imported = [
+        found
+        for sheet in site.rglob("*.css")
+        for found in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)\"' ]+", sheet.read_text(encoding="utf-8"))
+    ]
+    assert imported == []
+
+
+def test_no_placeholder_is_taken_for_an_element(pages: dict[Path, Html]) -> None:
+    """`<step>` outside of code would be an element that browsers do not show."""
+    known = set(ELEMENTS.split())
+    assert set().union(*(html.elements for html in pages.values())) - known == set()
+
+
+def test_the_reference_shows_docstrings(pages: dict[Path, Html], site: Path) -> None:
+    anchors = pages[site / "reference" / "index.html"].anchors
+    assert {"pretraining.api.Trainer.train", "pretraining.config.training.ModelConfig"} <= anchors
+    assert not any("._" in anchor for anchor in anchors)
+
+
+def test_the_search_finds_what_pages_say(site: Path) -> None:
+    texts = [entry["text"] for entry in json.loads((site / "search" / "search_index.json").read_text())["docs"]]
+    assert any("as the command line does" in text for text in texts)  # of a docstring
+    assert any("hsdp_group_size" in text for text in texts)

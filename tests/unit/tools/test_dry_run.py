@@ -1,0 +1,244 @@
+"""What a start would do is shown, refused where a start is, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, write_two_datasets
+
+from pretraining.checkpoint.lease import LEASE, Holder, Lease, look_at_lease
+from pretraining.cli import main
+from pretraining.config.command_line import resolve_config
+from pretraining.config.fields import settings_of
+from pretraining.config.recipes import load_config
+from pretraining.config.training import TrainConfig
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import with_checksum
+from pretraining.observability import trackers
+from pretraining.tools import dry_run as dry_run_module
+
+Show = Callable[..., str]
+
+
+@pytest.fixture
+def show(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Show:
+    """Returns what a dry run in the test's folder prints; the folder is as it was before."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def run(*flags: str) -> str:
+        before = content_of(tmp_path)
+        capsys.readouterr()
+        main(["train", *common(flags), *flags, "--dry_run=true"])
+        assert content_of(tmp_path) == before
+        return capsys.readouterr().out
+
+    return run
+
+
+def content_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file below a folder, and its folders."""
+    found = ((path, path.stat()) for path in folder.rglob("*"))
+    return {str(path): (0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns) for path, status in found}
+
+
+def common(flags: Sequence[str]) -> list[str]:
+    """The settings of a tiny model that the flags say nothing about."""
+    names = {flag.lstrip("-").partition("=")[0] for flag in flags}
+    return [setting for setting in TINY if setting.partition("=")[0] not in names]
+
+
+def train(run: Path, *flags: str) -> None:
+    main(["train", *TINY, "num_steps=4", f"ckpt_save_path={run}", *flags])
+
+
+def lines_of(text: str, begin: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(begin)]
+
+
+def test_each_setting_stands_there_with_its_source_and_the_others_by_section(tmp_path: Path, show: Show) -> None:
+    (tmp_path / "my.yaml").write_text("optimizer: {learning_rate: 2e-3}\nbatch_size: 3\n")
+    deepspeed = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
+    (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
+    flags = [f"--recipe={tmp_path}/ds.json,{tmp_path}/my.yaml", "--max_tokens=1k", "--use_dummy_dataset"]
+    text = show(*flags, "--learning_rate=2e-3", f"--ckpt_save_path={tmp_path}/run")
+    for line in (
+        rf"  grad_clip_thresh +0\.5 +translated from gradient_clipping of {tmp_path}/ds\.json",
+        rf"  batch_size +3 +recipe {tmp_path}/my\.yaml",
+        r"  learning_rate +0\.002 +command line",
+        r"  num_steps +1ktok +command line, as max_tokens",
+        r"  use_dummy_dataset +true +command line",
+    ):
+        assert re.search(f"(?m)^{line}$", text), text
+    head = re.search(r"(?m)^settings    (\d+) set, (\d+) by default$", text)
+    assert head is not None and int(head[1]) + int(head[2]) == len(settings_of(TrainConfig))
+    assert re.search(r"(?m)^  parallel    device=auto, backend=auto,", text) and "packing=stream" in text
+
+
+def test_the_data_of_the_command_line_puts_a_recipes_made_up_data_back_to_its_default(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("use_dummy_dataset: true\n")
+    resolved = resolve_config(TrainConfig, [f"{tmp_path}/my.yaml", "data_path=data"])
+    assert not resolved.config.data.use_dummy_dataset and set(resolved.chosen) == {"data_path"}
+
+
+def test_a_new_run_is_planned_with_the_documents_of_its_first_batch(
+    tmp_path: Path, show: Show, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    flags = [f"--data_path={data}", "--sep_token=0", "--logical_shards=8", "--num_steps=4", "--global_batch_size=3"]
+    text = show(*flags, f"--ckpt_save_path={tmp_path}/run", "--batch_size=1", "--held_out_fraction=0.1")
+    for begin in (
+        "memory      about ",
+        "model       llama",
+        "batch       3 sequences",
+        "length      4 steps, 384 tokens",
+    ):
+        assert len(lines_of(text, begin)) == 1, text
+    assert "start       from initial weights, seed 2023" in text
+    assert "without --dry_run the same command begins with step 1" in text
+    main(["inspect", *TINY, *flags, "--held_out_fraction=0.1", "--batch_size=1", "--step=1"])
+    assert capsys.readouterr().out in text
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_an_index_that_is_there_is_used_and_one_that_is_not_is_made_elsewhere(
+    packing: str, tmp_path: Path, show: Show
+) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    flags = [f"--data_path={data}", "--num_steps=1", f"--ckpt_save_path={tmp_path}/run", f"--packing={packing}"]
+    assert "indexing dataset 'first'" in show(*flags, f"--index_path={tmp_path}/indices")
+    assert "indexing dataset 'second'" in show(*flags)
+    train(tmp_path / "other", f"data_path={data}", f"packing={packing}", "run_steps=1")
+    assert "indexing" not in show(*flags)
+    assert "indexing dataset 'first'" not in show(*flags, f"--eval_datasets={data}/second", "--datasets=first")
+
+
+def test_a_resume_is_planned_from_its_checkpoint_with_what_has_changed(tmp_path: Path, show: Show) -> None:
+    train(tmp_path / "run", "use_dummy_dataset=true", "run_steps=2")
+    same = ["--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run"]
+    text = show(*same, "--weight_decay=0.2")
+    assert f"start       from {tmp_path}/run/checkpoints/step_2_ckp, step 2" in text
+    assert "weight_decay was 0.1 and is 0.2 from here on" in text and "dry_run was" not in text
+    assert "step 3, all ranks: the global batch has 2 slots" in text and "begins with step 3" in text
+    train(tmp_path / "run", "use_dummy_dataset=true")
+    assert load_config(tmp_path / "run" / "config.yaml").run.dry_run is False
+    assert "the run is at step 4 of 4: none is left" in show(*same)
+
+
+def test_what_a_run_takes_from_its_start_point_stands_there_with_its_source(tmp_path: Path, show: Show) -> None:
+    train(tmp_path / "run", "use_dummy_dataset=true", "run_steps=1")
+    flags = [f"--recipe={tmp_path}/run/config.yaml", "--model_variant=none", "--hidden_size=none"]
+    text = show(*flags, "--num_hidden_layers=none")
+    assert re.search(rf"(?m)^  hidden_size +32 +taken from {tmp_path}/run/checkpoints/step_1_ckp$", text), text
+
+
+def test_a_folder_with_a_timestamp_is_not_made(tmp_path: Path, show: Show) -> None:
+    flags = ["--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run.{{timestamp}}"]
+    assert f"run folder  {tmp_path}/run.{{timestamp}}" in show(*flags)
+    main(["train", *TINY, *flags, "--run_steps=1"])
+    (made,) = tmp_path.glob("run.2*")
+    text = show(*flags)
+    assert f"run folder  {made}" in text and "begins with step 2" in text
+    assert "the newest folder of this pattern" in text
+
+
+def test_of_a_large_batch_the_first_slots_are_shown_and_a_summary_of_all(tmp_path: Path, show: Show) -> None:
+    size = dry_run_module.SLOTS_SHOWN + 5
+    flags = ["--use_dummy_dataset", "--num_steps=1", f"--ckpt_save_path={tmp_path}/run", f"--batch_size={size}"]
+    text = show(*flags)
+    assert len(lines_of(text, "slot ")) == dry_run_module.SLOTS_SHOWN
+    assert "and 5 slots more" in text and f"steps 1 to 1: {size} samples" in text
+
+
+NEW = ["--use_dummy_dataset", "--num_steps=4"]
+
+
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    with pytest.raises(SystemExit) as ending:
+        main(["train", *common(flags), *NEW, f"--ckpt_save_path={tmp_path}/run", *flags, "--dry_run=true"])
+    assert ending.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--eval_only=true", "--held_out_fraction=0.1"], "--dry_run=true shows what a training would do"),
+        (["--optimizer=torch.optim:Adagrad", "--optimizer_options=rate=3"], "--optimizer=torch.optim:Adagrad cannot"),
+        (["--schedule=nowhere:Schedule"], "nowhere cannot be imported"),
+        (["--tracker=nowhere:Tracker"], "--tracker=nowhere:Tracker: nowhere cannot be imported"),
+    ],
+)
+def test_what_the_settings_name_is_tried(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(tmp_path, capsys, *flags)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_without_its_package_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda package: None)
+    assert f"--tracker={name} needs the `{name}` package" in refused(tmp_path, capsys, f"--tracker={name}")
+
+
+def test_another_optimizer_at_a_resume_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run", "use_dummy_dataset=true", "run_steps=1")
+    assert "which sgd cannot go on from" in refused(tmp_path, capsys, "--optimizer=sgd")
+
+
+def test_a_run_in_a_crash_loop_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    status = {"status": "running", "step": 0, "reason": "", "starts": 9, "starts_without_progress": 9}
+    status |= {"started_at_step": 0, "updated": ""}
+    (tmp_path / "run" / "run_status.json").write_text(json.dumps(with_checksum(status)))
+    assert "this run is in a crash loop: its last 9 starts" in refused(tmp_path, capsys)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert f"run cannot be written: [Errno 13] Permission denied: '{tmp_path}'" in refused(tmp_path, capsys)
+
+
+def test_a_folder_that_a_run_is_writing_into_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lease = Lease(tmp_path / "run")
+    lease.acquire()
+    try:
+        assert f"another run is writing into {tmp_path}/run: process {os.getpid()}" in refused(tmp_path, capsys)
+    finally:
+        lease.release()
+
+
+def test_a_lease_of_a_process_that_is_gone_refuses_nothing_and_one_from_elsewhere_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    here = Holder.this_process()
+    for holder, lines in ((replace(here, process_start="long ago"), 0), (replace(here, machine="node7"), 1)):
+        content = json.dumps(with_checksum(vars(holder)))
+        (tmp_path / LEASE).write_text(content)
+        look_at_lease(tmp_path)
+        assert len(caplog.messages) == lines and (tmp_path / LEASE).read_text() == content
+    assert "a start waits up to 60 s" in caplog.messages[0]
+    (tmp_path / LEASE).write_text(json.dumps(with_checksum(vars(here))))
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        look_at_lease(tmp_path)
+
+
+def test_a_trainer_and_a_sweep_do_not_take_it(tmp_path: Path) -> None:
+    from pretraining import Trainer
+
+    with pytest.raises(ConfigError, match="leave it out"):
+        Trainer.from_recipe(use_dummy_dataset=True, dry_run=True).train()
+    with pytest.raises(SystemExit):
+        main(["sweep", "--use_dummy_dataset", "--learning_rate=1e-3,1e-4", "--dry_run=true"])

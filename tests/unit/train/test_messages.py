@@ -1,0 +1,30 @@
+"""What a run says at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from pretraining.config.command_line import load_train_config
+from pretraining.progress import Progress, TrainState
+from pretraining.train.loop import Run
+from pretraining.train.messages import conclude
+
+RUN = "/data/my runs/a"
+
+
+@pytest.mark.parametrize("early_end", ["", "the loss has not fallen"])
+def test_commands_to_copy_are_quoted_as_a_shell_wants_it(early_end: str) -> None:
+    config = load_train_config(["use_dummy_dataset=true", f"ckpt_save_path={RUN}", "tracker=tensorboard,mlflow"])
+    state = TrainState(5, 5, 10, Progress(5, 50))
+    state.end_early(early_end)
+    run = SimpleNamespace(
+        state=state, stopwatch=SimpleNamespace(elapsed=1.0), checkpoints=SimpleNamespace(newest=Path(RUN))
+    )
+    said = conclude(config, cast(Run, run), trained=True)
+    changed = "--early_stopping_evaluations=0" if early_end else "--num_steps=10"
+    assert f"the same command with {changed} '--ckpt_save_path={RUN}'\n" in said
+    assert f"tensorboard --logdir '{RUN}/logs'" in said and f"'sqlite:///{RUN}/logs/mlflow.db'" in said
