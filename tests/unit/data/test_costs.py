@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import sys
 import tracemalloc
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pretraining.data.samples import OpenedDatasets
 from pretraining.data.sampling.token_stream import order_cache
 from pretraining.data.storage.document_reader import open_files
 from pretraining.data.storage.index import Split
+from pretraining.launch.machine import resident_bytes
 
 BATCH = 8
 
@@ -102,10 +103,6 @@ def test_a_state_is_as_small_at_any_step(config: DataConfig) -> None:
     assert sizes[1] < sizes[0] + 60
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 @pytest.mark.parametrize(("workers", "batches"), [(0, 20_000), (2, 3_000)])
 def test_memory_is_flat_over_any_number_of_batches(tmp_path: Path, workers: int, batches: int) -> None:
     """Hundreds of passes, all caches long full, files opened and closed again and again."""
@@ -119,11 +116,14 @@ def test_memory_is_flat_over_any_number_of_batches(tmp_path: Path, workers: int,
         for _ in range(1000):
             next(loader)
         gc.collect()
-        blocks, resident = sys.getallocatedblocks(), resident_bytes()
-        for _ in range(batches):
-            next(loader)
-        gc.collect()
+        blocks, resident = sys.getallocatedblocks(), [resident_bytes()]
+        for _ in range(5):
+            for _ in range(batches // 5):
+                next(loader)
+            gc.collect()
+            resident.append(resident_bytes())
         # One small object a batch that stayed would be as many blocks as there were batches.
         assert sys.getallocatedblocks() - blocks < batches / 10
-        assert resident_bytes() - resident < 2 * 2**20
+    # What stayed of each batch would show in each fifth; the allocator takes more now and then, for the process.
+    assert min(after - before for before, after in pairwise(resident)) < 100 * batches / 5
     assert datasets.orders.total_cost <= 40_000
