@@ -29,7 +29,7 @@ from pretraining.config.commands import ExportConfig, SampleConfig
 from pretraining.config.fields import build, sections_of, settings_of, values_of
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, TrainConfig
-from pretraining.config.values import format_value
+from pretraining.config.values import expand_home, format_value
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import CpuThreads, set_threads
@@ -194,7 +194,8 @@ class Trainer:
         Raises:
             PretrainError: there is no checkpoint, it is damaged, or the folder cannot be written.
         """
-        config = ExportConfig(self._source(None), str(path), format=format, dtype=dtype)
+        folder = _path_text(path)
+        config = ExportConfig(self._source(None), folder, format=format, dtype=dtype)
         check_config(config)
         layout = resolve_layout(os.environ)
         if layout.rank == 0:
@@ -202,7 +203,7 @@ class Trainer:
 
             with logging_to_terminal():
                 export(config)
-        return Path(path)
+        return Path(folder)
 
     @overload
     def generate(
@@ -278,7 +279,7 @@ class Trainer:
     def _source(self, path: str | Path | None) -> str:
         """Where the weights are: what the caller names, else this run, else what it would begin from."""
         if path is not None:
-            return str(path)
+            return _path_text(path)
         checkpoint = self.config.checkpoint
         run = self._run_path or start_point.newest_run_path(checkpoint.ckpt_save_path)
         if committed_checkpoints(Path(run)):
@@ -319,8 +320,24 @@ def _as_settings(config: TrainConfig) -> TrainConfig:
     parsed: dict[str, Any] = {
         name: Duration.parse(value) for name, value in lengths.items() if type(value) in (int, str)
     }
-    parsed |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
+    for name, value in values.items():
+        if isinstance(value, Path) or (settings[name].is_path and _is_under_a_home(value)):
+            parsed[name] = _path_text(value)
+        elif settings[name].is_path and isinstance(value, tuple) and any(map(_is_under_a_home, value)):
+            parsed[name] = tuple(map(_path_text, value))
     return build(type(config), values | parsed) if parsed else config
+
+
+def _is_under_a_home(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("~")
+
+
+def _path_text(path: str | Path) -> str:
+    """Returns a path given in Python as a setting has it, with the home folder in place of `~`."""
+    try:
+        return expand_home(str(path))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Llama:
@@ -340,7 +357,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     """
     import torch
 
-    return start_point.load_model(str(path), torch.device(device), dtype or torch.float32)[1]
+    return start_point.load_model(_path_text(path), torch.device(device), dtype or torch.float32)[1]
 
 
 @dataclass(frozen=True)

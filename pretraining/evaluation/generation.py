@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.data.tokenizer import Tokenizer
 from pretraining.distributed.compile import without_compiling
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.model.attention import KeyValueCache
@@ -86,14 +85,12 @@ class Sample:
 class TextSampler:
     """Has a model continue a prompt, with the same draws each time, so that samples compare along a run.
 
-    The tokenizer is read once: `read_tokenizer` does so on rank 0, before a run of months, in which files move.
-
     Attributes:
         prompt: its text.
         prompt_tokens: its token ids, at least one.
         count: how many tokens to draw.
         context: tokens that the model looks back at, at most.
-        tokenizer_path: makes text of tokens; rank 0 reads it.
+        tokenizer: makes text of tokens; None on other ranks than 0.
     """
 
     prompt: str
@@ -101,21 +98,13 @@ class TextSampler:
     count: int
     context: int
     seed: int
-    tokenizer_path: str
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_path)
-
-    def read_tokenizer(self) -> None:
-        """Reads the tokenizer, for this process; raises as `load_tokenizer`."""
-        _ = self._tokenizer
+    tokenizer: Tokenizer | None
 
     def sample(self, model: nn.Module, device: torch.device) -> Sample:
         """Samples from a model that may be sharded and compiled; a collective call."""
         with without_compiling():  # every token makes the sequence longer
             drawn = generate(model, self.prompt_tokens, self.count, self.context, device, seed=self.seed)
-        return Sample(self.prompt, self._tokenizer.decode(drawn) if dist.get_rank() == 0 else "")
+        return Sample(self.prompt, self.tokenizer.decode(drawn) if self.tokenizer is not None else "")
 
 
 class CachedModel:

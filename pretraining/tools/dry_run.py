@@ -37,7 +37,7 @@ from pretraining.tools.inspect import Inspector, describe_summaries, heading
 from pretraining.train.build import RunOutline, outline_run
 from pretraining.train.messages import announce
 from pretraining.train.preemption import StopRequests
-from pretraining.train.run import encode_prompt, working_together
+from pretraining.train.run import read_prompt, working_together
 from pretraining.train.run_status import StatusKeeper
 
 SLOTS_SHOWN = 16
@@ -71,7 +71,7 @@ def dry_run(
         found = find_checkpoint(config.checkpoint)
         if processes.is_main:
             _print(describe_settings(config, resolved, found))
-        on_rank_zero(lambda: encode_prompt(config))
+        on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
         outline = outline_run(config, processes, status, threads, folder)
         announce(outline)
         on_every_rank(end_at_signal)

@@ -20,7 +20,7 @@ from pretraining.checkpoint.start_point import adopt_model, settle_run_path, wit
 from pretraining.config.rules import remarks
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import load_fitting_tokenizer
+from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.distributed.compile import naming_the_flag
 from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import Patience
@@ -114,7 +114,7 @@ def train(
         working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
         config = adopt_model(without_own_load_path(config))
-        sampler = open_sampler(config)  # before training: a bad path should not cost a run
+        sampler = open_sampler(config, processes)  # before training: a bad path should not cost a run
         on_every_rank(end_at_signal)
         run_path = on_rank_zero(lambda: settle_run_path(config))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
@@ -205,20 +205,22 @@ def _result(run_path: str, run: Run, status: Literal["finished", "preempted"]) -
     )
 
 
-def open_sampler(config: TrainConfig) -> TextSampler | None:
-    """What samples text from the model, or None where no text is asked for; errors are as in `encode_prompt`."""
-    tokens = on_rank_zero(lambda: encode_prompt(config))
-    if tokens is None or config.data.tokenizer_path is None:
+def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
+    """What samples text from the model, or None where no text is asked for; errors are as in `read_prompt`.
+
+    Rank 0 keeps the tokenizer, since its files may move while a run goes on for months.
+    """
+    read = on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
+    tokens = on_rank_zero(lambda: read and read[1])
+    if tokens is None:
         return None
     evaluation, context = config.evaluation, config.data.seq_length
     sizes = (evaluation.sample_tokens, context, config.run.seed)
-    sampler = TextSampler(evaluation.sample_prompt, tokens, *sizes, config.data.tokenizer_path)
-    on_rank_zero(sampler.read_tokenizer)
-    return sampler
+    return TextSampler(evaluation.sample_prompt, tokens, *sizes, tokenizer=read[0] if read else None)
 
 
-def encode_prompt(config: TrainConfig) -> list[int] | None:
-    """Tokens of the prompt that samples of text continue, or None without samples.
+def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
+    """Tokenizer of the samples of text and the tokens that they continue, or None without samples.
 
     Raises:
         DataError: the tokenizer cannot be read.
@@ -228,7 +230,7 @@ def encode_prompt(config: TrainConfig) -> list[int] | None:
         return None
     tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, resolve_shape(config.model).vocab_size)
     tokens = tokenizer.encode(config.evaluation.sample_prompt)
-    return tokens or [tokenizer.end_of_text or 0]
+    return tokenizer, tokens or [tokenizer.end_of_text or 0]
 
 
 def _finish(config: TrainConfig, job: Job, run: Run, trained: bool) -> None:

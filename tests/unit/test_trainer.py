@@ -152,6 +152,21 @@ def test_a_path_may_be_one_of_pathlib(tmp_path: Path) -> None:
     assert Trainer(given).config.checkpoint.ckpt_save_path == str(tmp_path)
 
 
+def test_a_path_may_begin_with_the_sign_of_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = trainer(Trainer, tmp_path, tie_word_embeddings=True).config
+    evaluation = replace(config.evaluation, eval_datasets=("~/a", "b"))
+    assert Trainer(replace(config, evaluation=evaluation)).config.evaluation.eval_datasets == (f"{tmp_path}/a", "b")
+    for path in ("~/run", Path("~/run")):
+        made = Trainer(replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path)))
+        assert made.train().run_path == tmp_path / "run"
+    assert made.save("~/export") == tmp_path / "export" and (tmp_path / "export" / "config.json").is_file()
+    assert load_model("~/run").state_dict().keys() == load_model("~/export").state_dict().keys()
+    assert made.evaluate("~/run")["step"] == 4
+    with pytest.raises(ConfigError, match="there is no home folder ~nobody_of_this_name"):
+        made.evaluate("~nobody_of_this_name/run")
+
+
 def test_lengths_may_be_given_as_recipes_have_them(tmp_path: Path) -> None:
     config = trainer(Trainer, tmp_path).config
     given = replace(config, run=replace(config.run, num_steps=3), report=replace(config.report, report_interval="2k"))

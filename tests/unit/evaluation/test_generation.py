@@ -8,6 +8,7 @@ from torch import nn
 
 from pretraining.config.command_line import load_train_config
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.distributed.processes import Processes
 from pretraining.evaluation.generation import generate
 from pretraining.train.run import open_sampler
 
@@ -65,6 +66,6 @@ def test_a_model_whose_logits_are_not_finite_writes_something(value: float) -> N
 def test_a_run_needs_the_file_of_its_tokenizer_at_its_start_alone(tmp_path: Path) -> None:
     train_tokenizer(["a few words"], 270).save(tmp_path)
     flags = ["model_variant=tiny", "vocab_size=512", "use_dummy_dataset=true", "sample_prompt=a", "sample_tokens=2"]
-    sampler = open_sampler(load_train_config([*flags, f"tokenizer_path={tmp_path}"]))
+    sampler = open_sampler(load_train_config([*flags, f"tokenizer_path={tmp_path}"]), Processes(0, 1, 0, 1, CPU))
     (tmp_path / "tokenizer.json").unlink()
     assert sampler is not None and sampler.sample(Successor(vocab_size=512), CPU).prompt == "a"
