@@ -30,7 +30,8 @@ def sketch(plot: Plot, runs: Sequence[RunRecord]) -> Markup:
     curves = [points for points in _curves(plot, runs) if len(points)]
     if not curves:
         return Markup("")
-    lowest, highest = np.min([points.min(0) for points in curves], 0), np.max([points.max(0) for points in curves], 0)
+    together = np.concatenate(curves)
+    lowest, highest = together.min(0), together.max(0)
     lines = [element("polyline", points=_placed(points, lowest, highest)) for points in curves]
     drawing = element("svg", *lines, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", aria_hidden="true")
     ends = {
