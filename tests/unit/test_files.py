@@ -52,8 +52,8 @@ def test_what_nobody_can_tell_is_an_error_for_users(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(os, "stat", refuse)
-    monkeypatch.setattr(os, "listdir", refuse)
+    for call in ("stat", "listdir", "scandir"):  # which of the last two lists a folder depends on the version of Python
+        monkeypatch.setattr(os, call, refuse)
     with pytest.raises(PathError, match=f"^{tmp_path} cannot be used: Permission denied. Check the path and its perm"):
         question(tmp_path)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unit.data.token_files import write_documents
@@ -83,9 +84,12 @@ def test_what_is_no_file_is_no_token_file(tmp_path: Path) -> None:
 
 def test_folders_that_are_nested_without_end_are_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "web/1.arrow")
+    scan = os.scandir
 
-    def nested(path: str) -> None:
-        raise RecursionError
+    def nested(path: str) -> Any:
+        if str(path).endswith("web"):
+            raise RecursionError
+        return scan(path)
 
     monkeypatch.setattr(os, "scandir", nested)
     with pytest.raises(DataError, match=r"cannot list .*web: folders there are nested too deep"):
