@@ -53,7 +53,7 @@ OTHER_PROGRAMS = {
     ),
     *("name", "noname", "flags"),
     *("file", "tag", "rm", "gpus", "ipc", "volume", "build-arg", "target"),  # of docker
-    *("editable", "strict"),  # of pip and mkdocs
+    *("editable", "strict", "hypothesis-profile"),  # of pip, mkdocs and pytest
 }
 # Dotted names of other systems, which are flags as well: --training.steps=100.
 FOREIGN = {name for kind in KINDS.values() for name in kind.arguments}
