@@ -60,16 +60,22 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     return [sys.executable, "-c", PROGRAM, *(word.format(run=tmp_path) for word in COMMANDS[request.param])]
 
 
-@pytest.mark.parametrize("command", COMMANDS, indirect=True)
-def test_a_reader_that_has_gone_is_nothing_to_talk_about(command: list[str]) -> None:
+def run_unread(command: list[str]) -> tuple[int, str]:
+    """Runs a command whose standard output nobody reads; returns its exit code and what it says on standard error."""
     with subprocess.Popen(
         command, cwd=ROOT, env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+def test_a_reader_that_has_gone_is_nothing_to_talk_about(command: list[str]) -> None:
+    code, said = run_unread(command)
     assert "Traceback" not in said and "error" not in said and "written" not in said
-    assert process.returncode == 1
+    assert code == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -91,11 +97,6 @@ def test_output_that_finds_no_room_is_one_error(command: list[str]) -> None:
 
 def test_a_sweep_goes_on_where_nobody_reads(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, "sweep", *DUMMY, "--seed=1,2", f"--sweep_path={tmp_path}/sweep"]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        said = process.stderr.read()
-    assert process.returncode == 0 and "Traceback" not in said
+    code, said = run_unread(command)
+    assert code == 0 and "Traceback" not in said
     assert (tmp_path / "sweep" / "sweep.csv").read_text().count("finished") == 2
