@@ -18,7 +18,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
     packages=find_packages(include=["pretraining", "pretraining.*"]),
     package_data={"pretraining": ["py.typed", "config/recipes/*.yaml", "tools/report/page.*"]},
     install_requires=[

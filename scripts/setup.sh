@@ -22,26 +22,26 @@ setup_die() {
     exit 1
 }
 
-# Whether a command is a Python that can run this project.
+# Whether a command is a Python that this project runs on.
 setup_is_python() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null
 }
 
-# The interpreter to make .venv with: what PYTHON names, else the first one on PATH that is new enough.
+# The interpreter to make .venv with: what PYTHON names, else the first one on PATH that fits.
 setup_find_python() {
     local candidate
     if [[ -n ${PYTHON:-} ]]; then
-        setup_is_python "$PYTHON" || setup_die "PYTHON=$PYTHON is not a Python 3.11 or newer."
+        setup_is_python "$PYTHON" || setup_die "PYTHON=$PYTHON is no Python 3.11, 3.12 or 3.13."
         echo "$PYTHON"
         return
     fi
-    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
+    for candidate in python3 python3.13 python3.12 python3.11 python; do
         if setup_is_python "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    setup_die "no Python 3.11 or newer on PATH. Install one, or name it: PYTHON=/path/to/python bash scripts/setup.sh"
+    setup_die "no Python 3.11, 3.12 or 3.13 on PATH. Install one, or name it: PYTHON=/path/to/python bash scripts/setup.sh"
 }
 
 # The folder of the environment to use; made if it is .venv and missing.
@@ -52,22 +52,21 @@ setup_find_environment() {
         [[ -x $environment/bin/python ]] ||
             setup_die "the active environment $environment has no bin/python. Deactivate it, or make it again."
         setup_is_python "$environment/bin/python" ||
-            setup_die "the active environment $environment has a Python older than 3.11. Deactivate it to use .venv."
+            setup_die "the active environment $environment has another Python than 3.11, 3.12 or 3.13. Deactivate it to use .venv."
         echo "$environment"
         return
     fi
     environment=$root/.venv
     if ! [[ -e $environment/bin/python || -L $environment/bin/python ]]; then
         python=$(setup_find_python) || exit 1
-        setup_say "making $environment with $("$python" --version) ($python)"
-        if ! "$python" -m venv "$environment" >&2; then
+        if ! setup_stage "making $environment with $("$python" --version)" "$python" -m venv "$environment"; then
             rm -rf "$environment"
             setup_die "$python cannot make virtual environments; install its venv module (Debian: apt-get install" \
                 "python3-venv), or activate an environment of your own."
         fi
     fi
     setup_is_python "$environment/bin/python" ||
-        setup_die "the Python in $environment does not run, or is older than 3.11. Remove the folder and run this again."
+        setup_die "the Python in $environment does not run, or is not 3.11, 3.12 or 3.13. Remove the folder and run this again."
     echo "$environment"
 }
 
@@ -124,18 +123,16 @@ for installed in distributions(name="pretraining"):
 END
 }
 
-# Runs a command as a step that says what it does and how long it took.
-setup_step() {
-    local what=$1 began=$SECONDS
-    shift
-    setup_say "$what ..."
-    "$@" >&2 || return 1
-    setup_say "$what: $((SECONDS - began)) s"
+# Runs a command as a stage, which is one line; what goes wrong is shown under it.
+setup_stage() {
+    setup_say "$1 ..."
+    "${@:2}" >&2
 }
 
 setup_install() {
     local environment=$1 root=$2 extra=$3 python=$1/bin/python
     local found version="" fit="" other constraint=""
+    local pip=("$python" -m pip install --quiet --disable-pip-version-check)
     local hint="pip's own settings say where it looks: PIP_INDEX_URL, PIP_FIND_LINKS, 'pip config list'."
     found=$(setup_find_torch "$environment")
     read -r version fit <<<"$found" || true
@@ -149,20 +146,20 @@ setup_install() {
         setup_say "$environment has the pretraining of $other, and now gets that of $root. To use both, give each an" \
             "environment of its own"
     fi
-    "$python" -m pip --version >/dev/null 2>&1 || setup_step "installing pip" "$python" -m ensurepip ||
+    "$python" -m pip --version >/dev/null 2>&1 || setup_stage "installing pip" "$python" -m ensurepip ||
         setup_die "$python has no pip and cannot make one; install pip into the environment."
     if [[ $fit == kept ]]; then
-        setup_say "torch is there, kept ($version)"
+        setup_say "torch $version is there, and kept"
         # Whatever the other packages ask for.
         constraint=$(mktemp)
         echo "torch==$version" >"$constraint"
         local -x PIP_CONSTRAINT="${PIP_CONSTRAINT:+$PIP_CONSTRAINT }$constraint"
     else
-        setup_step "installing torch $TORCH_VERSION" "$python" -m pip install "torch==$TORCH_VERSION" ||
+        setup_stage "installing torch $TORCH_VERSION" "${pip[@]}" "torch==$TORCH_VERSION" ||
             setup_die "could not install torch $TORCH_VERSION (above). $hint"
     fi
-    setup_step "installing pretraining and what ${extra:-training} needs" \
-        "$python" -m pip install --editable "$root${extra:+[$extra]}" ||
+    setup_stage "installing pretraining and what ${extra:-training} needs" \
+        "${pip[@]}" --editable "$root${extra:+[$extra]}" ||
         setup_die "could not install pretraining's requirements (above). $hint"
     [[ -z $constraint ]] || rm -f "$constraint"
 }
@@ -179,7 +176,6 @@ setup_main() {
             flock 9
         fi
         if ! setup_is_done "$environment" "$root" "$extra"; then
-            setup_say "using $environment"
             setup_install "$environment" "$root" "$extra"
             setup_fingerprint "$environment" "$root" >"$(setup_stamp "$environment" "$extra")"
             setup_fingerprint "$environment" "$root" >"$(setup_stamp "$environment" "")"

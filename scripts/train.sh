@@ -1,74 +1,87 @@
 #!/usr/bin/env bash
-# Train on this machine, on all of its GPUs or on the CPU.
+# Train on this machine, on all of its GPUs or on the CPU; with the same flags on many machines, as sbatch starts it.
 #
 #   bash scripts/train.sh                                   # the demo: a small Llama on text that every machine has
 #   bash scripts/train.sh --model_variant=1b --data_path=/data/tokens --seq_length=2048
 #   bash scripts/train.sh --help
 #
-# Flags go to main_training.py: those of the block below, then those of the command line, which win. As it stands, the
-# block is the demo. Edit it to train something else; while it is unedited, it is left out where the command line names
-# a recipe, data or a model.
-# Several machines: run it on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, or use train.slurm.
-# NPROC sets the number of processes on this machine; by default one a GPU. MAX_RESTARTS=3 starts them again up to three
-# times when one fails. NNODES=2:4 goes on with two to four machines, whichever are there (docs/launching.md).
-# Exit code 75: the run was told to end and is saved; the same command goes on.
+# Flags go to main_training.py: those of the block below, then those of the command line, which win. While neither names
+# a recipe, a model or data, this is the demo (--recipe=demo).
+# Several machines: `sbatch scripts/train.slurm`; under srun, SLURM says which machine this is. Without SLURM, run this
+# on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set.
+# NPROC sets the number of processes on this machine; by default one per GPU. MAX_RESTARTS=3 starts them again up to
+# three times when one fails. NNODES=2:4 goes on with two to four machines, whichever are there (docs/launching.md).
+# Exit code 75: the run was told to end and is saved; the same command resumes it.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# One flag a line; behind # is what fms-fsdp, whose flags these are, has there by default. Its own block, MODEL_ARGS="…",
-# may be pasted below in place of these lines.
+# The flags of your runs: remove the # of a line to pass it. Paths, datasets and weights are examples; the other lines
+# show what a run does without them.
 FLAGS=(
-    --model_variant=demo                            # 7b
-    --ckpt_load_path=none                           # a folder, commonly that of ckpt_save_path
-    --ckpt_save_path="$root/runs/demo"              # a folder
-    --use_dummy_dataset=false                       # false
-    --data_path="$root/data/demo"                   # a folder
-    --datasets=stdlib                               # lang=en/dataset=commoncrawl,lang=en/dataset=webhose,...
-    --weights=1                                     # 7725,500,550,28,17,22,25,8,100,500,175,250,100
-    --tokenizer_path="$root/data/demo/tokenizer.json" # a folder
-    --file_type=auto                                # arrow
-    --col_name=tokens                               # tokens
-    --seq_length=256                                # 4096
-    --bos_token=none                                # none
-    --sep_token=0                                   # 1 (its eos_token: 0)
-    --strip_tokens=                                 # empty
-    --logical_shards=256                            # 1024 (older: 768)
-    --num_workers=1                                 # 1
-    --held_out_fraction=0.05                        # it does not evaluate
-    --eval_interval=150                             # it does not evaluate
-    --eval_batches=16                               # it does not evaluate
-    --sharding_strategy=fsdp                        # hsdp
-    --hsdp_group_size=none                          # none (its sharding_group_size)
-    --mixed_precision=false                         # true
-    --mp_dtype=bfloat16                             # bfloat16
-    --fsdp_activation_checkpointing=false           # false
-    --selective_checkpointing=1                     # 1
-    --low_cpu_fsdp=true                             # false
-    --use_torch_compile=false                       # true (older: false)
-    --seed=2023                                     # 2023
-    --batch_size=4                                  # 2
-    --num_steps=600                                 # 1000000 (older: 2000000)
-    --optimizer=muon                                # adamw: it has no other
-    --learning_rate=6e-3                            # 3e-4
-    --min_lr_ratio=0.05                             # 0.1
-    --grad_clip_thresh=1                            # 1
-    --training_stage=initial                        # initial
-    --report_interval=25                            # 100 (older: 200)
-    --checkpoint_interval=300                       # 10000 (older: 20000)
-    --use_profiler=false                            # false
-    --profiler_rank0_only=true                      # true
-    --tracker=tensorboard                           # none; wandb, aim
-    --tracker_dir=none                              # a folder
-    --tracker_project_name=none                     # llama
-    --tracker_run_id=none                           # none
+    #--model_variant=7b
+    #--ckpt_load_path=/shared/runs/7b
+    #--ckpt_save_path=/shared/runs/7b
+    #--use_dummy_dataset=false
+    #--data_path=/data/tokens
+    #--datasets=web,code,books
+    #--weights=6,3,1
+    #--tokenizer_path=/data/tokenizer.json
+    #--file_type=auto
+    #--col_name=tokens
+    #--seq_length=4096
+    #--bos_token=none
+    #--sep_token=none                 # the id that ends documents; of `pretrain prepare`, prepare.json says it
+    #--strip_tokens=
+    #--logical_shards=1024
+    #--num_workers=1
+    #--held_out_fraction=0
+    #--eval_interval=1000
+    #--eval_batches=16
+    #--sharding_strategy=fsdp         # ddp, zero2, fsdp, hsdp
+    #--hsdp_group_size=none
+    #--mixed_precision=none           # where the device has units for it
+    #--mp_dtype=bfloat16
+    #--fsdp_activation_checkpointing=false
+    #--selective_checkpointing=1
+    #--low_cpu_fsdp=true
+    #--use_torch_compile=false
+    #--seed=2023
+    #--batch_size=2                   # sequences per GPU
+    #--num_steps=1000                 # or 500Btok, 2ep
+    #--training_stage=initial
+    #--learning_rate=3e-4             # the peak
+    #--grad_clip_thresh=1
+    #--report_interval=10
+    #--checkpoint_interval=1000
+    #--use_profiler=false
+    #--profiler_rank0_only=true
+    #--tracker=tensorboard
+    #--tracker_dir=none
+    #--tracker_project_name=none
+    #--tracker_run_id=none
 )
-MODEL_ARGS=""
+MODEL_ARGS=""                          # the block of fms-fsdp may be pasted here
+
+# Ends what runs on a signal: torchrun gets it; before it is started, nothing has begun.
+child=
+pass_on() {
+    if [[ -n $child ]]; then
+        kill -s "$1" "$child" 2>/dev/null || true
+    else
+        exit "$2"
+    fi
+}
+trap 'pass_on TERM 75' TERM
+trap 'pass_on USR1 75' USR1
+trap 'pass_on INT 130' INT
+trap 'pass_on HUP 129' HUP
 
 # shellcheck source=scripts/setup.sh
 source "$root/scripts/setup.sh" ""
 
-# Whether any argument is --name, --name=..., name=..., or one of these with the section in front, with - or _.
+# Whether an argument after the first gives one of the settings named in the first, in any of their spellings: --name,
+# --name=…, name=…, with its section in front, with - or _, in any case.
 gives() {
     local wanted=" $1 " argument name
     shift
@@ -88,26 +101,6 @@ gives() {
     return 1
 }
 
-# Whether the first argument is a file of settings.
-is_recipe() {
-    [[ $1 != -* && $1 != *=* && $1 =~ \.(ya?ml|json|toml|py)$ ]]
-}
-
-# A flag's name with the others that mean the same setting, of dotted ones the last part: optimizer.lr_config.lr is lr.
-names_of() {
-    local names
-    for names in "num_steps max_tokens max_steps" "sep_token eos_token" "hsdp_group_size sharding_group_size" \
-        "tracker report_to wandb_project" "keep_last save_total_limit" "ckpt_load_path resume_from_checkpoint load_path" \
-        "ckpt_save_path save_path" "checkpoint_interval save_steps save" "learning_rate lr" "seed random_seed" \
-        "seq_length context_length seq_len" "grad_clip_thresh gradient_clip_val grad_clip max_grad_norm" \
-        "mixed_precision use_amp precision" "mp_dtype precision" "num_workers dataloader_workers" \
-        "report_interval log_interval log_steps" "eval_interval eval_steps" "tracker_project_name wandb_project" \
-        "tracker_run_id wandb_runid" "use_torch_compile compile"; do
-        [[ " $names " != *" $1 "* ]] || { echo "$names"; return; }
-    done
-    echo "$1"
-}
-
 count_gpus() {
     local devices
     if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
@@ -124,35 +117,42 @@ if gives "help h" "$@"; then
     exec python "$root/main_training.py" "$@"
 fi
 
-# What `cksum` makes of the block as it stands above, without the path of this checkout.
-DEMO_BLOCK=768312047
-checksum=$(printf '%s\n' ${FLAGS[@]+"${FLAGS[@]//"$root"/}"} | cksum)
-is_demo=false
-[[ ${checksum%% *} != "$DEMO_BLOCK" ]] || is_demo=true
-if [[ -n $MODEL_ARGS ]]; then
-    read -r -d '' -a pasted <<<"$MODEL_ARGS" || true
-    [[ $is_demo == false ]] || FLAGS=()
-    is_demo=false
-    FLAGS+=("${pasted[@]}")
-elif [[ $is_demo == true ]] && { gives "recipe config data_path use_dummy_dataset model_variant" "$@" || is_recipe "${1-}"; }; then
-    echo "train: a recipe, data or a model is chosen: the block of flags in train.sh, which is the demo, is left out" >&2 || true
-    is_demo=false
-    FLAGS=()
+read -r -d '' -a pasted <<<"$MODEL_ARGS" || true
+FLAGS+=(${pasted[@]+"${pasted[@]}"})
+if ! gives "recipe config model_variant data_path datasets use_dummy_dataset" ${FLAGS[@]+"${FLAGS[@]}"} "$@" &&
+    [[ ! (${1-} != -* && ${1-} != *=* && ${1-} =~ \.(ya?ml|json|toml|py)$) ]]; then
+    echo "train: no recipe, model or data chosen: this is the demo (bash scripts/train.sh --help lists the flags)" >&2 || true
+    FLAGS=(--recipe=demo --data_path="$root/data/demo" --tokenizer_path="$root/data/demo/tokenizer.json"
+        --ckpt_save_path="$root/runs/demo" ${FLAGS[@]+"${FLAGS[@]}"})
+    if [[ ! -f $root/data/demo/stdlib/prepare.json ]]; then
+        pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo" >&2 # like all set-up
+    fi
 fi
 
-# Of one flag, in whatever spelling, the command line's counts.
+# Of a setting that is given twice, in whatever spelling, the command line's counts.
 arguments=()
 for flag in ${FLAGS[@]+"${FLAGS[@]}"}; do
     name=${flag%%=*}
-    gives "$(names_of "${name#--}")" "$@" || arguments+=("$flag")
+    gives "${name#--}" "$@" || arguments+=("$flag")
 done
 arguments+=("$@")
 
-demo_data=$root/data/demo
-if [[ " ${arguments[*]-} " == *" --data_path=$demo_data "* && ! -f $demo_data/stdlib/prepare.json ]]; then
-    pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$demo_data" >&2 # like all set-up
+if [[ -n ${SLURM_STEP_NUM_TASKS:-} ]]; then # a task of srun
+    if [[ $SLURM_STEP_NUM_TASKS != "$SLURM_STEP_NUM_NODES" ]]; then # one per process: they find each other
+        exec python "$root/main_training.py" "${arguments[@]}"
+    fi
+    NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-}}
+    NNODES=$SLURM_STEP_NUM_NODES
+    NODE_RANK=$SLURM_NODEID
+    JOB_ID=${JOB_ID:-$SLURM_JOB_ID.$SLURM_STEP_ID}
+    read -r first_node port < <(cd "$root" && python -c "
+from os import environ
+from pretraining.launch.layout import first_node, port_of_slurm_step
+job, step = (int(environ[f'SLURM_{name}_ID']) for name in ('JOB', 'STEP'))
+print(first_node(environ['SLURM_STEP_NODELIST']), port_of_slurm_step(job, step))")
+    MASTER_ADDR=${MASTER_ADDR:-$first_node}
+    MASTER_PORT=${MASTER_PORT:-$port}
 fi
-[[ $is_demo == false ]] || echo "train: no recipe, data or model chosen: this is the demo (bash scripts/train.sh --help lists the flags)" >&2 || true
 
 processes=${NPROC:-$(count_gpus)}
 [[ ${processes:=1} != 0 ]] || processes=1
@@ -173,8 +173,8 @@ fi
 
 if [[ $nodes == 1 ]]; then
     meeting=(--standalone)
-elif [[ $nodes == *:* ]]; then
-    # Machines may come and go, all but the one that the others meet at.
+elif [[ $nodes == *:* || $restarts != 0 ]]; then
+    # Machines agree on each start anew; they may come and go, all but the one that the others meet at.
     needs MASTER_ADDR "host that the machines meet at"
     meeting=(--nnodes="$nodes" --rdzv-backend=c10d --rdzv-id="${JOB_ID:-pretraining}"
         --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}")
@@ -189,16 +189,9 @@ echo "train: $processes processes on this machine, $nodes machine(s)" >&2 || tru
 # In a process group of its own torchrun does not see Ctrl-C itself: it gets each signal once, from here, and hands it to
 # its workers. It ends with this shell, however that ends.
 set -m
-child=
-early= # a signal that comes while torchrun is being started
-for signal in TERM INT HUP USR1; do
-    # shellcheck disable=SC2064  # the signal's name now, not when it comes
-    trap "if [[ -n \$child ]]; then kill -s $signal \$child 2>/dev/null || true; else early=$signal; fi" "$signal"
-done
 PRETRAINING_SCRIPT_PID=$$ python "$root/scripts/torchrun.py" "${meeting[@]}" --nproc-per-node="$processes" --max-restarts="$restarts" \
     "$root/main_training.py" "${arguments[@]}" &
 child=$!
-[[ -z $early ]] || kill -s "$early" "$child" 2>/dev/null || true
 # A signal ends `wait` early; the exit code is there once the child is gone.
 status=0
 wait "$child" || status=$?

@@ -180,20 +180,25 @@ def test_srun_trains_with_a_task_a_process(slurm: SlurmCluster, tmp_path: Path) 
     assert_the_stub_trained(tmp_path)
 
 
-def submit_training(slurm: SlurmCluster, output: Path, flags: list[str]) -> str:
+def submit_training(slurm: SlurmCluster, output: Path, flags: list[str], tasks: int = 1) -> str:
     """Submits scripts/train.slurm to the one node of the tests, which has no GPU; returns how the job ended."""
-    options = ["--nodes=1", "--gpus-per-node=0", f"--output={output}"]
+    options = ["--nodes=1", f"--ntasks-per-node={tasks}", "--gpus-per-node=0", f"--output={output}"]
     return slurm.submit([*options, "scripts/train.slurm", *flags], {**HERE, "NPROC": "2"})
 
 
-def test_the_script_for_slurm_trains(slurm: SlurmCluster, tmp_path: Path) -> None:
-    state = submit_training(slurm, tmp_path / "output", tiny_training(tmp_path / "run"))
-    assert state == "COMPLETED", (tmp_path / "output").read_text()
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_the_script_for_slurm_trains_one_job_with_a_task_per_node_and_with_one_per_process(
+    slurm: SlurmCluster, tmp_path: Path, tasks: int
+) -> None:
+    state = submit_training(slurm, tmp_path / "output", tiny_training(tmp_path / "run"), tasks)
+    output = (tmp_path / "output").read_text()
+    assert state == "COMPLETED", output
     assert trained_steps(tmp_path / "run") == 2
+    assert "over 2 x cpu" in output
 
 
 def test_a_job_with_a_wrong_flag_fails_and_says_so_once(slurm: SlurmCluster, tmp_path: Path) -> None:
-    state = submit_training(slurm, tmp_path / "output", ["--modle_variant=tiny"])
+    state = submit_training(slurm, tmp_path / "output", ["--use_dummy_dataset=true", "--modle_variant=tiny"])
     output = (tmp_path / "output").read_text()
     assert state == "FAILED"
     assert output.count("model_variant") == 1, output

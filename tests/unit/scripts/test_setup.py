@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,11 @@ def set_up(
 
 
 def installs(stand_in: StandIn) -> list[str]:
-    return [call.partition("pip install ")[2] for call in stand_in.all_calls() if "pip install" in call]
+    return [
+        call.partition("pip install --quiet --disable-pip-version-check ")[2]
+        for call in stand_in.all_calls()
+        if "pip install" in call
+    ]
 
 
 def change_python(stand_in: StandIn, old: str, new: str) -> None:
@@ -48,7 +51,7 @@ def python_without(command: str) -> str:
 def test_a_torch_that_fits_is_kept(stand_in: StandIn) -> None:
     done = set_up(stand_in, stand_in.variables())
     assert installs(stand_in) == [f"--editable {stand_in.root}"]
-    assert "torch is there, kept" in done.stderr
+    assert "is there, and kept" in done.stderr
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.15.1+cu130", "2.14.0a0+fe12.nv26.6"])
@@ -59,7 +62,9 @@ def test_a_torch_of_an_active_environment_stays_whatever_other_packages_ask_for(
     noting = f'[[ $2 == pip ]] && cat $PIP_CONSTRAINT >>"{tmp_path}/constraints" 2>/dev/null'
     stand_in.add_program("python", text.replace("\n", f"\n{noting}\n", 1))
     done = set_up(stand_in, with_torch(stand_in, tmp_path / "packages", version))
-    assert installs(stand_in) == [f"--editable {stand_in.root}"] and f"kept ({version})" in done.stderr
+    assert (
+        installs(stand_in) == [f"--editable {stand_in.root}"] and f"torch {version} is there, and kept" in done.stderr
+    )
     assert (tmp_path / "constraints").read_text().splitlines() == [f"torch=={version}"]
 
 
@@ -80,10 +85,10 @@ def with_torch(stand_in: StandIn, packages: Path, version: str) -> dict[str, str
     return stand_in.variables(PYTHONPATH=str(packages))
 
 
-def test_each_step_says_what_it_does_and_how_long_it_took(stand_in: StandIn) -> None:
+def test_a_stage_is_one_line(stand_in: StandIn) -> None:
     said = set_up(stand_in, stand_in.variables(), "dev").stderr.splitlines()
-    assert "setup: installing pretraining and what dev needs ..." in said
-    assert any(re.fullmatch(r"setup: installing pretraining and what dev needs: \d+ s", line) for line in said)
+    assert [line for line in said if "dev" in line] == ["setup: installing pretraining and what dev needs ..."]
+    assert all(line.startswith("setup: ") for line in said)
 
 
 def test_what_tests_need_is_installed_on_top_of_what_training_needs_and_once(stand_in: StandIn) -> None:
@@ -180,7 +185,7 @@ def test_a_python_that_is_too_old_stops_it(stand_in: StandIn) -> None:
     old.write_text("#!/usr/bin/env bash\nexit 1\n")
     old.chmod(0o755)
     variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": str(old)}
-    assert_stops(stand_in, variables, f"PYTHON={old} is not a Python 3.11 or newer")
+    assert_stops(stand_in, variables, f"PYTHON={old} is no Python 3.11, 3.12 or 3.13")
 
 
 def test_no_python_at_all_stops_it(stand_in: StandIn) -> None:
@@ -189,12 +194,12 @@ def test_no_python_at_all_stops_it(stand_in: StandIn) -> None:
     for name in ("bash", "dirname"):
         (tools / name).symlink_to(str(shutil.which(name)))
     variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": "", "PATH": str(tools)}
-    assert_stops(stand_in, variables, "no Python 3.11 or newer on PATH")
+    assert_stops(stand_in, variables, "no Python 3.11, 3.12 or 3.13 on PATH")
 
 
 def test_an_active_environment_with_an_old_python_stops_it(stand_in: StandIn) -> None:
     stand_in.add_program("python", "#!/usr/bin/env bash\nexit 1\n")
-    assert_stops(stand_in, stand_in.variables(), "has a Python older than 3.11")
+    assert_stops(stand_in, stand_in.variables(), "has another Python than")
 
 
 def test_an_active_environment_that_is_gone_stops_it(stand_in: StandIn) -> None:

@@ -1,4 +1,4 @@
-"""train.sh: which processes it starts, when it is the demo, and what goes in and out unchanged."""
+"""train.sh: when it is the demo, what its block does, which processes it starts, and what goes in and out unchanged."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE_SECONDS, heed_interrupts, plain_environment, run_command
+from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment, run_command
 from stand_in import WHOLE_BLOCK, StandIn
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import values_of
+from pretraining.config.training import OptimizerConfig
 
 CHOICE = "--use_dummy_dataset=true"
 
@@ -33,42 +34,21 @@ def train(
     return run_command(command, environment, check=check, cwd=cwd or stand_in.root)
 
 
-def block_of(stand_in: StandIn) -> list[str]:
-    """The flags of the block as it stands."""
-    text = (stand_in.root / "scripts" / "train.sh").read_text()
-    lines = re.findall(r"^    (--\S+)", text.partition("FLAGS=(\n")[2].partition("\n)\n")[0], re.MULTILINE)
-    return [line.replace('"', "").replace("$root", str(stand_in.root)) for line in lines]
-
-
 # The demo
+
+
+def demo_of(stand_in: StandIn) -> list[str]:
+    """What the demo is started with."""
+    data = stand_in.root / "data" / "demo"
+    paths = [f"--data_path={data}", f"--tokenizer_path={data}/tokenizer.json"]
+    return ["--recipe=demo", *paths, f"--ckpt_save_path={stand_in.root}/runs/demo"]
 
 
 def test_without_flags_the_demo_is_prepared_and_trained(stand_in: StandIn) -> None:
     train(stand_in)
     prepare, main, _ = stand_in.calls()
     assert prepare == f"pretrain prepare --source=stdlib --vocab_size=4096 --output_path={stand_in.root}/data/demo"
-    assert main == " ".join(["main", *block_of(stand_in)])
-
-
-def test_the_block_is_the_recipe_of_the_demo(stand_in: StandIn) -> None:
-    block = [flag.removeprefix("--").replace(f"{stand_in.root}/", "") for flag in block_of(stand_in)]
-    of_block, of_recipe = values_of(load_train_config(block)), values_of(load_train_config(["recipe=demo"]))
-    differing = {name for name, value in of_recipe.items() if value != of_block[name]}
-    assert differing == {"datasets", "weights"}  # one dataset, named and weighed for those who edit the block
-
-
-def test_the_block_has_all_flags_of_the_system_that_it_is_for(stand_in: StandIn) -> None:
-    names = {flag.removeprefix("--").partition("=")[0] for flag in block_of(stand_in)}
-    assert names == {
-        *("model_variant", "ckpt_load_path", "ckpt_save_path", "use_dummy_dataset", "data_path", "datasets", "weights"),
-        *("seq_length", "sep_token", "logical_shards", "num_workers", "file_type", "col_name", "bos_token"),
-        *("strip_tokens", "sharding_strategy", "hsdp_group_size", "tokenizer_path", "held_out_fraction"),
-        *("eval_interval", "eval_batches", "mixed_precision", "mp_dtype", "fsdp_activation_checkpointing"),
-        *("selective_checkpointing", "low_cpu_fsdp", "seed", "batch_size", "num_steps", "learning_rate"),
-        *("use_profiler", "profiler_rank0_only", "report_interval", "checkpoint_interval", "use_torch_compile"),
-        *("grad_clip_thresh", "training_stage", "tracker", "tracker_dir", "tracker_project_name", "tracker_run_id"),
-        *("min_lr_ratio", "optimizer"),  # the demo's own choices
-    }
+    assert main == " ".join(["main", *demo_of(stand_in)])
 
 
 def test_prepared_data_of_the_demo_is_used_again(stand_in: StandIn) -> None:
@@ -80,11 +60,9 @@ def test_prepared_data_of_the_demo_is_used_again(stand_in: StandIn) -> None:
 
 
 def test_other_flags_change_the_demo_and_win_over_its_own(stand_in: StandIn) -> None:
-    train(stand_in, "num_steps=5", "--Schedule.Min-LR-Ratio=0.2", "--eos_token=3", "--ckpt_save_path=elsewhere")
-    left = ("--num_steps", "--ckpt_save_path", "--sep_token", "--min_lr_ratio")
-    block = [flag for flag in block_of(stand_in) if not flag.startswith(left)]
-    given = "num_steps=5 --Schedule.Min-LR-Ratio=0.2 --eos_token=3 --ckpt_save_path=elsewhere"
-    assert stand_in.calls()[1] == f"main {' '.join(block)} {given}"
+    given = ["num_steps=5", "--Schedule.Min-LR-Ratio=0.2", "--Ckpt-Save-Path=elsewhere"]
+    train(stand_in, *given)
+    assert stand_in.calls()[1] == " ".join(["main", *demo_of(stand_in)[:-1], *given])
 
 
 def test_the_demo_stops_where_its_data_cannot_be_prepared(stand_in: StandIn) -> None:
@@ -110,9 +88,8 @@ def test_the_demo_stops_where_its_data_cannot_be_prepared(stand_in: StandIn) -> 
     ],
 )
 def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(stand_in: StandIn, flags: list[str]) -> None:
-    done = train(stand_in, *flags)
+    train(stand_in, *flags)
     assert stand_in.calls()[0] == f"main {' '.join(flags)}"
-    assert "the block of flags in train.sh, which is the demo, is left out" in done.stderr
 
 
 @pytest.mark.parametrize("flags", [["--ckpt_save_path", "data_path"], ["--sample_prompt=data_path"]])
@@ -121,24 +98,53 @@ def test_a_value_that_looks_like_a_name_chooses_nothing(stand_in: StandIn, flags
     assert stand_in.calls()[0].startswith("pretrain prepare")
 
 
-def test_an_edited_block_is_taken_whatever_the_command_line_says_and_the_command_line_wins(stand_in: StandIn) -> None:
-    stand_in.edit_block(WHOLE_BLOCK, '    --seed=1  # mine\n    --data_path=/data\n    "--sample_prompt=two  words"\n')
-    done = train(stand_in, "--data_path=/other")
-    assert stand_in.calls()[0] == "main --seed=1 --sample_prompt=two  words --data_path=/other"
-    assert "left out" not in done.stderr and "demo" not in done.stderr
+# The block
 
 
-def test_one_edited_line_leaves_the_demo_of_the_others(stand_in: StandIn) -> None:
-    stand_in.edit_block("--num_steps=600 ", "--num_steps=20 ")
-    train(stand_in)
-    prepare, main, _ = stand_in.calls()
-    assert prepare.startswith("pretrain prepare") and "--num_steps=20" in main and "--model_variant=demo" in main
+def lines_of_block(stand_in: StandIn) -> list[str]:
+    text = (stand_in.root / "scripts" / "train.sh").read_text()
+    return re.findall(r"^    #--(\S+)", text.partition("FLAGS=(\n")[2].partition("\n)\n")[0], re.MULTILINE)
 
 
-def test_an_empty_block_leaves_all_to_the_command_line(stand_in: StandIn) -> None:
-    stand_in.edit_block(WHOLE_BLOCK, "")
+def test_the_block_shows_the_defaults_of_a_real_run(stand_in: StandIn) -> None:
+    lines = lines_of_block(stand_in)
+    examples = ("ckpt_", "data_path=", "datasets=", "weights=", "tokenizer_path=")
+    shown = values_of(load_train_config([line for line in lines if not line.startswith(examples)] + ["data_path=d"]))
+    defaults = values_of(load_train_config(["data_path=d"]))
+    named = {"model_variant": "7b", "learning_rate": OptimizerConfig().peak_learning_rate}  # none means these
+    assert {name: value for name, value in shown.items() if value != defaults[name]} == named
+
+
+def test_the_block_has_all_flags_of_the_system_that_it_is_for(stand_in: StandIn) -> None:
+    assert {line.partition("=")[0] for line in lines_of_block(stand_in)} == {
+        *("model_variant", "ckpt_load_path", "ckpt_save_path", "use_dummy_dataset", "data_path", "datasets", "weights"),
+        *("seq_length", "sep_token", "logical_shards", "num_workers", "file_type", "col_name", "bos_token"),
+        *("strip_tokens", "sharding_strategy", "hsdp_group_size", "tokenizer_path", "held_out_fraction"),
+        *("eval_interval", "eval_batches", "mixed_precision", "mp_dtype", "fsdp_activation_checkpointing"),
+        *("selective_checkpointing", "low_cpu_fsdp", "seed", "batch_size", "num_steps", "learning_rate"),
+        *("use_profiler", "profiler_rank0_only", "report_interval", "checkpoint_interval", "use_torch_compile"),
+        *("grad_clip_thresh", "training_stage", "tracker", "tracker_dir", "tracker_project_name", "tracker_run_id"),
+    }
+
+
+def test_lines_of_the_block_that_count_are_passed_and_nothing_of_the_demo(stand_in: StandIn) -> None:
+    for name in ("model_variant", "data_path", "datasets", "weights"):
+        stand_in.edit_block(f"    #--{name}=", f"    --{name}=")
     train(stand_in, "--seed=1")
-    assert stand_in.calls()[0] == "main --seed=1"
+    block = "--model_variant=7b --data_path=/data/tokens --datasets=web,code,books --weights=6,3,1"
+    assert stand_in.calls()[0] == f"main {block} --seed=1"
+
+
+def test_the_command_line_wins_over_the_block(stand_in: StandIn) -> None:
+    stand_in.edit_block(WHOLE_BLOCK, '    --seed=1  # mine\n    --data_path=/data\n    "--sample_prompt=two  words"\n')
+    train(stand_in, "data.data-path=/other")
+    assert stand_in.calls()[0] == "main --seed=1 --sample_prompt=two  words data.data-path=/other"
+
+
+def test_a_line_that_chooses_neither_model_nor_data_changes_the_demo(stand_in: StandIn) -> None:
+    stand_in.edit_block("    #--num_steps=1000 ", "    --num_steps=20 ")
+    train(stand_in)
+    assert stand_in.calls()[1] == " ".join(["main", *demo_of(stand_in), "--num_steps=20"])
 
 
 def test_the_other_systems_block_may_be_pasted(stand_in: StandIn) -> None:
@@ -150,15 +156,6 @@ def test_the_other_systems_block_may_be_pasted(stand_in: StandIn) -> None:
     train(stand_in, "--seed=1", MODEL_ARGS="not this")
     expected = "--model_variant=7b --sharding_strategy=HSDP --use_dummy_dataset=False --weights=7725,500"
     assert stand_in.calls()[0] == f"main {expected} --ckpt_save_path=/ckpt --seed=1"
-
-
-def test_dotted_names_replace_the_blocks_flags_of_the_same_settings(stand_in: StandIn) -> None:
-    names = ["optimizer.lr_config.lr=1.0", "train.max_steps=5", "checkpoint.save_path=x", "logging.wandb_project=p"]
-    train(stand_in, "optimizer=sgdm", *names)
-    given = next(call for call in stand_in.calls() if call.startswith("main ")).split()
-    replaced = ("learning_rate", "num_steps", "ckpt_save_path", "tracker", "tracker_project_name")
-    assert not [word for word in given if word.startswith(tuple(f"--{name}=" for name in replaced))]
-    assert given[-5:] == ["optimizer=sgdm", *names]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -240,6 +237,12 @@ def test_threads_are_the_processes_own_matter(stand_in: StandIn) -> None:
         assert run_command(command, stand_in.variables(**{**unset, **variables}), cwd=stand_in.root).stdout == said
 
 
+def test_machines_that_start_again_agree_on_it(stand_in: StandIn) -> None:
+    train(stand_in, CHOICE, NPROC="1", NNODES="2", MASTER_ADDR="node01", MAX_RESTARTS="2")
+    meeting = "--nnodes=2 --rdzv-backend=c10d --rdzv-id=pretraining --rdzv-endpoint=node01:29500"
+    assert stand_in.calls()[0].startswith(f"torchrun {meeting} --nproc-per-node=1 --max-restarts=2 ")
+
+
 def test_several_machines_meet_where_they_are_told(stand_in: StandIn) -> None:
     train(stand_in, CHOICE, NPROC="1", NNODES="2", NODE_RANK="1", MASTER_ADDR="node01")
     expected = "torchrun --nnodes=2 --node-rank=1 --master-addr=node01 --master-port=29500 --nproc-per-node=1"
@@ -261,6 +264,42 @@ def test_several_machines_that_are_not_told_where_to_meet_do_not_start(
     done = run_command(command, stand_in.variables(**variables), check=False)
     assert done.returncode == 1 and done.stderr.endswith(f"train: {said}\n")
     assert stand_in.calls() == []
+
+
+# Under srun
+
+STEP = {
+    **{"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[03-04]"},
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_GPUS_ON_NODE": "8"},
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "meeting"),
+    [
+        ({}, "--nnodes=2 --node-rank=1 --master-addr=gpu03 --master-port=16498 --nproc-per-node=8 --max-restarts=0"),
+        (
+            {"MASTER_ADDR": "here", "MASTER_PORT": "9", "NPROC": "2"},
+            "--nnodes=2 --node-rank=1 --master-addr=here --master-port=9 --nproc-per-node=2 --max-restarts=0",
+        ),
+        (
+            {"MAX_RESTARTS": "3"},
+            "--nnodes=2 --rdzv-backend=c10d --rdzv-id=7.2 --rdzv-endpoint=gpu03:16498 "
+            "--nproc-per-node=8 --max-restarts=3",
+        ),
+        ({"SLURM_STEP_NUM_NODES": "1"}, "--standalone --nproc-per-node=8 --max-restarts=0"),
+    ],
+)
+def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: dict[str, str], meeting: str) -> None:
+    (stand_in.root / "pretraining").symlink_to(ROOT / "pretraining")
+    step = {**STEP, **variables}
+    train(stand_in, CHOICE, SLURM_STEP_NUM_TASKS=step["SLURM_STEP_NUM_NODES"], **step)
+    assert stand_in.calls() == [f"torchrun {meeting} {stand_in.root}/main_training.py {CHOICE}"]
+
+
+def test_each_of_several_tasks_of_a_node_is_a_process(stand_in: StandIn) -> None:
+    train(stand_in, CHOICE, SLURM_STEP_NUM_TASKS="4", **STEP)
+    assert stand_in.calls()[0] == f"main {CHOICE}"
 
 
 # In and out
@@ -294,3 +333,13 @@ def test_a_signal_reaches_the_one_process(stand_in: StandIn, number: signal.Sign
         process.send_signal(number)
         assert process.wait(timeout=PATIENCE_SECONDS) == 7
     assert stand_in.calls()[-1] == f"signal {number.name}"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 129)])
+def test_a_signal_during_set_up_ends_it_before_anything_begins(
+    stand_in: StandIn, number: signal.Signals, code: int
+) -> None:
+    setup = stand_in.root / "scripts" / "setup.sh"
+    setup.write_text(f"kill -s {number.name.removeprefix('SIG')} $$\n")
+    assert train(stand_in, CHOICE, check=False).returncode == code
+    assert stand_in.calls() == []
