@@ -125,7 +125,12 @@ if ! gives "recipe config model_variant data_path datasets use_dummy_dataset" ${
     FLAGS=(--recipe=demo --data_path="$root/data/demo" --tokenizer_path="$root/data/demo/tokenizer.json"
         --ckpt_save_path="$root/runs/demo" ${FLAGS[@]+"${FLAGS[@]}"})
     if [[ ! -f $root/data/demo/stdlib/prepare.json ]]; then
-        pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo" >&2 # like all set-up
+        mkdir -p "$root/data"
+        exec 9>"$root/data/.demo.lock" # tasks and machines that start at the same time prepare it once
+        ! command -v flock >/dev/null || flock 9
+        [[ -f $root/data/demo/stdlib/prepare.json ]] ||
+            pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo" >&2 # like all set-up
+        exec 9>&-
     fi
 fi
 
