@@ -380,9 +380,10 @@ def _fail(error: PretrainError) -> NoReturn:
         print(f"{prefix}{error}", file=sys.stderr, flush=True)
     else:
         time.sleep(HEAD_START)
-    if isinstance(error, LostPeerError):
+    layout = _layout()
+    if isinstance(error, LostPeerError) or (error.rank is not None and layout is not None and layout.world_size > 1):
         sys.stdout.flush()
-        os._exit(error.exit_code)  # the usual end takes process groups down, which may wait for the dead
+        os._exit(error.exit_code)  # alone with it: the usual end may wait for processes that are elsewhere, or dead
     sys.exit(error.exit_code)
 
 

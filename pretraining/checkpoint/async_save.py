@@ -145,6 +145,17 @@ class Staging:
         }
         return replace(plan, files=files)
 
+    def copy_if_pinned(self, plan: SavePlan) -> SavePlan:
+        """Copies the values of a plan and waits, where pinned memory is there for it; else returns the plan itself.
+
+        A save that is waited for is faster from there than from memory that the driver has to pin piece by piece.
+        """
+        if self._stream is None or not self._buffers:
+            return plan
+        staged = self.copy(plan)
+        self.wait()
+        return staged
+
     def wait(self) -> None:
         """Waits until everything is copied."""
         if self._copied is not None:

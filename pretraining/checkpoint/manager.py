@@ -246,8 +246,10 @@ class CheckpointManager:
             tensors = self._contents.tensors()
             if self._is_full:
                 self._write(folder, FullSave(tensors, manifest), manifest)
-            elif self._background is None or wait:
+            elif self._background is None:
                 self._write(folder, plan_save(tensors), manifest)
+            elif wait:
+                self._write(folder, self._background.staging.copy_if_pinned(plan_save(tensors)), manifest)
             else:
                 staged = self._background.staging.copy(plan_save(tensors))
                 self._background.start(partial(self._write, folder, staged, manifest))

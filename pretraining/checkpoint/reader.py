@@ -20,7 +20,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -32,10 +32,13 @@ from pretraining.checkpoint.headers import Header, StoredChunk, chunks_by_name, 
 from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Manifest, crc32_text, size_fault
 from pretraining.checkpoint.writer import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.distributed.processes import gather_from_every_rank
+from pretraining.distributed.torch_private import free_pinned_memory
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import file_checksum
 
 READING_THREADS = 4
+BUFFER_BYTES = 2**26
+"""Of each thread, for what is converted, cut or sent to a device on its way."""
 FAULTS_SHOWN = 3
 
 Files = Mapping[str, FileEntry | None]
@@ -246,8 +249,9 @@ def _fill(
         return True, _checksum_fault(path, crc32_text(crc32), entry)
 
     with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="restore") as pool:
-        results = zip(reads, pool.map(fault_of, reads), strict=True)
-        return {name: fault for name, (compared, fault) in results if compared}
+        results = dict(zip(reads, pool.map(fault_of, reads), strict=True))
+    free_pinned_memory()
+    return {name: fault for name, (compared, fault) in results.items() if compared}
 
 
 def _check_fits(folder: Path, name: str, chunks: Sequence[StoredChunk], tensor: torch.Tensor, converts: bool) -> None:
@@ -334,12 +338,19 @@ def read_chunk(descriptor: int, read: ReadItem, crc32: int | None = None) -> int
     is_whole_rows = part.sizes[1:] == stored.chunk.sizes[1:]
     if is_whole_rows and target.is_cpu and target.is_contiguous() and target.dtype == stored.dtype:
         return _read_all(descriptor, begin, memory_of(target), stored, crc32)
-    sizes = (*part.sizes[:1], *stored.chunk.sizes[1:])
-    rows = torch.empty(sizes, dtype=stored.dtype, pin_memory=target.is_cuda)
-    crc32 = _read_all(descriptor, begin, memory_of(rows), stored, crc32)
-    for dim in range(1, len(offsets)):
-        rows = rows.narrow(dim, offsets[dim], part.sizes[dim])
-    target.copy_(rows)
+    if not part.sizes:
+        part, target = replace(part, offsets=(0,), sizes=(1,)), target.view(1)
+    # For a GPU it is pinned, and always of one size: PyTorch gives what one chunk has freed to the next.
+    size = BUFFER_BYTES if target.is_cuda else min(BUFFER_BYTES, part.sizes[0] * row)
+    buffer = torch.empty(max(size, row), dtype=torch.uint8, pin_memory=target.is_cuda)
+    at_once = len(buffer) // max(1, row)
+    for first in range(0, part.sizes[0], at_once):
+        count = min(at_once, part.sizes[0] - first)
+        rows = buffer[: count * row].view(stored.dtype).view(count, *stored.chunk.sizes[1:])
+        crc32 = _read_all(descriptor, begin + first * row, memory_of(rows), stored, crc32)
+        for dim in range(1, len(offsets)):
+            rows = rows.narrow(dim, offsets[dim], part.sizes[dim])
+        target.narrow(0, first, count).copy_(rows)
     return crc32
 
 

@@ -77,9 +77,9 @@ class BatchReader:
         """Of the tensor that tokens are read into."""
         import torch
 
-        # Read straight into pinned memory: a copy less than pinning what was read.
+        # Read straight into pinned memory: a copy less than pinning what was read. A run on CPUs starts no CUDA for it.
         dtype = torch.uint16 if self._vocab_size <= 1 << 16 else torch.int32
-        return {"dtype": dtype, "pin_memory": torch.cuda.is_available()}
+        return {"dtype": dtype, "pin_memory": torch.cuda.is_initialized()}
 
     def with_mixture(self, mixture: Mixture) -> BatchReader:
         """Returns the same reader for another mixture; threads that read with this one are not disturbed."""

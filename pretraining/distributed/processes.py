@@ -122,12 +122,14 @@ def join_processes(
     _refuse_missing_interface()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # NCCL's own monitor would abort a process that waits, after 8 minutes and without the watchdog's account.
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
     else:
         keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         # A store inside the process: no port that another job could hold.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         os.environ.update(environment)
 

@@ -169,7 +169,7 @@ def open_store(place: Place, patience: Patience) -> dist.Store:
 
     with _speaking_for_itself(place.rank):
         try:
-            return _attend(open_one, patience, look)
+            return attend(open_one, patience, look)
         except (dist.DistError, ValueError) as error:
             raise LaunchError(
                 f"could not join the {place.world_size} processes at {place.meeting_point}: {_first_line(error)}. "
@@ -281,7 +281,7 @@ def connect_all(store: dist.Store, place: Place, connect: Callable[[dist.Store],
         watch.set(f"{OFFER}/{place.rank}", offer)
         watch.add(OFFERS, 1)
     try:
-        _attend(lambda: connect(store), patience, look)
+        attend(lambda: connect(store), patience, look)
     except (RuntimeError, ValueError) as error:
         raise _failure(watch, place, _description(watch, place, error)) from error
     watch.set(f"{CONNECTED}/{place.rank}", "")
@@ -329,7 +329,7 @@ def _speaking_for_itself(rank: int) -> Iterator[None]:
         raise
 
 
-def _attend(call: Callable[[], T], patience: Patience, look: Callable[[], object]) -> T:
+def attend(call: Callable[[], T], patience: Patience, look: Callable[[], object]) -> T:
     """Runs a call that waits inside PyTorch in a thread, so that signals are heard; `look` is called meanwhile."""
     outcome: Future[T] = Future()
 

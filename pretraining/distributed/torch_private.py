@@ -72,6 +72,13 @@ def round_in_compiled_code_as_outside() -> None:
     config.emulate_precision_casts = True
 
 
+def free_pinned_memory() -> None:
+    """Returns pinned memory that no tensor uses to the system; public in newer versions of torch."""
+    if torch.cuda.is_initialized():
+        free = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+        free()
+
+
 def remember_allocations() -> None:
     """Begins to remember the stack of each allocation on a GPU ("Understanding CUDA Memory Usage")."""
     torch.cuda.memory._record_memory_history(enabled="all", stacks="python", max_entries=MOST_ENTRIES)

@@ -2,11 +2,12 @@
 
     main thread --Activity--> watchdog, a thread that looks now and then --Heartbeats--> watchdogs of other processes
 
-Progress is what the main thread gets done (a step, a batch of an evaluation), bytes that the process reads or writes,
-and until the first step, when files are indexed and models compiled, time that it computes. A process without progress
-for the timeout asks how the others are, and waits while one gets on, such as one that writes a long checkpoint. If none
-does, it tells them, and each prints its stacks and which processes stand out (not alive, or doing something else than
-the rest), and ends with `EXIT_HUNG`. The launcher ends what is left: a process that is stopped cannot end itself.
+Progress is what the main thread gets done (a micro-batch, a batch of an evaluation), bytes that the process reads or
+writes, and at the start, when files are indexed and on a CPU models compiled, time that it computes. A process without
+progress for the timeout asks how the others are, and waits while one gets on, such as one that writes a long
+checkpoint. If none does, it tells them, and each prints its stacks and which processes stand out (not alive, or doing
+something else than the rest), and ends with `EXIT_HUNG`. The launcher ends what is left: a process that is stopped
+cannot end itself.
 
 A watchdog is a Python thread, so it does not see a hang of its own process that holds Python's lock. The others do.
 """
@@ -183,8 +184,9 @@ class Watchdog:
         activity, moved, computed = self._processes.activity, _bytes_moved(), sum(os.times()[:4])
         events = activity.events
         got_on = events != self._events or moved - self._bytes >= MOVED_BYTES
-        # Once steps run, everything that computes for long counts as an event, but waiting for a GPU may look like it.
-        got_on |= not activity.warm and computed - self._computed >= COMPUTING_SHARE * seconds
+        # Indexing, restoring and compiling compute. A host that waits for its GPU does so, too: it spins.
+        computing_counts = activity.doing == "starting" or (not activity.warm and self._processes.device.type == "cpu")
+        got_on |= computing_counts and computed - self._computed >= COMPUTING_SHARE * seconds
         self._progress += got_on
         self._events, self._bytes, self._computed = events, moved, computed
         return self._progress

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 from pretraining.config.variants import LlamaShape
 from pretraining.model.rope import Rotation, rotate
-
-_KERNEL_GROUPS_HEADS = TorchVersion(torch.__version__) >= "2.13"  # `varlen_attn`; before, it wants K = H
 
 
 class DocumentBounds(NamedTuple):
@@ -111,6 +109,9 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, is_causal: 
     Without `is_causal` each of the S tokens sees all keys [B, T, K, E].
     """
     grouped = q_BSHE.size(2) != k_BSKE.size(2)
+    if grouped and not has_kernel_for_grouped_heads(q_BSHE.device, q_BSHE.dtype):
+        k_BSKE, v_BSKE = (_repeat_heads(x, q_BSHE.size(2), dim=2) for x in (k_BSKE, v_BSKE))
+        grouped = False
     mixed_BHSE = F.scaled_dot_product_attention(
         q_BSHE.transpose(1, 2),  # B S H E -> B H S E
         k_BSKE.transpose(1, 2),
@@ -119,6 +120,22 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, is_causal: 
         enable_gqa=grouped,
     )
     return mixed_BHSE.transpose(1, 2)  # B H S E -> B S H E
+
+
+def has_kernel_for_grouped_heads(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether some kernel other than the plain one, which holds S x S matrices, takes fewer key/value heads.
+
+    On CUDA that is the flash kernel alone, which needs half precision and compute capability 8.0. The memory-efficient
+    kernel takes what the flash kernel does not, with as many key/value heads as query heads.
+    """
+    if device.type != "cuda":
+        return True
+    return dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_properties(device).major >= 8
+
+
+def _repeat_heads(x: Tensor, query_heads: int, dim: int) -> Tensor:
+    """Repeats each key/value head for all of its query heads."""
+    return x.repeat_interleave(query_heads // x.size(dim), dim=dim)
 
 
 def cached_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cache: KeyValueCache) -> Tensor:
@@ -181,12 +198,11 @@ def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBou
     from torch.nn.attention.varlen import varlen_attn  # here, since it takes a second to import
 
     kernel: Callable[..., Any] = varlen_attn
-    queries_per_key = q_NHE.size(1) // k_NKE.size(1)
-    if queries_per_key > 1:
-        if _KERNEL_GROUPS_HEADS:
+    if q_NHE.size(1) != k_NKE.size(1):
+        if "enable_gqa" in signature(varlen_attn).parameters:  # in torch 2.11 it wants K = H
             kernel = partial(kernel, enable_gqa=True)
         else:
-            k_NKE, v_NKE = (x_NKE.repeat_interleave(queries_per_key, dim=1) for x_NKE in (k_NKE, v_NKE))
+            k_NKE, v_NKE = (_repeat_heads(x, q_NHE.size(1), dim=1) for x in (k_NKE, v_NKE))
     bounds, longest = documents
     causal = (-1, 0)  # a window without an end to the left, and nothing to the right
     mixed_NHE: Tensor = kernel(q_NHE, k_NKE, v_NKE, bounds, bounds, longest, longest, window_size=causal)

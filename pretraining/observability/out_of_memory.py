@@ -28,7 +28,7 @@ from pretraining.progress import TrainState
 
 _SIGNS = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
-    r"|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory"
+    r"|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|HIP out of memory"
     r"|ncclUnhandledCudaError.*out of memory",
     re.DOTALL,
 )

@@ -485,6 +485,7 @@ def _step_context(plan: RunPlan, metrics: NoMetrics) -> StepContext:
         spikes=_spike_detector(plan),
         scaler=LossScaler(device) if in_float16 else None,
         metrics=metrics,
+        activity=plan.processes.activity,
     )
 
 

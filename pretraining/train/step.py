@@ -12,7 +12,7 @@ finite either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
@@ -23,6 +23,7 @@ from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, loc
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel
+from pretraining.distributed.processes import Activity
 from pretraining.observability.custom_metrics import NO_METRICS, NoMetrics, Sums
 from pretraining.observability.scores import score
 from pretraining.observability.step_outcome import StepOutcome
@@ -42,6 +43,7 @@ class StepContext:
         spikes: judges each loss by those before; None = losses need only be finite.
         scaler: of the loss, in float16; None = it needs none.
         metrics: of the user's own.
+        activity: is told of each micro-batch.
     """
 
     model: ParallelModel
@@ -53,6 +55,7 @@ class StepContext:
     spikes: SpikeDetector | None = None
     scaler: LossScaler | None = None
     metrics: NoMetrics = NO_METRICS
+    activity: Activity = field(default_factory=Activity)
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
@@ -70,7 +73,7 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     loss_sum, z_loss_sum, scores = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(3))
     custom: Sums = {}
     scale = 1.0 if context.scaler is None else context.scaler.scale
-    for index, micro_batch in enumerate(micro_batches):
+    for index, micro_batch in enumerate(context.activity.watch(micro_batches)):
         context.model.next_backward(is_last=index == len(micro_batches) - 1)
         outputs = context.model.module(*inputs[index])
         context.metrics.add(custom, outputs, inputs[index])

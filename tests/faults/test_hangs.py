@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from forked import start_forked
 from guarded_runs import start_without_launcher
 from helpers import PATIENCE_SECONDS
 from training_runs import write_two_datasets
@@ -56,3 +57,16 @@ def test_a_read_that_hangs_is_named_by_all(fault: str, timeouts: list[str], step
         assert process.returncode == HUNG, stdout + stderr
         assert f"rank 1 is waiting for data after step {steps_done}" in stderr, stderr
     assert 'guarded_worker.py", line' in outputs[1][1] and "in reading" in outputs[1][1]  # its stacks show the read
+
+
+def test_a_process_that_fails_alone_ends_at_once_whatever_it_has_under_way(tmp_path: Path) -> None:
+    flags = ["use_dummy_dataset=true", "model_variant=tiny", "seq_length=16", f"ckpt_save_path={tmp_path / 'run'}"]
+    processes = start_forked(Path(__file__).parent / "alone_worker.py", 2, flags)
+    try:
+        (_, other), (_, alone) = (process.communicate(timeout=PATIENCE_SECONDS) for process in processes)
+        assert [process.returncode for process in processes] == [1, 1]
+        assert "error: rank 1: a file of this machine is gone" in alone
+        assert "error: rank 0: another process of the job has ended" in other
+    finally:
+        for process in processes:
+            process.kill()

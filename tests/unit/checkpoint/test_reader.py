@@ -70,6 +70,16 @@ def test_any_part_is_read_from_any_pieces(
         assert torch.equal(source.read(name, box), expected)
 
 
+def test_what_is_cut_or_converted_goes_through_a_small_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "BUFFER_BYTES", 100)
+    values = {"a": torch.randn(37, 6), "long rows": torch.randn(3, 60), "b": torch.randn(50)}
+    files = dict.fromkeys(write_pieces(tmp_path, values, 20))
+    targets = {name: torch.zeros(each.shape, dtype=torch.bfloat16) for name, each in values.items()}
+    load_tensors(tmp_path, files, targets)
+    assert all(torch.equal(targets[name], each.bfloat16()) for name, each in values.items())
+    assert torch.equal(TensorFiles(tmp_path, files).read("a", Chunk((3, 2), (30, 3))), values["a"][3:33, 2:5])
+
+
 def test_a_scalar_is_read(tmp_path: Path) -> None:
     write_chunks(tmp_path / "a.safetensors", [WriteItem("s", Chunk((), ()), torch.tensor(3.5))])
     assert TensorFiles(tmp_path, {"a.safetensors": None}).read("s") == 3.5

@@ -58,6 +58,15 @@ def test_threads_change_nothing(config: DataConfig, batches: list[list[list[int]
         assert [rows(next(threaded)) for _ in range(STEPS)] == batches
 
 
+def test_memory_is_pinned_in_a_process_that_uses_a_gpu_alone(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # beside --device=cpu
+    assert loader(config, plan(11)).reader._kind["pin_memory"] is False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert loader(config, plan(11)).reader._kind["pin_memory"] is True
+
+
 @pytest.mark.parametrize("workers", [0, 3])
 def test_stopping_anywhere_and_going_on_equals_going_on(
     config: DataConfig, batches: list[list[list[int]]], workers: int

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch.distributed as dist
 
 from pretraining.config.mesh_shape import mesh_shape
 from pretraining.config.training import ParallelConfig, ShardingStrategy
-from pretraining.distributed.mesh import build_mesh
-from pretraining.errors import ConfigError
+from pretraining.distributed import mesh as mesh_module
+from pretraining.distributed.mesh import build_mesh, try_groups
+from pretraining.errors import ConfigError, LaunchError
 
 
 @pytest.mark.parametrize(
@@ -43,3 +47,22 @@ def test_nodes_that_differ_need_a_group_size() -> None:
 def test_the_mesh_has_named_axes() -> None:
     mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
     assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (1, 1)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_group_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, release = build_mesh(ParallelConfig(), 1, 1, "cpu"), threading.Event()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: release.wait())
+    monkeypatch.setattr(mesh_module, "FIRST_ANSWER_SECONDS", 0.05)
+    with pytest.raises(LaunchError, match="all processes of the mesh gave no answer") as raised:
+        try_groups(mesh)
+    assert raised.value.rank == 0
+    release.set()
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_group_that_adds_up_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.add_(1))
+    with pytest.raises(LaunchError, match="1 ones, added up over all processes of the mesh, are 2"):
+        try_groups(mesh)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +18,32 @@ def test_one_process_joins_itself_without_an_address_and_leaves() -> None:
     with join_processes(0, 1, 0, 1, {}) as joined:
         assert joined.is_main and joined.world_size == dist.get_world_size() == 1
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_gives_up_before_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    """Neither PyTorch's collectives nor NCCL's own monitor."""
+    given: dict[str, object] = {}
+
+    def note(backend: str, **arguments: object) -> None:
+        given.update(arguments)
+        raise LaunchError("noted")
+
+    monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
+    monkeypatch.delenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+    monkeypatch.setattr(processes, "_device_of", lambda *place: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(processes, "meet", lambda place, connect, patience: connect(dist.HashStore()))
+    monkeypatch.setattr(dist, "init_process_group", note)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    with (
+        pytest.raises(LaunchError, match="noted"),
+        join_processes(0, world_size, 0, 1, where, timeout=timedelta(hours=2)),
+    ):
+        pass
+    assert given["timeout"] == timedelta(hours=2)
+    assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "7200"
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:

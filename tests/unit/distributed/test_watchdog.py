@@ -239,6 +239,18 @@ def test_steps_and_bytes_are_progress_and_until_the_first_step_computing_is(tmp_
     assert watchdog._measure_progress(0.0) == before + 3
 
 
+def test_a_host_that_spins_for_its_gpu_in_the_first_step_makes_no_progress() -> None:
+    watched = replace(processes(1), device=torch.device("cuda"))
+    watched.activity.doing = "starting"
+    watchdog = Watchdog(GUARD, watched)
+    before = watchdog._measure_progress(0.0)
+    assert watchdog._measure_progress(0.0) == before + 1  # in no time at all, anything is computing
+    for doing in ("data", "training", "evaluation"):
+        watched.activity.turn_to(doing)
+        before = watchdog._measure_progress(0.0)
+        assert watchdog._measure_progress(0.0) == before
+
+
 def test_collectives_give_up_after_the_watchdog() -> None:
     assert collective_timeout(GUARD) == COLLECTIVE_TIMEOUT
     patient = replace(GUARD, hang_timeout=seconds(7200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_shape import TINY_SHAPE
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
 from pretraining.model import attention
 from pretraining.model.attention import (
@@ -86,21 +88,30 @@ def test_bounds_are_where_documents_begin_and_room_for_the_longest(rows: Rows) -
 
 
 class KernelForDocuments:
-    """`torch.nn.attention.varlen.varlen_attn` as its documentation has it; remembers how many keys it was given."""
+    """`torch.nn.attention.varlen.varlen_attn` of torch 2.11; remembers how many key heads it was given."""
 
-    def __init__(self, groups_heads: bool) -> None:
-        self.groups_heads = groups_heads
-        self.key_heads = 0
+    key_heads = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any, **more: Any) -> Tensor:
-        bounds, bounds_of_keys, longest, longest_of_keys = where
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any) -> Tensor:
+        return self.attend(q, k, v, *where, window_size)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Tensor:
+        bounds, bounds_of_keys, longest, longest_of_keys, window_size = where
         assert bounds is bounds_of_keys and longest == longest_of_keys and window_size == (-1, 0)
-        assert set(more) <= ({"enable_gqa"} if self.groups_heads else set())
-        assert q.size(1) == k.size(1) or more["enable_gqa"]
         self.key_heads = k.size(1)
         lengths = bounds.diff().tolist()
         assert max(lengths) <= longest
         return document_attention(q[None], k[None], v[None], tuple(lengths))[0]
+
+
+class KernelThatGroupsHeads(KernelForDocuments):
+    """The same of newer versions."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any, enable_gqa: bool = False
+    ) -> Tensor:
+        assert enable_gqa == (q.size(1) != k.size(1))
+        return self.attend(q, k, v, *where, window_size)
 
 
 @settings(max_examples=30)
@@ -110,9 +121,8 @@ def test_one_call_for_all_documents_is_told_what_many_calls_are(
 ) -> None:
     inputs, lengths = draw_heads(rows, *heads), tuple(length for row in rows for length in row)
     with pytest.MonkeyPatch.context() as patch:
-        kernel = KernelForDocuments(groups_heads)
+        kernel = KernelThatGroupsHeads() if groups_heads else KernelForDocuments()
         patch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-        patch.setattr(attention, "_KERNEL_GROUPS_HEADS", groups_heads)
         found = document_attention(*inputs, bounds_of(lengths))
     expected = document_attention(*inputs, lengths)
     assert kernel.key_heads == (heads[1] if groups_heads else heads[0])
@@ -171,3 +181,61 @@ def test_blocks_compiled_for_one_call_serve_batches_of_other_documents() -> None
             block(x, rotation, bounds_of(lengths))
     assert len(compiled) <= 3  # for the first batch, for any number of documents, and for any longest one
     assert any("varlen_attn" in str(node.target) for node in compiled[0].graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "major", "groups"),
+    [
+        ("cuda", torch.bfloat16, 9, True),
+        ("cuda", torch.float16, 8, True),
+        ("cuda", torch.float32, 9, False),
+        ("cuda", torch.float16, 7, False),
+        ("cpu", torch.float32, 0, True),
+    ],
+)
+def test_heads_are_grouped_where_a_kernel_without_a_whole_matrix_does_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, major: int, groups: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    assert attention.has_kernel_for_grouped_heads(torch.device(device), dtype) == groups
+
+
+def test_heads_are_repeated_where_no_kernel_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (6, 2, 2))
+    expected = attention.causal_attention(q, k, v)
+    given: list[tuple[int, bool]] = []
+    kernel = F.scaled_dot_product_attention
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **more: Any) -> Tensor:
+        given.append((k.size(1), enable_gqa))
+        return kernel(q, k, v, enable_gqa=enable_gqa, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(attention, "has_kernel_for_grouped_heads", lambda device, dtype: False)
+    found = attention.causal_attention(q, k, v)
+    assert given == [(6, False)]
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_kernel_for_documents_compiles_as_a_whole_graph_and_few_graphs_serve_all_layouts() -> None:
+    """On meta tensors, since the kernel itself is CUDA's alone; forward and backward, with grouped heads."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(document_attention, fullgraph=True, backend=backend)
+    for lengths in [(5, 3), (4, 4), (8,), (1,) * 8, (7, 1)]:
+        q, k, v = (
+            torch.randn(1, 8, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+        )
+        bounds = bounds_of(lengths)
+        mixed = compiled(q, k, v, bounds._replace(bounds=bounds.bounds.to("meta")))
+        mixed.sum().backward()
+        assert mixed.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
+    assert len(graphs) <= 3

@@ -101,6 +101,7 @@ def test_other_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("NCCL error: ncclUnhandledCudaError\nLast error: Cuda failure 2 'out of memory'"), True),
         (RuntimeError("shapes do not match"), False),
         (ValueError("CUDA out of memory"), False),

@@ -102,6 +102,12 @@ def test_how_a_batch_is_cut_does_not_change_metrics_of_the_users_own() -> None:
         torch.testing.assert_close(found[0], other, rtol=1e-6, atol=0)
 
 
+def test_each_micro_batch_is_progress_that_the_watchdog_sees() -> None:
+    context = context_for_step()
+    train_step(context, micro_batches(sequences(6), 2), 0)
+    assert context.activity.events == 3
+
+
 def test_a_step_uses_the_schedule_and_clears_the_gradients() -> None:
     context = context_for_step()
     assert [train_step(context, micro_batches(sequences(2), 2), step).learning_rate for step in (0, 1)] == [5e-3, 1e-2]
