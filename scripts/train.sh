@@ -109,6 +109,8 @@ count_gpus() {
         echo "${#devices[@]}"
     elif command -v nvidia-smi >/dev/null; then
         nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+    elif [[ -e /dev/kfd ]]; then # AMD's driver
+        python -c 'import torch; print(torch.cuda.device_count())'
     fi
 }
 

@@ -8,9 +8,10 @@ without it) that is said, and nothing is bad.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pretraining.tools.doctor.verdicts import Check
@@ -88,8 +89,8 @@ def gpu_state(uuid: str, work: Callable[[], object]) -> GpuState | None:
         uuid: of the GPU, with or without "GPU-" before it.
         work: keeps the GPU busy for some milliseconds, and waits for it.
     """
-    answer = _ask(["--query-gpu=" + ",".join(FIELDS)], work)
-    rows = _ask(["--query-remapped-rows=" + ",".join(ROW_FIELDS)], work)
+    answer = _ask("--query-gpu", FIELDS, work)
+    rows = _ask("--query-remapped-rows", ROW_FIELDS, work)
     return parse_gpu_state(uuid, answer, rows)
 
 
@@ -190,9 +191,24 @@ def _check_memory(state: GpuState) -> Iterator[Check]:
         yield Check(item, "good", f"{state.corrected_errors or 0:g} corrected, none uncorrected")
 
 
-def _ask(query: list[str], work: Callable[[], object]) -> str:
-    """Returns what nvidia-smi answers while the GPU works; empty where it does not."""
-    command = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
+def _ask(query: str, fields: Sequence[str], work: Callable[[], object]) -> str:
+    """Returns what nvidia-smi answers; a field that it does not know is left out of the question, and N/A."""
+    known = list(fields)
+    while known:
+        code, answer = _run_while_working(f"{query}={','.join(known)}", work)
+        if code == 0:
+            lines = (dict(zip(known, line.split(","), strict=False)) for line in answer.splitlines())
+            return "\n".join(",".join(line.get(field, "[N/A]") for field in fields) for line in lines)
+        refused = re.search(r'[Ff]ield "(.+?)" is not a valid', answer)
+        if refused is None or refused[1] not in known:
+            break
+        known.remove(refused[1])
+    return ""
+
+
+def _run_while_working(question: str, work: Callable[[], object]) -> tuple[int, str]:
+    """Returns exit code and output of nvidia-smi, asked while the GPU works."""
+    command = ["nvidia-smi", question, "--format=csv,noheader,nounits"]
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -200,11 +216,11 @@ def _ask(query: list[str], work: Callable[[], object]) -> str:
                 work()
             if process.poll() is None:  # a driver that hangs
                 process.kill()
-                return ""
+                return 1, ""
             answer, _ = process.communicate()
-            return answer if process.returncode == 0 else ""
+            return process.returncode, answer
     except OSError:
-        return ""
+        return 1, ""
 
 
 def _line_of(uuid: str, answer: str, fields: int) -> list[str] | None:

@@ -274,6 +274,11 @@ STEP = {
 }
 
 
+def train_in_step(stand_in: StandIn, variables: Mapping[str, str]) -> None:
+    command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", CHOICE]
+    run_command(command, stand_in.variables(**variables), cwd=stand_in.root)
+
+
 @pytest.mark.parametrize(
     ("variables", "meeting"),
     [
@@ -293,12 +298,12 @@ STEP = {
 def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: dict[str, str], meeting: str) -> None:
     (stand_in.root / "pretraining").symlink_to(ROOT / "pretraining")
     step = {**STEP, **variables}
-    train(stand_in, CHOICE, SLURM_STEP_NUM_TASKS=step["SLURM_STEP_NUM_NODES"], **step)
+    train_in_step(stand_in, {**step, "SLURM_STEP_NUM_TASKS": step["SLURM_STEP_NUM_NODES"]})
     assert stand_in.calls() == [f"torchrun {meeting} {stand_in.root}/main_training.py {CHOICE}"]
 
 
 def test_each_of_several_tasks_of_a_node_is_a_process(stand_in: StandIn) -> None:
-    train(stand_in, CHOICE, SLURM_STEP_NUM_TASKS="4", **STEP)
+    train_in_step(stand_in, {**STEP, "SLURM_STEP_NUM_TASKS": "4"})
     assert stand_in.calls()[0] == f"main {CHOICE}"
 
 

@@ -94,6 +94,15 @@ def test_it_is_asked_while_the_gpu_works(tmp_path: Path, monkeypatch: pytest.Mon
     assert state is not None and state.name == "NVIDIA H200" and state.failed_rows is None and calls
 
 
+def test_a_field_that_a_driver_does_not_know_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = "echo 'Field \"persistence_mode\" is not a valid field to query.'; exit 2"
+    answer = SOUND.rpartition(",")[0]
+    script = f'case $1 in *persistence_mode*) {unknown};; --query-gpu=*) echo "{answer}";; *) exit 2;; esac'
+    put_program(tmp_path, monkeypatch, script)
+    state = gpu_state(UUID, lambda: None)
+    assert state is not None and state.is_persistent is None and state.max_link_width == 16
+
+
 @pytest.mark.parametrize("script", ["exit 9", "sleep 600"])
 def test_an_answer_that_does_not_come_is_none(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_program(tmp_path, monkeypatch, f"exec {script}" if "sleep" in script else script)
