@@ -72,6 +72,11 @@ def test_two_gpus_train_as_one_does(strategy: str, tmp_path: Path) -> None:
     data = [f"data_path={tmp_path / 'data'}", "use_dummy_dataset=false", "sep_token=0", "global_batch_size=8"]
     for processes in (1, 2):
         flags = settings(tmp_path / str(processes), f"sharding_strategy={strategy}", *data)
-        torchrun = [sys.executable, ROOT / "scripts" / "torchrun.py", "--standalone", f"--nproc-per-node={processes}"]
+        torchrun: list[str | Path] = [
+            sys.executable,
+            ROOT / "scripts" / "torchrun.py",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+        ]
         run_command([*torchrun, ROOT / "main_training.py", *flags])
     assert losses_of(tmp_path / "2") == pytest.approx(losses_of(tmp_path / "1"), rel=1e-2)
