@@ -91,7 +91,7 @@ def swap(path: Path) -> None:
 
 CHANGED = r"changed since `pretrain prepare` wrote it: its bytes have the checksum \w{8}, not \w{8}"
 RESIZED = r"has [\d,]+ bytes, but `pretrain prepare` wrote [\d,]+"
-BEYOND = r"row \d+: token \d+ of the document is 950, but the vocabulary ends at 899"
+BEYOND = r"row \d+: token \d+ of the document is 950, but the vocabulary is 0 to 899"
 FOREIGN = r"web/bad\.arrow has a column 'tokens' of type list<item: float>, but documents are lists of integers"
 NOT_ARROW = r"is damaged: it does not end as an Arrow file does"
 DAMAGED = r"is truncated or damaged: it does not end as an Arrow file does"
@@ -158,7 +158,7 @@ FAULTS: dict[Callable[[Path], None], dict[str, str]] = {
         "restart": BEYOND,
         "open": BEYOND,
         "read": BEYOND,
-        "verify": r"row \d+, byte [\d,]+: token \d+ of the document is 950, but the vocabulary ends at 899",
+        "verify": r"row \d+, byte [\d,]+: token \d+ of the document is 950, but the vocabulary is 0 to 899",
     },
     swap: {
         "start": UNNOTICED,
