@@ -27,6 +27,8 @@ from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 from pretraining.files import check_regular
 
+_TYPES = {sign * width: np.dtype(f"<{kind}{width}") for width in (1, 2, 4, 8) for sign, kind in ((1, "u"), (-1, "i"))}
+"""Integers by their bytes, negative where the sign is extended."""
 _STRETCH_BYTES_A_SPAN = 4096
 """Unwanted bytes whose reading costs about as much as a read of its own."""
 
@@ -108,6 +110,8 @@ class DocumentReader:
         is_narrow = index.is_signed & (vocab_size > 2.0 ** (8 * index.token_bytes - 1))
         widths = np.where(is_narrow, 4, index.token_bytes)
         self._token_bytes = max(int(widths.max(initial=1)), np.min_scalar_type(largest).itemsize)
+        is_extended = index.is_signed & (index.token_bytes < self._token_bytes)
+        self._types = np.where(is_extended, -index.token_bytes, index.token_bytes)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         """See `Samples.read`; `target` is contiguous, of an integer type that holds every id of the vocabulary."""
@@ -153,24 +157,22 @@ class DocumentReader:
         firsts = np.flatnonzero(begins_run)
         lasts = np.append(firsts[1:], len(rows))
         files = pieces.files[firsts]
-        widths, signed = self._index.token_bytes[files], self._index.is_signed[files]
-        kinds = np.where(signed & (widths < target.itemsize), "i", "u")
         lows = np.minimum.reduceat(pieces.offsets, firsts)
         highs = np.maximum.reduceat(pieces.offsets + pieces.counts * self._index.token_bytes[pieces.files], firsts)
         stretches = highs - lows
         at_once = (lasts - firsts > 1) & (stretches > 0) & (stretches <= (lasts - firsts) * _STRETCH_BYTES_A_SPAN)
         scratch = np.empty(int(stretches[at_once].max(initial=0)), dtype=np.uint8)
-        columns = (column.tolist() for column in (firsts, lasts, files, widths, kinds, lows, highs, at_once))
+        columns = (column.tolist() for column in (firsts, lasts, files, self._types[files], lows, highs, at_once))
         file, opened = -1, None
-        for first, last, number, width, kind, low, high, is_stretch in zip(*columns, strict=True):
+        for first, last, number, kind, low, high, is_stretch in zip(*columns, strict=True):
             if opened is None or number != file:
                 file, opened = number, self._file(number)
             if is_stretch:
                 stretch = scratch[: high - low]
                 opened.read_into(stretch.data, low)
-                _gather(stretch.view(f"{kind}{width}"), low, pieces, slice(first, last), target)
+                _gather(stretch.view(_TYPES[kind]), low, pieces, slice(first, last), target)
             else:
-                _read_singly(opened, np.dtype(f"{kind}{width}"), pieces, slice(first, last), target)
+                _read_singly(opened, _TYPES[kind], pieces, slice(first, last), target)
 
     def _file(self, number: int) -> OpenFile:
         path = self._files.path(number)
