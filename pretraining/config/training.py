@@ -106,7 +106,8 @@ class DataConfig:
     )
     sep_token: NonNegativeInt | None = setting(
         None,
-        "token id that ends every document (not doubled where it is there already); none = nothing between documents",
+        "token id that ends every document (not doubled where it is there already); none = the end_of_text of the "
+        "prepare.json beside the data, without one nothing between documents",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
         (),

@@ -23,13 +23,13 @@ import numpy as np
 
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import DataError
 from pretraining.files import file_checksum, read_json
 from pretraining.launch.terminal import showing_through
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
-from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile
+from pretraining.tools.prepare.token_files import TokenFile
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +20,12 @@ from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import format_class
 from pretraining.errors import ConfigError, DataError, PathError
-from pretraining.files import entries_of, is_file, is_folder
+from pretraining.files import entries_of, is_file, is_folder, read_json
 
+log = logging.getLogger(__name__)
+
+MANIFEST_FILE = "prepare.json"
+"""Says what a folder of token files holds that `pretrain prepare` made; a folder that has it is complete."""
 COUNTS_FILES = "meta/*counts*.csv"
 """What other tools write beside their datasets: how many documents and tokens there are in each file."""
 _NAMES_SHOWN = 12
@@ -83,6 +89,43 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     if config.token_dtype is not None and {files.file_type for files in datasets} <= {"arrow", "npy"}:
         raise ConfigError(f"--token_dtype={config.token_dtype} is for *.bin files, and there are none: leave it out")
     return datasets
+
+
+def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) -> int | None:
+    """Return the end-of-text token that the prepare.json files beside the data name, and log it; None without any.
+
+    Raises:
+        ConfigError: datasets name different tokens.
+        DataError: a prepare.json cannot be read.
+    """
+    folders = [Path(folder) for folder in eval_datasets]
+    if config.data_path is not None:
+        root = Path(config.data_path).expanduser()
+        prepared = (path.parent for path in sorted(root.glob(f"[!.]*/{MANIFEST_FILE}")))
+        folders = [*([root / name.strip("/") for name in config.datasets] or prepared), *folders]
+    found: dict[str, int] = {}
+    for folder in folders:
+        path = folder.expanduser() / MANIFEST_FILE
+        try:
+            token = read_json(path)["tokenizer"]["end_of_text"]
+            if token is not None and (not isinstance(token, int) or token < 0):
+                raise ValueError(f"{token!r} is no token id")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} cannot be read ({type(error).__name__}: {error}), and it says which token ends documents. "
+                "Prepare the dataset again, or give --sep_token"
+            ) from error
+        if token is not None:
+            found[str(folder)] = token
+    if len(set(found.values())) > 1:
+        named = ", ".join(f"{folder}: {token}" for folder, token in found.items())
+        raise ConfigError(f"datasets end their documents with different tokens ({named}): give --sep_token")
+    separator = next(iter(found.values()), None)
+    if separator is not None:
+        log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, _shortened(list(found)))
+    return separator
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:

@@ -25,9 +25,9 @@ from unit.data.token_files import loader, plan, random_documents, write_document
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
 from pretraining.data.loader import Loader
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
-from pretraining.tools.prepare.token_files import MANIFEST_FILE
 from pretraining.tools.verify_data import verify
 
 VOCABULARY = 900
