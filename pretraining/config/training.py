@@ -82,11 +82,11 @@ class DataConfig:
     """Where tokens come from and how they are cut into samples."""
 
     data_path: str | None = setting(
-        None, "root folder; each dataset is a sub-folder with token files", silent_change=True
+        None, "root folder; each dataset is a sub-folder with token files, or such a file", silent_change=True
     )
     datasets: tuple[str, ...] = setting(
         (),
-        "sub-folders of data_path to train on, comma list; empty = every sub-folder with token files",
+        "sub-folders of data_path, or files in it, to train on, comma list; empty = every sub-folder with token files",
         silent_change=True,
     )
     weights: tuple[float, ...] = setting(
@@ -498,7 +498,7 @@ class EvaluationConfig:
 
     eval_datasets: tuple[str, ...] = setting(
         (),
-        "folders with token files to evaluate on, comma list, each a set of its own beside the documents that "
+        "folders with token files, or such files, to evaluate on, comma list, each a set of its own beside the documents that "
         "held_out_fraction keeps of each dataset; read with the settings of the training data, and no part of it",
     )
     eval_interval: Duration = setting(

@@ -18,11 +18,13 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from pretraining.config.training import DataConfig
+from pretraining.data.storage.dataset_files import how_to_prepare
 from pretraining.data.storage.token_format import DocumentLayout, as_tokens, read_bytes
 from pretraining.errors import DataError
 
@@ -227,7 +229,9 @@ def _read_footer(path: str, content: np.ndarray) -> _Footer:
     tail = content[-10:].tobytes()
     if tail[4:] != MAGIC:
         if content[:4].tobytes() == b"\xff\xff\xff\xff":
-            raise DataError(f"{path} is an Arrow stream, which has no table of its rows: write it as an Arrow IPC file")
+            raise DataError(
+                f"{path} is an Arrow stream, which has no table of its rows. {how_to_prepare(Path(path).parent)}"
+            )
         raise DataError(f"{path} is truncated or damaged: it does not end as an Arrow file does")
     (length,) = struct.unpack_from("<i", tail)
     if not 0 < length <= len(content) - 10 - len(MAGIC):

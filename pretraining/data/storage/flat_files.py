@@ -13,7 +13,6 @@ import numpy as np
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import DocumentLayout, as_tokens, read_bytes
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import check_regular
 
 BIN_MAGIC = 20240520
 """First number of llm.c's header, which is 256 numbers of 32 bits: magic, version, tokens."""
@@ -35,8 +34,12 @@ class NpyFormat:
 
     def documents(self, path: str) -> DocumentLayout:
         """Finds the documents of a file; see `TokenFormat`."""
+        if read_bytes(path)[:6].tobytes() != np.lib.format.MAGIC_PREFIX:
+            raise DataError(
+                f"{path} is truncated or damaged: it has no NumPy header. If it holds tokens alone, name it *.bin, as "
+                f"in `mv {path} {path.removesuffix(self.suffix)}.bin`, and give --token_dtype=uint16 or uint32"
+            )
         try:
-            check_regular(path)
             array = np.lib.format.open_memmap(path, mode="r")
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from error
