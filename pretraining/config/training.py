@@ -498,8 +498,8 @@ class EvaluationConfig:
 
     eval_datasets: tuple[str, ...] = setting(
         (),
-        "folders with token files, or such files, to evaluate on, comma list, each a set of its own beside the documents that "
-        "held_out_fraction keeps of each dataset; read with the settings of the training data, and no part of it",
+        "folders with token files, or such files, to evaluate on, comma list, each a set beside the documents "
+        "that held_out_fraction keeps of each dataset; read with the settings of the training data, and no part of it",
     )
     eval_interval: Duration = setting(
         Duration(1000, "steps"),
