@@ -46,8 +46,9 @@ from pretraining.config.training import CheckpointConfig, ModelConfig, RunConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
 from pretraining.data.storage.dataset_files import prepared_separator
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import exists, is_file, is_folder, real_path, run_not_writable, write_atomic
+from pretraining.files import exists, from_hub, is_file, is_folder, real_path, run_not_writable, write_atomic
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
+from pretraining.model.hf import MODEL_FILES
 
 if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a second to import; what loads it does
     import torch
@@ -269,7 +270,7 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     flag, path = _load_path(config)
     if path is None:
         return flag, []
-    source = Path(path)
+    source = from_hub(path, MODEL_FILES, CheckpointError) if flag == LOAD_PATH else Path(path)
     if is_checkpoint(source) or is_hugging_face_folder(source):
         return flag, [source]
     found = committed_checkpoints(run_of(source))
@@ -359,7 +360,8 @@ def named_checkpoint(path: str) -> CheckpointRef:
     source = Path(path)
     if is_hugging_face_folder(source) and not is_file(source / MANIFEST):
         raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
-    found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path))
+    local = str(source.absolute())  # and no name on the Hub
+    found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=local))
     assert found is not None  # a load path without a checkpoint is an error
     return found
 

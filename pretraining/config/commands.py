@@ -69,8 +69,8 @@ class PrepareConfig:
     )
     tokenizer_path: str | None = setting(
         None,
-        "folder or tokenizer.json to encode with; none = the tokenizer in output_path, or where there is none a "
-        "byte-level BPE trained on the text",
+        "folder, tokenizer.json or name on the Hugging Face Hub to encode with; none = the tokenizer in output_path, "
+        "or where there is none a byte-level BPE trained on the text",
     )
     vocab_size: PositiveInt | None = setting(
         None,

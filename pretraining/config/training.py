@@ -139,7 +139,9 @@ class DataConfig:
     )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     tokenizer_path: str | None = setting(
-        None, "folder or tokenizer.json, to print generated samples as text", silent_change=True
+        None,
+        "folder, tokenizer.json or name on the Hugging Face Hub, to print generated samples as text",
+        silent_change=True,
     )
     held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
         0.0, "fraction of the documents kept for evaluation and never trained on"
@@ -435,8 +437,8 @@ class CheckpointConfig:
     )
     ckpt_load_path: str | None = setting(
         None,
-        "run folder, checkpoint, or folder of a Hugging Face Llama to start from when ckpt_save_path holds no "
-        "checkpoint yet",
+        "run folder, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from when ckpt_save_path "
+        "holds no checkpoint yet",
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MODEL_FILES = ("*.json", "*.safetensors")
+"""What is fetched of a model on the Hub."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

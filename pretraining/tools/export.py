@@ -29,9 +29,9 @@ from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
-from pretraining.files import atomic_folder, is_file, is_folder, write_flushed, write_json
+from pretraining.files import atomic_folder, from_hub, is_file, is_folder, write_flushed, write_json
 from pretraining.model.hf import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -169,7 +169,7 @@ def _find_tokenizer(
             f"--tokenizer_path={named} has {tokenizer.vocab_size} entries, more than the model's {shape.vocab_size}: "
             "give the tokenizer that made the data"
         )
-    return tokenizer, Path(named).expanduser(), str(named)
+    return tokenizer, from_hub(named, TOKENIZER_FILES, DataError), str(named)
 
 
 def _write_tokenizer(tokenizer: Tokenizer, path: Path, folder: Path) -> None:

@@ -23,8 +23,8 @@ from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfi
 from pretraining.config.variants import model_settings, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
-from pretraining.files import atomic_folder, is_file, write_json
-from pretraining.model.hf import parameter_shapes
+from pretraining.files import atomic_folder, from_hub, is_file, write_json
+from pretraining.model.hf import MODEL_FILES, parameter_shapes
 from pretraining.tools.export import plan_files
 
 FILE_BYTES = 2**30
@@ -42,7 +42,7 @@ def import_weights(config: ImportConfig) -> None:
         raise CheckpointError(
             f"--ckpt_save_path={run} holds checkpoints already: training would go on from those. Give another folder"
         )
-    source = open_folder(Path(config.input_path))
+    source = open_folder(from_hub(config.input_path, MODEL_FILES, CheckpointError))
     folder = checkpoint_path(run, 0)
     kinds = {name: (torch.float32, tuple(size)) for name, size in parameter_shapes(source.shape).items()}
     planned = plan_files(kinds, FILE_BYTES)
