@@ -164,6 +164,9 @@ setup_install() {
     setup_step "installing pretraining and what ${extra:-training} needs" \
         "$python" -m pip install --editable "$root${extra:+[$extra]}" ||
         setup_die "could not install pretraining's requirements (above). $hint"
+    # The extra `fast` of setup.py: never built from source.
+    setup_step "installing fastokens, a faster BPE" "$python" -m pip install --only-binary=:all: "fastokens>=0.3.5,<0.4" ||
+        setup_say "fastokens has no wheel here: 'pretrain prepare' encodes with the tokenizers library, which is slower"
     [[ -z $constraint ]] || rm -f "$constraint"
 }
 

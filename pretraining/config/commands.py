@@ -87,7 +87,8 @@ class PrepareConfig:
     encoder: Literal["auto", "fastokens", "tokenizers"] = setting(
         "auto",
         "library that encodes: fastokens, many times as fast, checked against the other on a sample of the text; or "
-        "tokenizers, the reference. auto = fastokens where it takes the tokenizer. The output does not depend on it",
+        "tokenizers, the reference. auto = fastokens where it is installed and takes the tokenizer. The output does "
+        "not depend on it",
     )
 
     @property
