@@ -32,10 +32,10 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.7",
         "tokenizers>=0.20",
-        "fastokens>=0.3.5,<0.4",
-        "safetensors>=0.4.5",
     ],
     extras_require={
+        # A faster BPE for `pretrain prepare`. scripts/setup.sh installs it if there is a wheel for the machine.
+        "fast": ["fastokens>=0.3.5,<0.4"],
         # Reading Hugging Face datasets in `pretrain prepare`.
         "hf": ["datasets>=4.0"],
         # Pictures of schedules, sweeps, plans and losses; the plots of `pretrain report`.
@@ -59,6 +59,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.12",
+            "safetensors>=0.4.5",
             "torchao>=0.18,<0.19",
             "transformers>=5.0",
             "types-PyYAML",

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +56,7 @@ from pretraining.launch.terminal import (
     outlive_readers,
     output_failure,
     output_was_lost,
+    showing_through,
 )
 
 log = logging.getLogger(__name__)
@@ -107,18 +109,20 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         named = None  # a new run, with the settings and the data that `train` would begin it with
     if named is None:
         config = parse_config(InspectConfig, overrides, flags)
-    from pretraining.checkpoint.start_point import adopt_model, find_checkpoint, newest_run_path
+    from pretraining.checkpoint.start_point import adopt_model, adopt_separator, find_checkpoint, newest_run_path
 
     path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
     where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
     # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
     restorable = find_checkpoint(replace(where, ckpt_save_path=path))
-    if named is None:
-        config = adopt_model(config)
-    else:
-        assert restorable is not None  # a load path without a checkpoint is an error
-        settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
-        config = parse_config(InspectConfig, overrides, flags, beneath=settings)
+    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
+        if named is None:
+            config = adopt_model(config)
+        else:
+            assert restorable is not None  # a load path without a checkpoint is an error
+            settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
+            config = parse_config(InspectConfig, overrides, flags, beneath=settings)
+        config = adopt_separator(config, restorable)
     from pretraining.tools.inspect import inspect
 
     # Where the weights alone are taken, the data begins with them.

@@ -21,12 +21,12 @@ import shutil
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretraining.errors import CheckpointError, DataError, PathError
+from pretraining.errors import CheckpointError, DataError, PathError, PretrainError
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ permission and a missing file are not among them: the next try would meet them a
 _NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 """Of a path that leads nowhere: a link in a circle, and a name that no file can have, too."""
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 LARGEST_JSON_BYTES = 2**25
 """Twice what `prepare` writes about 100,000 files. With the next two it bounds parsing to about a second."""
 MOST_IN_JSON = 2**20
@@ -167,6 +168,29 @@ def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
     if len(content) > largest_bytes:
         raise ValueError(f"it has more than {largest_bytes:,} bytes")
     return content
+
+
+def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError]) -> Path:
+    """Return the path that a user named if it is local, else the fetched model of this name on the Hugging Face Hub.
+
+    Args:
+        files: patterns of the files to fetch.
+        problem: raised if the name could be a model's and the Hub does not give it.
+    """
+    path = Path(name).expanduser()
+    is_local = exists(path) or (path.parent != Path() and exists(path.parent)) or path.suffix == ".json"
+    if is_local or not _HUB_NAME.fullmatch(str(name)):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(name), allow_patterns=list(files)))
+    except Exception as error:  # of the library, of its HTTP client, or that it is not installed
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise problem(
+            f"there is no {path.absolute()}, and the Hugging Face Hub does not give {name} ({reason}). If the Hub has "
+            f"it: `hf download {name} --local-dir={name}` where the Hub can be reached, then the same command again"
+        ) from error
 
 
 def read_json(path: Path) -> Any:

@@ -161,6 +161,9 @@ setup_install() {
     setup_stage "installing pretraining and what ${extra:-training} needs" \
         "${pip[@]}" --editable "$root${extra:+[$extra]}" ||
         setup_die "could not install pretraining's requirements (above). $hint"
+    # The extra `fast` of setup.py: never built from source.
+    setup_stage "installing fastokens, a faster BPE" "${pip[@]}" --only-binary=:all: "fastokens>=0.3.5,<0.4" ||
+        setup_say "fastokens has no wheel here: 'pretrain prepare' encodes with the tokenizers library, which is slower"
     [[ -z $constraint ]] || rm -f "$constraint"
 }
 

@@ -1,4 +1,4 @@
-"""Write an export as one GGUF file, for llama.cpp and what is built on it (needs `pip install gguf`).
+"""Write an export as one GGUF file, for llama.cpp and what is built on it (needs `pip install gguf safetensors`).
 
     pretrain export runs/mine --output_path=exported --dtype=float32
     python scripts/to_gguf.py exported mine.gguf

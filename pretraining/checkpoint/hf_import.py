@@ -10,24 +10,30 @@ would have to be unpickled are refused.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.reader import TensorFiles
 from pretraining.checkpoint.writer import Chunk
+from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, read_json
+from pretraining.files import exists, read_file, read_json
 from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, parameter_shapes, shape_of_document
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMES_SHOWN = 5
+_IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
+"""Where Hugging Face's cache keeps a model of the Hub."""
+_WORD = re.compile(r"[\w.-]+")
 _ROWS_COMPARED = 4096
 
 
@@ -51,6 +57,39 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     weights = TensorFiles(path, dict.fromkeys(weight_files(path)))
     _check_tensors(path, shape, weights)
     return HuggingFaceFolder(path, shape, weights)
+
+
+def origin_of(path: Path, name: str) -> dict[str, Any]:
+    """Return what exports of a model keep of the folder it came from; None = not known.
+
+    Args:
+        name: as the user named the model.
+
+    Returns:
+        bos_token_id and eos_token_id of config.json, license of the README.md, and base_model, its name on the Hub.
+    """
+    config = _read_json(path, CONFIG_FILE)
+    tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
+    tokens = {key: ids if _are_token_ids(ids) else None for key, ids in tokens.items()}
+    cached = _IN_CACHE.search(str(path))
+    base = f"{cached[1]}/{cached[2]}" if cached else None if exists(Path(name).expanduser()) else name
+    return {**tokens, "license": _license_of(path / "README.md"), "base_model": base}
+
+
+def _are_token_ids(ids: Any) -> bool:
+    """Return whether an entry is a token id, or a list of some, as ends of a text may be."""
+    several = ids if isinstance(ids, list) else [ids]
+    return len(several) > 0 and all(type(each) is int and each >= 0 for each in several)
+
+
+def _license_of(card: Path) -> str | None:
+    """Return the license in the header of a model card."""
+    try:
+        _, header, _ = read_file(card).decode().split("---\n", 2)
+        found = read_yaml(header).get("license")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None  # a text for people, or none
+    return found if isinstance(found, str) and _WORD.fullmatch(found) else None
 
 
 def manifest_of_folder(path: Path) -> Manifest:

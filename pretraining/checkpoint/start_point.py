@@ -44,9 +44,11 @@ from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, ModelConfig, RunConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
+from pretraining.data.storage.dataset_files import prepared_separator
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import exists, is_file, is_folder, real_path, run_not_writable, write_atomic
+from pretraining.files import exists, from_hub, is_file, is_folder, real_path, run_not_writable, write_atomic
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
+from pretraining.model.hf import MODEL_FILES
 
 if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a second to import; what loads it does
     import torch
@@ -129,11 +131,13 @@ def folders_of(pattern: str) -> list[Path]:
 
 
 def _has_settings(folder: Path, config: TrainConfig) -> bool:
-    """Whether the run in a folder was started with these settings, apart from its path and when to stop."""
+    """Return whether a folder's run was started with these settings, apart from its path and when to stop."""
     try:
         there = load_config(folder / CONFIG_FILE)
     except ConfigError:
         return False  # none were written, or by a version with other settings
+    if config.data.sep_token is None:  # the run adopted its own
+        there = replace(there, data=replace(there.data, sep_token=None))
     return _comparable(there) == _comparable(config)
 
 
@@ -266,7 +270,7 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     flag, path = _load_path(config)
     if path is None:
         return flag, []
-    source = Path(path)
+    source = from_hub(path, MODEL_FILES, CheckpointError) if flag == LOAD_PATH else Path(path)
     if is_checkpoint(source) or is_hugging_face_folder(source):
         return flag, [source]
     found = committed_checkpoints(run_of(source))
@@ -356,7 +360,8 @@ def named_checkpoint(path: str) -> CheckpointRef:
     source = Path(path)
     if is_hugging_face_folder(source) and not is_file(source / MANIFEST):
         raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
-    found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path))
+    local = str(source.absolute())  # and no name on the Hub
+    found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=local))
     assert found is not None  # a load path without a checkpoint is an error
     return found
 
@@ -389,6 +394,27 @@ def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
         if getattr(config.model, field.name) not in (None, ())
     }
     adopted = replace(config, model=replace(model, **given))
+    check_config(adopted)
+    return adopted
+
+
+def adopt_separator(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
+    """Give settings without a sep_token that of the run they resume or, in a new run, of the prepared data.
+
+    A collective call, or one of a process alone.
+
+    Raises:
+        ConfigError: datasets name different tokens.
+        DataError: a prepare.json cannot be read.
+    """
+    data = config.data
+    if data.sep_token is not None or data.use_dummy_dataset:
+        return config
+    if start is not None and not start.weights_only:
+        token = start.manifest.data.get("sep_token")
+    else:
+        token = _on_rank_zero(lambda: prepared_separator(data, config.evaluation.eval_datasets))
+    adopted = replace(config, data=replace(data, sep_token=token))
     check_config(adopted)
     return adopted
 

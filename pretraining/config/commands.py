@@ -69,8 +69,8 @@ class PrepareConfig:
     )
     tokenizer_path: str | None = setting(
         None,
-        "folder or tokenizer.json to encode with; none = the tokenizer in output_path, or where there is none a "
-        "byte-level BPE trained on the text",
+        "folder, tokenizer.json or name on the Hugging Face Hub to encode with; none = the tokenizer in output_path, "
+        "or where there is none a byte-level BPE trained on the text",
     )
     vocab_size: PositiveInt | None = setting(
         None,
@@ -87,7 +87,8 @@ class PrepareConfig:
     encoder: Literal["auto", "fastokens", "tokenizers"] = setting(
         "auto",
         "library that encodes: fastokens, many times as fast, checked against the other on a sample of the text; or "
-        "tokenizers, the reference. auto = fastokens where it takes the tokenizer. The output does not depend on it",
+        "tokenizers, the reference. auto = fastokens where it is installed and takes the tokenizer. The output does "
+        "not depend on it",
     )
 
     @property

@@ -82,11 +82,11 @@ class DataConfig:
     """Where tokens come from and how they are cut into samples."""
 
     data_path: str | None = setting(
-        None, "root folder; each dataset is a sub-folder with token files", silent_change=True
+        None, "root folder; each dataset is a sub-folder with token files, or such a file", silent_change=True
     )
     datasets: tuple[str, ...] = setting(
         (),
-        "sub-folders of data_path to train on, comma list; empty = every sub-folder with token files",
+        "sub-folders of data_path, or files in it, to train on, comma list; empty = every sub-folder with token files",
         silent_change=True,
     )
     weights: tuple[float, ...] = setting(
@@ -106,7 +106,8 @@ class DataConfig:
     )
     sep_token: NonNegativeInt | None = setting(
         None,
-        "token id that ends every document (not doubled where it is there already); none = nothing between documents",
+        "token id that ends every document (not doubled where it is there already); none = the end_of_text of the "
+        "prepare.json beside the data, without one nothing between documents",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
         (),
@@ -138,7 +139,9 @@ class DataConfig:
     )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     tokenizer_path: str | None = setting(
-        None, "folder or tokenizer.json, to print generated samples as text", silent_change=True
+        None,
+        "folder, tokenizer.json or name on the Hugging Face Hub, to print generated samples as text",
+        silent_change=True,
     )
     held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
         0.0, "fraction of the documents kept for evaluation and never trained on"
@@ -434,8 +437,8 @@ class CheckpointConfig:
     )
     ckpt_load_path: str | None = setting(
         None,
-        "run folder, checkpoint, or folder of a Hugging Face Llama to start from when ckpt_save_path holds no "
-        "checkpoint yet",
+        "run folder, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from when ckpt_save_path "
+        "holds no checkpoint yet",
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",
@@ -497,8 +500,8 @@ class EvaluationConfig:
 
     eval_datasets: tuple[str, ...] = setting(
         (),
-        "folders with token files to evaluate on, comma list, each a set of its own beside the documents that "
-        "held_out_fraction keeps of each dataset; read with the settings of the training data, and no part of it",
+        "folders with token files, or such files, to evaluate on, comma list, each a set beside the documents "
+        "that held_out_fraction keeps of each dataset; read with the settings of the training data, and no part of it",
     )
     eval_interval: Duration = setting(
         Duration(1000, "steps"),

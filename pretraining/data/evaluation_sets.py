@@ -1,4 +1,4 @@
-"""The folders that a run is evaluated on besides its held-out documents: each with token files, and a set of its own.
+"""The folders or files that a run is evaluated on besides its held-out documents: each is a set of its own.
 
     --eval_datasets=<folders>  --`find_evaluation_folders`-->  a name and token files for each
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import DatasetFiles, how_to_make_folder, list_datasets
+from pretraining.data.storage.dataset_files import DatasetFiles, did_you_mean_dataset, list_datasets
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import is_folder
+from pretraining.files import is_file, is_folder
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,21 @@ def find_evaluation_folders(
 
 
 def _check_folder(folder: str, path: Path, config: DataConfig) -> None:
-    if is_folder(path):
+    if is_folder(path) or is_file(path):
         return
     meant = Path(config.data_path or "", folder)
-    hint = f"; did you mean {meant}?" if meant != path and is_folder(meant) else how_to_make_folder(path)
+    hint = did_you_mean_dataset(path.parent, path.name) if is_folder(path.parent) else ""
+    if meant != path and is_folder(meant):
+        hint = f"; did you mean {meant}?"
     raise DataError(f"--eval_datasets: {path} is not a folder{hint}")
 
 
 def _check_apart(path: Path, resolved: Path, training: Collection[DatasetFiles]) -> None:
     for files in training:
-        folder = Path(os.path.realpath(files.folder))
+        folder = Path(os.path.realpath(files.path(0) if files.is_file else files.folder))
         if resolved == folder or resolved in folder.parents or folder in resolved.parents:
             raise DataError(
-                f"evaluation set {path} overlaps the training data: dataset '{files.name}' is {files.folder}. Evaluate "
+                f"evaluation set {path} overlaps the training data: dataset '{files.name}' is {folder}. Evaluate "
                 "on a folder of its own, leave the dataset out of --datasets, or hold a share of it out "
                 "(--held_out_fraction)"
             )

@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import is_file, is_folder, read_file, read_json, write_atomic
+from pretraining.files import from_hub, is_file, is_folder, read_file, read_json, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -32,6 +32,8 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 
 # What the end of a document is called where a lone tokenizer.json comes without the files that say so.
+TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json")
+"""What is fetched of a tokenizer on the Hub."""
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
@@ -113,7 +115,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer from a tokenizer.json or the folder that holds it.
+    """Read a tokenizer from a tokenizer.json, the folder that holds it, or the Hugging Face Hub by name.
 
     The end-of-text token is the `eos_token` of the tokenizer_config.json or special_tokens_map.json beside it, else a
     special token with a usual name.
@@ -121,7 +123,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         DataError: there is no tokenizer, it cannot be read, or its end-of-text token is not in its vocabulary.
     """
-    file = Path(path).expanduser()
+    file = from_hub(path, TOKENIZER_FILES, DataError)
     try:
         _refuse_sentencepiece(file)
         file = file / TOKENIZER_FILE if is_folder(file) else file

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MODEL_FILES = ("*.json", "*.safetensors")
+"""What is fetched of a model on the Hub."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -57,7 +59,7 @@ def config_document(
     dtype: str,
     context: int,
     bos_token: int | None,
-    eos_token: int | None,
+    eos_token: int | list[int] | None,
     pad_token: int | None = None,
 ) -> dict[str, Any]:
     """Returns the config.json of a Llama.
@@ -95,7 +97,9 @@ def config_document(
     }
 
 
-def generation_document(bos_token: int | None, eos_token: int | None, pad_token: int | None = None) -> dict[str, Any]:
+def generation_document(
+    bos_token: int | None, eos_token: int | list[int] | None, pad_token: int | None = None
+) -> dict[str, Any]:
     """Returns the generation_config.json: which token begins a text, which one ends it, and which one fills up rows."""
     return {"bos_token_id": bos_token, "eos_token_id": eos_token, "pad_token_id": pad_token}
 

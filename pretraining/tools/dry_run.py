@@ -21,6 +21,7 @@ from itertools import islice
 from pretraining.checkpoint.start_point import (
     CheckpointRef,
     adopt_model,
+    adopt_separator,
     existing_run_path,
     find_checkpoint,
     without_own_load_path,
@@ -30,6 +31,7 @@ from pretraining.config.command_line import ResolvedConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
@@ -69,6 +71,7 @@ def dry_run(
         run_path = on_rank_zero(lambda: existing_run_path(config)) or config.checkpoint.ckpt_save_path
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
         found = find_checkpoint(config.checkpoint)
+        config = adopt_separator(config, found)
         if processes.is_main:
             _print(describe_settings(config, resolved, found))
         on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
@@ -123,6 +126,8 @@ def _derived(name: str, config: TrainConfig, found: CheckpointRef | None) -> str
         return "the newest folder of this pattern with these settings whose run is not finished"
     if name == "ckpt_load_path":
         return "left out: it is in the run's own folder, which holds no checkpoint yet"
+    if name == "sep_token" and (found is None or found.weights_only):
+        return f"the end_of_text of {MANIFEST_FILE} beside the data"
     if found is not None:
         return f"taken from {found.path}"
     if name == "vocab_size":

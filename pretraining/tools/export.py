@@ -29,9 +29,9 @@ from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
-from pretraining.files import atomic_folder, is_file, is_folder, write_flushed, write_json
+from pretraining.files import atomic_folder, from_hub, is_file, is_folder, read_json, write_flushed, write_json
 from pretraining.model.hf import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -46,6 +46,8 @@ from pretraining.tools.model_card import MODEL_CARD, model_card
 log = logging.getLogger(__name__)
 
 # Beside tokenizer.json and tokenizer_config.json, what a tokenizer's folder may hold and AutoTokenizer reads.
+ORIGIN_FILE = "imported.json"
+"""In the folder of a run that `pretrain import` has made: what exports keep of the imported model."""
 _MORE_TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "vocab.json", "merges.txt"),
@@ -78,10 +80,13 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     kinds = {name: (dtype, tuple(size)) for name, size in parameter_shapes(shape).items()}
     files = plan_files(kinds, max_bytes)
-    context = max(settings.data.seq_length, shape.max_position_embeddings)
-    bos = settings.data.bos_token
-    eos = settings.data.sep_token if settings.data.sep_token is not None or tokenizer is None else tokenizer.end_of_text
-    pad = None if tokenizer is None else tokenizer.pad_token if tokenizer.pad_token is not None else eos
+    is_trained, origin = bool(checkpoint.manifest.data), _read_origin(checkpoint)
+    context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
+    end_of_text = None if tokenizer is None else tokenizer.end_of_text
+    bos = _first_known(settings.data.bos_token, origin.get("bos_token_id"))
+    eos = _first_known(settings.data.sep_token, origin.get("eos_token_id"), end_of_text)
+    end = eos[0] if isinstance(eos, list) else eos
+    pad = None if tokenizer is None else _first_known(tokenizer.pad_token, end)
     output = Path(config.output_path)
     total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
@@ -93,19 +98,36 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
         write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, eos, pad))
         if tokenizer is not None and tokenizer_path is not None:
             _write_tokenizer(tokenizer.with_settings(context, pad), tokenizer_path, folder)
-        card = model_card(output.name, checkpoint.manifest, settings, config.dtype, has_tokenizer=tokenizer is not None)
+        card = model_card(
+            output.name, checkpoint.manifest, settings, config.dtype, origin, has_tokenizer=tokenizer is not None
+        )
         write_flushed(folder / MODEL_CARD, card)
     print(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
     print(f"  weights    {len(files)} safetensors file{'s' if len(files) > 1 else ''}")
     print(f"  tokenizer  {told}")
     print(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
     begin = None if tokenizer is None else tokenizer.begin_of_text
-    if begin is not None and bos is None and checkpoint.manifest.data:
+    if begin is not None and settings.data.bos_token is None and is_trained:
         log.warning(
             "the tokenizer puts token %d before every text, and the run had no bos_token: unless it stood in the token "
             "files, the model has never seen it. Give tokenizers of transformers add_special_tokens=False",
             begin,
         )
+
+
+def _first_known(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _read_origin(checkpoint: CheckpointRef) -> dict[str, Any]:
+    """Return what `pretrain import` has noted of the model that the checkpoint's run began with, if it has."""
+    path = checkpoint.path.parent.parent / ORIGIN_FILE
+    try:
+        return dict(read_json(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Remove it to export without it") from error
 
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
@@ -169,7 +191,7 @@ def _find_tokenizer(
             f"--tokenizer_path={named} has {tokenizer.vocab_size} entries, more than the model's {shape.vocab_size}: "
             "give the tokenizer that made the data"
         )
-    return tokenizer, Path(named).expanduser(), str(named)
+    return tokenizer, from_hub(named, TOKENIZER_FILES, DataError), str(named)
 
 
 def _write_tokenizer(tokenizer: Tokenizer, path: Path, folder: Path) -> None:

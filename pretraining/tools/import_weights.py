@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.hf_import import HuggingFaceFolder, open_folder
+from pretraining.checkpoint.hf_import import HuggingFaceFolder, open_folder, origin_of
 from pretraining.checkpoint.manifest import MANIFEST, Manifest, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import size_of, write_tensors
 from pretraining.config.commands import ImportConfig
@@ -23,9 +23,9 @@ from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfi
 from pretraining.config.variants import model_settings, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
-from pretraining.files import atomic_folder, is_file, write_json
-from pretraining.model.hf import parameter_shapes
-from pretraining.tools.export import plan_files
+from pretraining.files import atomic_folder, from_hub, is_file, write_json
+from pretraining.model.hf import MODEL_FILES, parameter_shapes
+from pretraining.tools.export import ORIGIN_FILE, plan_files
 
 FILE_BYTES = 2**30
 
@@ -42,10 +42,11 @@ def import_weights(config: ImportConfig) -> None:
         raise CheckpointError(
             f"--ckpt_save_path={run} holds checkpoints already: training would go on from those. Give another folder"
         )
-    source = open_folder(Path(config.input_path))
+    source = open_folder(from_hub(config.input_path, MODEL_FILES, CheckpointError))
     folder = checkpoint_path(run, 0)
     kinds = {name: (torch.float32, tuple(size)) for name, size in parameter_shapes(source.shape).items()}
     planned = plan_files(kinds, FILE_BYTES)
+    origin = origin_of(source.path, config.input_path)
     with atomic_folder(folder, "--ckpt_save_path", sum(size_of(*kind) for kind in kinds.values())) as temporary:
         files = {
             name: write_tensors(temporary / name, content, (source.weights.read(each).float() for each in content))
@@ -53,6 +54,7 @@ def import_weights(config: ImportConfig) -> None:
         }
         manifest = Manifest(model=asdict(source.shape), files=files, config=_settings(source, run))
         write_json(temporary / MANIFEST, manifest.document())
+        write_json(run / ORIGIN_FILE, origin)
     print(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
     print(f"  train      pretrain train {shlex.quote(f'--ckpt_save_path={run}')} --data_path=…")
 

@@ -1,12 +1,13 @@
 """The README.md of an exported model: what it is, what it was trained on and how well, how to load it.
 
 Plain Markdown behind the header that the Hugging Face hub reads. Nothing that only holds on the machine that trained
-it, such as a path, is in it; neither is a license, which is the user's to choose.
+it, such as a path, is in it. The license is that of an imported model; of any other it is the user's to choose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pretraining.checkpoint.manifest import Manifest, shape_of
@@ -16,19 +17,30 @@ from pretraining.config.variants import parameter_count
 MODEL_CARD = "README.md"
 
 
-def model_card(name: str, manifest: Manifest, settings: TrainConfig, dtype: str, *, has_tokenizer: bool) -> str:
-    """Returns the README.md of a checkpoint's weights.
+def model_card(
+    name: str,
+    manifest: Manifest,
+    settings: TrainConfig,
+    dtype: str,
+    origin: Mapping[str, Any],
+    *,
+    has_tokenizer: bool,
+) -> str:
+    """Return the README.md of a checkpoint's weights.
 
     Args:
         name: of the model.
         settings: of the run, as the manifest keeps them.
         dtype: of the exported weights.
+        origin: of the imported model that the run began with: license and base_model, where known.
         has_tokenizer: whether a tokenizer lies beside them.
     """
     classes = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
     return "\n".join(
         [
-            *("---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- llama", "---", ""),
+            *("---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- llama"),
+            *(f"{key}: {json.dumps(origin[key])}" for key in ("license", "base_model") if origin.get(key)),
+            *("---", ""),
             f"# {_plain(name)}",
             "",
             f"A Llama with {parameter_count(shape_of(manifest)):,} parameters in {dtype}.",

@@ -23,13 +23,13 @@ import numpy as np
 
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import DataError
 from pretraining.files import file_checksum, read_json
 from pretraining.launch.terminal import showing_through
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
-from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile
+from pretraining.tools.prepare.token_files import TokenFile
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def check_file(
 
     Args:
         size: in bytes when it was listed.
-        vocab_size: every token is below it; None = not checked.
+        vocab_size: every token is below it; None = only negative tokens are faults.
         written: what `prepare` wrote, where it did.
     """
     report = FileReport()
@@ -130,8 +130,7 @@ def check_file(
         report.faults.append(str(error))
         return report
     report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
-    if vocab_size is not None:
-        report.faults += _beyond_vocabulary(path, layout, vocab_size)
+    report.faults += _wrong_tokens(path, layout, vocab_size)
     return report
 
 
@@ -151,11 +150,15 @@ def _check_files(
         yield from pool.map(check, range(len(files.paths)))
 
 
-def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> list[str]:
-    """Names each row with tokens beyond the vocabulary."""
-    if vocab_size >= 1 << 8 * layout.width:
-        return []
+def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> list[str]:
+    """Name each row with tokens that are negative, or beyond a vocabulary that is known."""
     tokens = layout.tokens
+    # As unsigned integers negative tokens are beyond all others.
+    largest = np.iinfo(tokens.dtype).max
+    end = largest + 1 if vocab_size is None else min(vocab_size, largest + 1)
+    if end > np.iinfo(unsigned := np.dtype(f"<u{layout.width}")).max:
+        return []
+    tokens = tokens.view(unsigned)
     rows = np.flatnonzero(layout.lengths)
     rows = rows[np.argsort(layout.offsets[rows], kind="stable")]
     begins = layout.offsets[rows] // layout.width
@@ -163,7 +166,7 @@ def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> li
     # Of each row, how many of its tokens are wrong, and where the first is.
     counts, firsts = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
     for at in range(int(begins[0]), int(ends[-1]), _TOKENS_AT_ONCE) if len(rows) else ():
-        places = at + np.flatnonzero(tokens[at : min(at + _TOKENS_AT_ONCE, int(ends[-1]))] >= vocab_size)
+        places = at + np.flatnonzero(tokens[at : min(at + _TOKENS_AT_ONCE, int(ends[-1]))] >= end)
         owners = np.searchsorted(begins, places, side="right") - 1
         inside = places < ends[owners]  # between record batches is no document
         found, first, count = np.unique(owners[inside], return_index=True, return_counts=True)
@@ -175,19 +178,17 @@ def _beyond_vocabulary(path: str, layout: DocumentLayout, vocab_size: int) -> li
         _wrong_token(path, layout, rows[one], firsts[one], counts[one], vocab_size) for one in wrong[:FAULTS_SHOWN]
     ]
     if len(wrong) > FAULTS_SHOWN:
-        faults.append(f"{path}: {len(wrong) - FAULTS_SHOWN:,} more rows have tokens beyond the vocabulary")
+        faults.append(f"{path}: {len(wrong) - FAULTS_SHOWN:,} more rows have wrong tokens")
     return faults
 
 
-def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, count: int, vocab_size: int) -> str:
-    bits, token = 8 * layout.width, int(layout.tokens[at])
-    if bits >= 32 and token >> bits - 1:  # no vocabulary reaches there: a negative number was meant
-        token -= 1 << bits
+def _wrong_token(path: str, layout: DocumentLayout, row: int, at: int, count: int, vocab_size: int | None) -> str:
+    vocabulary = "no token is negative" if vocab_size is None else f"the vocabulary is 0 to {vocab_size - 1}"
     more = f" ({count:,} such tokens in the row)" if count > 1 else ""
     position = at - int(layout.offsets[row]) // layout.width
     return (
-        f"{path}, row {row}, byte {at * layout.width:,}: token {position} of the document is {token}, but the "
-        f"vocabulary ends at {vocab_size - 1}{more}"
+        f"{path}, row {row}, byte {at * layout.width:,}: token {position} of the document is "
+        f"{layout.tokens[at]}, but {vocabulary}{more}"
     )
 
 
@@ -218,6 +219,8 @@ def _emptied_folders(config: VerifyConfig, listed: list[str]) -> list[Path]:
 
 def _missing_files(files: DatasetFiles, record: _Record) -> list[str]:
     """Names files that were written and are gone."""
+    if files.is_file:  # one of several that prepare.json names
+        return []
     gone = sorted(record.files.keys() - set(files.paths))
     return [f"{files.folder}/{name} is gone, but {MANIFEST_FILE} names it" for name in gone]
 

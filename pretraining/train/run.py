@@ -16,7 +16,13 @@ from typing import Any, Literal
 import torch
 
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.start_point import adopt_model, settle_run_path, without_own_load_path
+from pretraining.checkpoint.start_point import (
+    adopt_model,
+    adopt_separator,
+    find_checkpoint,
+    settle_run_path,
+    without_own_load_path,
+)
 from pretraining.config.rules import remarks
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -118,6 +124,7 @@ def train(
         on_every_rank(end_at_signal)
         run_path = on_rank_zero(lambda: settle_run_path(config))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
+        config = adopt_separator(config, find_checkpoint(config.checkpoint))
         with (
             hold_lease(Path(run_path), processes) as lease,
             explain_out_of_memory(config, processes) as memory,
@@ -154,7 +161,9 @@ def evaluate(
         working_together(config, layout, end_at_signal, is_guest) as processes,
         naming_the_flag(processes.rank if processes.world_size > 1 else None),
     ):
-        return evaluate_only(adopt_model(of_what_is_evaluated(config)), processes, requests, hook)
+        config = adopt_model(of_what_is_evaluated(config))
+        config = adopt_separator(config, find_checkpoint(config.checkpoint))
+        return evaluate_only(config, processes, requests, hook)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Token files that are damaged, or change between two starts: rows 25 and 26 of the table in docs/reliability.md."""
+"""Token files that are damaged, or change between two starts: rows 25, 26, 47 of the table in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pyarrow as pa
 import pytest
 from faults.forked_job import run_job
 from training_runs import VOCABULARY, losses_of, write_dataset
+
+from pretraining.cli import main
 
 FLAGS = ["datasets=first", "sep_token=0", "logical_shards=2", "batch_size=2", "checkpoint_interval=2"]
 WHOLE_PASS = "num_steps=40"  # 4 samples a step: more than there are
@@ -76,6 +78,26 @@ def test_row_25_the_file_is_named_with_row_and_sample_where_there_is_one(
     )
     assert [process.status for process in ended] == [1, 1]
     assert any(all(text in process.output for text in said) for process in ended), ended
+
+
+def test_row_47_a_negative_token_ends_training_inspect_and_verify(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = pa.table({"tokens": pa.array([[1, 2, -100, 3] * 20] * 20, pa.list_(pa.int16()))})
+    for number in range(2):
+        with pa.ipc.new_file(part(data, number), table.schema) as writer:
+            writer.write_table(table)
+    flags = [f"data_path={data}", "vocab_size=66000"]  # -100 as an unsigned number of 16 bits is 65,436
+    ended = run_job(tmp_path, [[*FLAGS, WHOLE_PASS, *flags, f"ckpt_save_path={tmp_path / 'run'}"]], check=False)
+    assert [process.status for process in ended] == [1, 1]
+    said = "token 2 of the document is -100"
+    assert any(said in process.output and "sample " in process.output for process in ended), ended
+    model = ["model_variant=tiny", "seq_length=32", "step=1", "tokens=true"]
+    for command in (["inspect", "datasets=first", "sep_token=0", *flags, *model], ["verify", *flags]):
+        with pytest.raises(SystemExit) as ending:
+            main(command)
+        shown = capsys.readouterr()
+        assert ending.value.code == 1 and said in shown.out + shown.err
 
 
 def test_row_25_a_file_that_is_cut_while_a_run_reads_it_is_named_too(data: Path, tmp_path: Path) -> None:

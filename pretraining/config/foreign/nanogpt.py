@@ -345,20 +345,20 @@ def _dataset(translating: Translating, key: str) -> None:
             "--data_path=data/prepared and the other flags that this prints",
         )
     elif is_file(train) and not is_file(validation):
-        translating.set(key, _to_do(train), **_training_data(translating, train))
+        translating.set(key, **_training_data(translating, train))
     else:
         settings = _training_data(translating, train)
-        translating.set(key, _to_do(train, validation), **settings, eval_datasets=str(folder_of(validation)))
+        translating.set(key, **settings, eval_datasets=str(place_of(validation)))
 
 
 def _training_file(translating: Translating, key: str) -> None:
     path = Path(translating.text(key) or "")
-    translating.set(key, _to_do(path), **_training_data(translating, path))
+    translating.set(key, **_training_data(translating, path))
 
 
 def _validation_file(translating: Translating, key: str) -> None:
     path = Path(translating.text(key) or "")
-    translating.set(key, _to_do(path), eval_datasets=str(folder_of(path)))
+    translating.set(key, eval_datasets=str(place_of(path)))
 
 
 def of_data(rule: Rule) -> Rule:
@@ -391,7 +391,7 @@ def _data_is_given(translating: Translating) -> bool:
 
 def _training_data(translating: Translating, path: Path) -> dict[str, str]:
     """Returns the settings for a file of uint16 without a header; of GPT-2's tokens, also what ends documents."""
-    folder = folder_of(path)
+    folder = place_of(path)
     settings = {"data_path": str(folder.parent), "datasets": folder.name, "file_type": "bin", "token_dtype": "uint16"}
     vocabulary = parse_number(translating.in_force("vocab_size", "vocab_size") or VOCABULARY)
     if not translating.is_overridden(*START_POINTS) and vocabulary is not None and vocabulary > END_OF_TEXT:
@@ -399,24 +399,14 @@ def _training_data(translating: Translating, path: Path) -> dict[str, str]:
     return settings
 
 
-def folder_of(path: Path) -> Path:
-    """Returns the folder that a token file has for itself: that around it, or one of its name beside it, to be made."""
-    around = path.parent
+def place_of(path: Path) -> Path:
+    """Return what a token file is as a dataset: the folder that it has for itself, or the file."""
+    around, made = path.parent, path.with_suffix("")
     if is_file(path) and all(
         each.name == path.name or not (is_folder(each) or each.suffix in TOKEN_SUFFIXES) for each in entries_of(around)
     ):
         return around
-    return path.with_suffix("")
-
-
-def _to_do(*paths: Path) -> str:
-    """Says how token files come into folders of their own, where they are not yet."""
-    missing = [path for path in paths if not is_folder(folder_of(path))]
-    if not missing:
-        return ""
-    folders = " ".join(str(folder_of(path)) for path in missing)
-    links = "; ".join(f"ln -s ../{path.name} {folder_of(path)}/" for path in missing)
-    return f"a dataset is a folder here, so once: mkdir {folders}; {links}"
+    return made if is_folder(made) else path
 
 
 def _is_of_characters(translating: Translating) -> bool:

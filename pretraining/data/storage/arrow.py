@@ -18,18 +18,20 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from pretraining.config.training import DataConfig
+from pretraining.data.storage.dataset_files import how_to_prepare
 from pretraining.data.storage.token_format import DocumentLayout, as_tokens, read_bytes
 from pretraining.errors import DataError
 
 MAGIC = b"ARROW1"
 
 TOKEN_TYPES = {pa.uint8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()}
-"""What tokens may be stored as. Negative numbers read as very large ones, and so as beyond any vocabulary."""
+"""What tokens may be stored as."""
 
 _REMEMBERED_BYTES = 1 << 14
 """A schema is remembered where its footer is not longer; 1024 of them are."""
@@ -70,9 +72,10 @@ class _ArrowFile:
     def documents(self) -> DocumentLayout:
         """Finds the documents, checked to lie inside their record batches."""
         numbers, width = self.numbers, self.place.width
+        tokens = as_tokens(self.content, width, signed=self.place.is_signed)
         if not numbers:  # no record batch
             nothing = np.zeros(0, dtype=np.int64)
-            return DocumentLayout(nothing, nothing, width, as_tokens(self.content, width))
+            return DocumentLayout(nothing, nothing, width, tokens)
         self._check_inside(numbers["tokens_at"], numbers["tokens_bytes"])
         nulls = np.flatnonzero(numbers["null_tokens"])
         if len(nulls):
@@ -86,7 +89,7 @@ class _ArrowFile:
         else:
             offsets, lengths = token_starts, numbers["rows"]
             self._check_long_enough(numbers["tokens_bytes"], lengths * width, "tokens")
-        return DocumentLayout(offsets, lengths, width, as_tokens(self.content, width))
+        return DocumentLayout(offsets, lengths, width, tokens)
 
     def _rows(self, token_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Finds offsets and lengths of the rows of a column of lists."""
@@ -103,7 +106,7 @@ class _ArrowFile:
         batch = np.repeat(np.arange(len(rows)), rows)  # of each row
         row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
         at = (list_starts // place.offset_bytes)[batch] + row_in_batch
-        list_offsets = as_tokens(self.content, place.offset_bytes).view(f"<i{place.offset_bytes}")
+        list_offsets = as_tokens(self.content, place.offset_bytes, signed=True)
         begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
         wrong = (begins < 0) | (ends < begins) | (ends > (numbers["tokens_bytes"] // place.width)[batch])
         if wrong.any():
@@ -226,7 +229,9 @@ def _read_footer(path: str, content: np.ndarray) -> _Footer:
     tail = content[-10:].tobytes()
     if tail[4:] != MAGIC:
         if content[:4].tobytes() == b"\xff\xff\xff\xff":
-            raise DataError(f"{path} is an Arrow stream, which has no table of its rows: write it as an Arrow IPC file")
+            raise DataError(
+                f"{path} is an Arrow stream, which has no table of its rows. {how_to_prepare(Path(path).parent)}"
+            )
         raise DataError(f"{path} is truncated or damaged: it does not end as an Arrow file does")
     (length,) = struct.unpack_from("<i", tail)
     if not 0 < length <= len(content) - 10 - len(MAGIC):
@@ -290,6 +295,7 @@ class _ColumnPlace:
     buffer: int
     offset_bytes: int
     width: int
+    is_signed: bool
 
     @property
     def is_flat(self) -> bool:
@@ -328,7 +334,8 @@ def _locate(schema_bytes: bytes, column: str) -> _ColumnPlace:
         nodes, buffers = _parts(field.type)
         node, buffer = node + nodes, buffer + buffers
     offset_bytes = (8 if pa.types.is_large_list(kind) else 4) if is_list else 0
-    return _ColumnPlace(node, buffer, offset_bytes, token_type.bit_width // 8)
+    is_signed = pa.types.is_signed_integer(token_type)
+    return _ColumnPlace(node, buffer, offset_bytes, token_type.bit_width // 8, is_signed)
 
 
 def _parse(schema: bytes) -> pa.Schema:

@@ -14,6 +14,7 @@ import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 from pretraining.files import check_regular
 
+_TYPES = {sign * width: np.dtype(f"<{kind}{width}") for width in (1, 2, 4, 8) for sign, kind in ((1, "u"), (-1, "i"))}
+"""Integers by their bytes, negative where the sign is extended."""
 _STRETCH_BYTES_A_SPAN = 4096
 """Unwanted bytes whose reading costs about as much as a read of its own."""
 
@@ -103,7 +106,12 @@ class DocumentReader:
         self._opened = opened
         # Virtual tokens need not fit into what files are as narrow as: 999 ends documents of single bytes, too.
         largest = max(config.bos_token or 0, config.sep_token or 0)
-        self._token_bytes = max(int(index.token_bytes.max(initial=1)), np.min_scalar_type(largest).itemsize)
+        # A negative token becomes one beyond the vocabulary: its sign is extended into integers that are wide enough.
+        is_narrow = index.is_signed & (vocab_size > 2.0 ** (8 * index.token_bytes - 1))
+        widths = np.where(is_narrow, 4, index.token_bytes)
+        self._token_bytes = max(int(widths.max(initial=1)), np.min_scalar_type(largest).itemsize)
+        is_extended = index.is_signed & (index.token_bytes < self._token_bytes)
+        self._types = np.where(is_extended, -index.token_bytes, index.token_bytes)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         """See `Samples.read`; `target` is contiguous, of an integer type that holds every id of the vocabulary."""
@@ -149,23 +157,22 @@ class DocumentReader:
         firsts = np.flatnonzero(begins_run)
         lasts = np.append(firsts[1:], len(rows))
         files = pieces.files[firsts]
-        widths = self._index.token_bytes[files]
         lows = np.minimum.reduceat(pieces.offsets, firsts)
         highs = np.maximum.reduceat(pieces.offsets + pieces.counts * self._index.token_bytes[pieces.files], firsts)
         stretches = highs - lows
         at_once = (lasts - firsts > 1) & (stretches > 0) & (stretches <= (lasts - firsts) * _STRETCH_BYTES_A_SPAN)
         scratch = np.empty(int(stretches[at_once].max(initial=0)), dtype=np.uint8)
-        columns = (column.tolist() for column in (firsts, lasts, files, widths, lows, highs, at_once))
+        columns = (column.tolist() for column in (firsts, lasts, files, self._types[files], lows, highs, at_once))
         file, opened = -1, None
-        for first, last, number, width, low, high, is_stretch in zip(*columns, strict=True):
+        for first, last, number, kind, low, high, is_stretch in zip(*columns, strict=True):
             if opened is None or number != file:
                 file, opened = number, self._file(number)
             if is_stretch:
                 stretch = scratch[: high - low]
                 opened.read_into(stretch.data, low)
-                _gather(stretch.view(f"u{width}"), low, pieces, slice(first, last), target)
+                _gather(stretch.view(_TYPES[kind]), low, pieces, slice(first, last), target)
             else:
-                _read_singly(opened, width, pieces, slice(first, last), target)
+                _read_singly(opened, _TYPES[kind], pieces, slice(first, last), target)
 
     def _file(self, number: int) -> OpenFile:
         path = self._files.path(number)
@@ -179,26 +186,25 @@ class DocumentReader:
         position = int(np.flatnonzero(wrong[places[span] :])[0])
         number, row = self._index.place(int(spans.documents[span]))
         token = int(target[places[span] + position])
-        bits = 8 * int(self._index.token_bytes[number])
-        if bits >= 32 and token >> bits - 1:  # no vocabulary reaches there: a negative number was meant
-            token -= 1 << bits
+        if self._index.is_signed[number] and token >> 8 * target.itemsize - 1:
+            token -= 1 << 8 * target.itemsize
         raise DataError(
             f"{self._files.path(number)}, row {row}: token {int(spans.starts[span]) + position} of the document is "
-            f"{token}, but the vocabulary ends at {self._vocab_size - 1}: the files are made with another tokenizer "
+            f"{token}, but the vocabulary is 0 to {self._vocab_size - 1}: the files are made with another tokenizer "
             "(see --vocab_size), or damaged"
         )
 
 
-def _read_singly(file: OpenFile, width: int, pieces: _Pieces, run: slice, target: np.ndarray) -> None:
-    """Reads the pieces of a run, each by itself."""
+def _read_singly(file: OpenFile, dtype: np.dtype[Any], pieces: _Pieces, run: slice, target: np.ndarray) -> None:
+    """Read the pieces of a run, each by itself."""
     itemsize = target.itemsize
     content = target.data.cast("B")
     columns = (column[run].tolist() for column in (pieces.offsets, pieces.counts, pieces.places))
     for offset, count, place in zip(*columns, strict=True):
-        if width == itemsize:
+        if dtype.itemsize == itemsize:
             file.read_into(content[place * itemsize : (place + count) * itemsize], offset)
         else:
-            tokens = np.empty(count, dtype=f"u{width}")
+            tokens = np.empty(count, dtype=dtype)
             file.read_into(tokens.data.cast("B"), offset)
             target[place : place + count] = tokens
 

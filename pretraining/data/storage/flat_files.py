@@ -6,12 +6,13 @@ and none of their tokens, so these are the documents that an Arrow file would ho
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import DocumentLayout, as_tokens, read_bytes
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import check_regular
 
 BIN_MAGIC = 20240520
 """First number of llm.c's header, which is 256 numbers of 32 bits: magic, version, tokens."""
@@ -33,8 +34,12 @@ class NpyFormat:
 
     def documents(self, path: str) -> DocumentLayout:
         """Finds the documents of a file; see `TokenFormat`."""
+        if read_bytes(path)[:6].tobytes() != np.lib.format.MAGIC_PREFIX:
+            raise DataError(
+                f"{path} is truncated or damaged: it has no NumPy header. If it holds tokens alone, name it *.bin, as "
+                f"in `mv {path} {path.removesuffix(self.suffix)}.bin`, and give --token_dtype=uint16 or uint32"
+            )
         try:
-            check_regular(path)
             array = np.lib.format.open_memmap(path, mode="r")
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from error
@@ -45,7 +50,7 @@ class NpyFormat:
                 f"{path} holds an array of shape {array.shape} and type {array.dtype}, but token files hold one "
                 "dimension of little-endian integers, such as uint16"
             )
-        return _documents(path, array.offset, array.size, array.itemsize, self._separator)
+        return _documents(path, array.offset, array.size, array.dtype, self._separator)
 
 
 class BinFormat:
@@ -78,7 +83,7 @@ class BinFormat:
                 f"{path} is truncated or damaged: its header says that it holds {count:,} tokens of {width} bytes, but "
                 f"{len(content) - _BIN_HEADER_BYTES:,} bytes follow it"
             )
-        return _documents(path, _BIN_HEADER_BYTES, count, width, self._separator)
+        return _documents(path, _BIN_HEADER_BYTES, count, np.dtype(f"<u{width}"), self._separator)
 
     def _without_header(self, path: str, size: int) -> DocumentLayout:
         if self._dtype is None:
@@ -86,10 +91,10 @@ class BinFormat:
                 f"{path} does not begin with the header of llm.c ({BIN_MAGIC}), so it does not say the type of its "
                 "tokens: give --token_dtype=uint16 or uint32"
             )
-        width = np.dtype(self._dtype).itemsize
-        if size % width:
+        dtype = np.dtype(self._dtype)
+        if size % dtype.itemsize:
             raise DataError(f"{path} is truncated or of another type: {size:,} bytes are no {self._dtype} tokens")
-        return _documents(path, 0, size // width, width, self._separator)
+        return _documents(path, 0, size // dtype.itemsize, dtype, self._separator)
 
 
 def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
@@ -108,12 +113,12 @@ def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.n
     return begins, ends - begins
 
 
-def _documents(path: str, offset: int, count: int, width: int, separator: int) -> DocumentLayout:
-    """Finds the documents among `count` tokens from a byte of a file on."""
-    content = read_bytes(path)
+def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separator: int) -> DocumentLayout:
+    """Find the documents among `count` tokens from a byte of a file on."""
+    content, width = read_bytes(path), dtype.itemsize
     if offset % width or len(content) != offset + count * width:
         raise DataError(f"{path} is truncated or damaged: {count:,} tokens of {width} bytes do not end where it does")
-    whole = as_tokens(content, width)
+    whole = as_tokens(content, width, signed=dtype.kind == "i")
     tokens = whole[offset // width :]
     begins, lengths = find_documents(tokens, separator)
     if len(tokens) and lengths[0] == len(tokens):

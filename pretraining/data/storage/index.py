@@ -1,7 +1,8 @@
 """The index of a dataset: where every document lies and how long it is, in one file that processes map into memory.
 
     documents   n of (byte offset of the first token, tokens, flags)        n * 16 bytes
-    files       number of each file's first document, and bytes a token     (files + 1) * 16 bytes
+    files       number of each file's first document, and bytes a token,    (files + 1) * 16 bytes
+                negative where tokens are of a signed type
     bounds      tokens before each block of `BLOCK_DOCUMENTS` documents, once for each split
     checksums   CRC-32 of each block of documents                           blocks * 4 bytes
     names       JSON: path -> bytes of every file, read only to say what changed
@@ -52,7 +53,7 @@ SPLITS = ("train", "held_out")
 _BLOCKS_MAPPED = 1024
 """Blocks that a process keeps mapped, over all indices; the system maps 64 KiB or more with each."""
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAGIC = b"PTINDEX\0"
 TRAILER = struct.Struct("<QQQ8s")
 DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
@@ -93,6 +94,7 @@ class Index:
         documents: [n] `DOCUMENT`.
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes a token.
+        is_signed: [files], whether tokens are of a signed type.
         read_again: reads documents [begin, end) from the token files, for a block that is damaged; None where whoever
             has opened the index does not know them.
     """
@@ -119,7 +121,8 @@ class Index:
         self.documents = self._part("documents", DOCUMENT)
         files = self._part("files", FILE)
         self.first_documents = np.ascontiguousarray(files["first_document"])
-        self.token_bytes = np.ascontiguousarray(files["token_bytes"][:-1])
+        self.token_bytes = np.abs(files["token_bytes"][:-1])
+        self.is_signed = files["token_bytes"][:-1] < 0
         self._checksums = self._part("checksums", np.dtype("<u4"))
         self._checked = np.zeros(len(self._checksums), dtype=bool)
 

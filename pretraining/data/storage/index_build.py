@@ -199,7 +199,8 @@ def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenForma
     documents = documents_as_trained(layout, config)
     held_out = held_out_mask(files.name, config.held_out_fraction, files.paths[number], len(documents))
     documents["flags"][held_out] |= HELD_OUT
-    return documents, layout.width, int(layout.lengths.sum())
+    width = -layout.width if layout.tokens.dtype.kind == "i" else layout.width
+    return documents, width, int(layout.lengths.sum())
 
 
 def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:

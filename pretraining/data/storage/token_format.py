@@ -32,8 +32,8 @@ class DocumentLayout:
         offsets: [n] int64, bytes from the start of the file to a document's first token.
         lengths: [n] int64, in tokens.
         width: bytes a token: 1, 2, 4 or 8.
-        tokens: the file as unsigned little-endian integers of this width, a multiple of which is the offset of every
-            document that is not empty.
+        tokens: the file as little-endian integers of this width, a multiple of which is the offset of every document
+            that is not empty. A signed type means that the file may hold negative numbers; these are faults.
     """
 
     offsets: np.ndarray
@@ -96,6 +96,6 @@ def read_bytes(path: str) -> np.ndarray:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def as_tokens(content: np.ndarray, width: int) -> np.ndarray:
-    """The bytes of a file as unsigned integers, without those that are left over at its end."""
-    return content[: len(content) // width * width].view(f"<u{width}")
+def as_tokens(content: np.ndarray, width: int, *, signed: bool = False) -> np.ndarray:
+    """Return the bytes of a file as integers, without those that are left over at its end."""
+    return content[: len(content) // width * width].view(f"<{'i' if signed else 'u'}{width}")

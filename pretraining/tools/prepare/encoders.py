@@ -1,4 +1,4 @@
-"""Text to token ids: by fastokens, or by the tokenizers library, which is the reference.
+"""Text to token ids: by fastokens (extra `fast`), or by the tokenizers library, which is the reference.
 
     texts --one call--> the ids of all texts in one array, and the length of each
 
@@ -14,14 +14,16 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import fastokens
 import numpy as np
 
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
+
+if TYPE_CHECKING:
+    import fastokens
 
 log = logging.getLogger(__name__)
 
@@ -39,24 +41,24 @@ _WAY_OUT = "Start the command again with --encoder=tokenizers: it encodes everyt
 
 
 def choose_encoder(tokenizer: Tokenizer, wanted: Literal["auto"] | Encoder) -> Encoder:
-    """Returns fastokens where it takes the tokenizer, unless the user wants the library; says so where it does not.
+    """Return fastokens if it is installed and takes the tokenizer, unless the user wants the library; log if not.
 
     Raises:
-        DataError: fastokens is wanted, and does not take the tokenizer.
+        DataError: fastokens is wanted, and is not installed or does not take the tokenizer.
     """
     if wanted == "tokenizers":
         return wanted
     try:
         _load_fastokens(tokenizer.definition)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
+        reason = f"does not take this tokenizer ({error})"
+        if isinstance(error, ImportError):
+            reason = f"is not installed ({error}; pip install 'pretraining[fast]')"
         if wanted == "fastokens":
             raise DataError(
-                f"--encoder=fastokens: it does not take this tokenizer ({error}). Drop the flag, and the tokenizers "
-                "library encodes"
+                f"--encoder=fastokens: it {reason}. Drop the flag, and the tokenizers library encodes"
             ) from error
-        log.info(
-            "fastokens does not take this tokenizer (%s): the tokenizers library encodes, many times slower.", error
-        )
+        log.info("fastokens %s: the tokenizers library encodes, many times slower.", reason)
         return "tokenizers"
     return "fastokens"
 
@@ -108,7 +110,9 @@ def _library_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
 
 @functools.lru_cache(maxsize=1)
 def _load_fastokens(definition: bytes) -> fastokens.Tokenizer:
-    """A tokenizer.json for fastokens; a ValueError says why it does not take it."""
+    """Read a tokenizer.json with fastokens; a ValueError says why it does not take it, an ImportError that it lacks."""
+    import fastokens
+
     # It starts threads of its own otherwise. It reads the variable when it first encodes.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     library = fastokens.Tokenizer.from_json_str(definition.decode("utf-8"))

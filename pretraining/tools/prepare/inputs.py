@@ -21,9 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from pretraining.config.commands import COMPRESSED_ENDINGS
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder
-from pretraining.tools.prepare.token_files import MANIFEST_FILE
 
 SMALLEST_CORPUS_BYTES = 2_000_000
 SMALLEST_MODULE_BYTES = 200

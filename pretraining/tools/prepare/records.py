@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_folder, read_json, write_atomic
 from pretraining.tools.prepare.encoders import Encoder
-from pretraining.tools.prepare.token_files import COLUMN, MANIFEST_FILE, Counts, TokenFile, TokenRows
+from pretraining.tools.prepare.token_files import COLUMN, Counts, TokenFile, TokenRows
 from pretraining.tools.prepare.units import Unit
 
 FORMAT_VERSION = 1

@@ -17,8 +17,6 @@ import pyarrow as pa
 
 from pretraining.files import file_checksum, flush_folder
 
-MANIFEST_FILE = "prepare.json"
-"""Says what a folder of token files holds; a folder that has it is complete."""
 COLUMN = "tokens"
 BATCH_TOKENS = 1 << 21
 """Tokens a record batch: 4 or 8 MB, small enough to skip to a document, large enough that a file has few."""

@@ -13,10 +13,13 @@ from unit.checkpoint.checkpoint_files import SHAPES
 
 from pretraining.checkpoint.hf_import import manifest_of_folder, open_folder
 from pretraining.checkpoint.manifest import shape_of
-from pretraining.checkpoint.start_point import is_hugging_face_folder
+from pretraining.checkpoint.start_point import find_checkpoint, is_hugging_face_folder, named_checkpoint
+from pretraining.config.commands import ImportConfig
+from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import config_document, parameter_shapes
+from pretraining.tools.import_weights import import_weights
 
 PLAIN, TIED = SHAPES["plain"], SHAPES["tied"]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -205,3 +208,25 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
         open_folder(folder)
+
+
+def test_weights_of_the_hub_are_fetched_by_name_and_a_name_without_any_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        if name != "someone/llama":
+            raise OSError("not found")
+        assert "*.safetensors" in allow_patterns
+        return str(single(tmp_path / "cache"))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    found = find_checkpoint(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))
+    assert found is not None and found.weights_only and found.path == tmp_path / "cache"
+    import_weights(ImportConfig(input_path="someone/llama", ckpt_save_path=str(tmp_path / "run")))
+    assert named_checkpoint(str(tmp_path / "run")).step == 0
+    with pytest.raises(CheckpointError, match=r"`hf download someone/else --local-dir=someone/else`"):
+        find_checkpoint(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/else"))
+    (tmp_path / "someone").mkdir()  # now it is a path
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        find_checkpoint(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))

@@ -25,9 +25,9 @@ from unit.data.token_files import loader, plan, random_documents, write_document
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
 from pretraining.data.loader import Loader
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
-from pretraining.tools.prepare.token_files import MANIFEST_FILE
 from pretraining.tools.verify_data import verify
 
 VOCABULARY = 900
@@ -91,7 +91,7 @@ def swap(path: Path) -> None:
 
 CHANGED = r"changed since `pretrain prepare` wrote it: its bytes have the checksum \w{8}, not \w{8}"
 RESIZED = r"has [\d,]+ bytes, but `pretrain prepare` wrote [\d,]+"
-BEYOND = r"row \d+: token \d+ of the document is 950, but the vocabulary ends at 899"
+BEYOND = r"row \d+: token \d+ of the document is 950, but the vocabulary is 0 to 899"
 FOREIGN = r"web/bad\.arrow has a column 'tokens' of type list<item: float>, but documents are lists of integers"
 NOT_ARROW = r"is damaged: it does not end as an Arrow file does"
 DAMAGED = r"is truncated or damaged: it does not end as an Arrow file does"
@@ -158,7 +158,7 @@ FAULTS: dict[Callable[[Path], None], dict[str, str]] = {
         "restart": BEYOND,
         "open": BEYOND,
         "read": BEYOND,
-        "verify": r"row \d+, byte [\d,]+: token \d+ of the document is 950, but the vocabulary ends at 899",
+        "verify": r"row \d+, byte [\d,]+: token \d+ of the document is 950, but the vocabulary is 0 to 899",
     },
     swap: {
         "start": UNNOTICED,

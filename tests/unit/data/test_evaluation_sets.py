@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,21 @@ def test_a_set_that_overlaps_the_training_data_is_refused(data: DataConfig, tmp_
 def test_a_sub_folder_of_the_root_that_is_not_trained_on_is_no_overlap(data: DataConfig, tmp_path: Path) -> None:
     write_dataset(tmp_path / "train/books", documents=3)
     assert found(data, tmp_path / "train/books") == ["books"]
+
+
+def test_a_set_may_be_a_file_beside_the_one_that_is_trained_on(data: DataConfig, tmp_path: Path) -> None:
+    parts = [tmp_path / f"flat/{name}.arrow" for name in ("train", "val")]
+    write_dataset(tmp_path / "flat", documents=3)
+    for part in parts:
+        shutil.copy(tmp_path / "flat/part-0.arrow", part)
+    flat = DataConfig(data_path=str(tmp_path / "flat"), datasets=("train.arrow",))
+    (evaluation,) = find_evaluation_folders([str(parts[1])], flat, list_datasets(flat))
+    assert evaluation.name == "val.arrow" and evaluation.files.path(0) == str(parts[1])
+    for overlapping in (parts[0], tmp_path / "flat"):
+        with pytest.raises(DataError, match="overlaps the training data"):
+            found(flat, overlapping)
+    with pytest.raises(DataError, match=r"val is not a folder; did you mean 'val\.arrow'\?"):
+        found(flat, tmp_path / "flat/val")
 
 
 @pytest.mark.parametrize(

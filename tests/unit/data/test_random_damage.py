@@ -19,9 +19,9 @@ from unit.data.token_files import loader, make_root, opened, plan, random_docume
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.dataset import build_loader
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
-from pretraining.tools.prepare.token_files import MANIFEST_FILE
 from pretraining.tools.verify_data import verify
 
 NUMBERS = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(8), b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\1", b"\x7f", b"\x80"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +16,13 @@ from unit.checkpoint.test_hf_import import sharded, single, weights
 from pretraining.checkpoint.hf_import import open_folder
 from pretraining.checkpoint.manifest import read_manifest, shape_of
 from pretraining.checkpoint.reader import TensorFiles
-from pretraining.config.commands import ImportConfig
+from pretraining.config.commands import ExportConfig, ImportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError
 from pretraining.tools import import_weights as module
+from pretraining.tools.export import export as export_model
 from pretraining.tools.import_weights import import_weights
 from pretraining.tools.verify_checkpoints import faults_of
 
@@ -90,3 +94,42 @@ def test_the_command_that_trains_is_quoted_as_a_shell_wants_it(
 ) -> None:
     import_weights(ImportConfig(str(single(tmp_path / "m")), str(tmp_path / "my run")))
     assert f"pretrain train '--ckpt_save_path={tmp_path / 'my run'}' --data_path=…" in capsys.readouterr().out
+
+
+def export(root: Path, name: str) -> tuple[dict[str, Any], str]:
+    export_model(ExportConfig(ckpt_load_path=str(root / "run"), output_path=str(root / name)))
+    return json.loads((root / name / "config.json").read_text()), (root / name / "README.md").read_text()
+
+
+@pytest.mark.parametrize("end", [7, [7, 8]])
+def test_an_export_keeps_context_and_tokens_of_the_imported_model_and_its_card_names_where_it_is_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int | list[int]
+) -> None:
+    folder = tmp_path / "hub/models--someone--llama/snapshots/0a1b"
+    folder.mkdir(parents=True)
+    train_tokenizer(["text"] * 5, 260).save(single(folder, shape=replace(SHAPES["plain"], vocab_size=260)))
+    document = json.loads((folder / "config.json").read_text())
+    changed = {"bos_token_id": 3, "eos_token_id": end, "max_position_embeddings": 77}
+    (folder / "config.json").write_text(json.dumps(document | changed))
+    (folder / "README.md").write_text("---\nlicense: llama3.2\nlanguage: [en]\n---\n# A llama\n")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: str(folder))
+    import_weights(ImportConfig("someone/llama", str(tmp_path / "run")))
+    config, card = export(tmp_path, "out")
+    assert {name: config[name] for name in changed} == changed
+    assert card.startswith("---\n") and '\nlicense: "llama3.2"\nbase_model: "someone/llama"\n---\n' in card
+    (tmp_path / "run/imported.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"imported\.json cannot be read"):
+        export(tmp_path, "damaged")
+
+
+@pytest.mark.parametrize("card", ["no header", "---\nlicense: [a]\n---\n", "---\n- list\n---\n", "---\n{\n---\n", None])
+def test_what_is_not_known_of_an_imported_model_is_left_out(tmp_path: Path, card: str | None) -> None:
+    folder = single(tmp_path / "m")
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {"bos_token_id": {"a": 1}, "eos_token_id": []}))
+    if card is not None:
+        (folder / "README.md").write_text(card)
+    run_import(tmp_path)
+    config, written = export(tmp_path, "out")
+    assert config["bos_token_id"] is None and config["eos_token_id"] is None
+    assert "license:" not in written and "base_model:" not in written and str(tmp_path) not in written

@@ -201,16 +201,21 @@ def test_every_row_beyond_the_vocabulary_is_named_with_its_byte(
         assert int.from_bytes(content[byte : byte + width], "little") == token
 
 
-def test_a_negative_token_is_shown_as_written(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, -5]], kind=pa.list_(pa.int32()))
-    assert "token 1 of the document is -5" in faults_of(VerifyConfig(data_path=str(tmp_path), vocab_size=500))[0]
+@pytest.mark.parametrize("kind", [pa.int16(), pa.int32(), pa.int64()])
+@pytest.mark.parametrize("vocab_size", [500, 128_256, None])
+def test_a_negative_token_is_a_fault_also_where_no_vocabulary_is_known(
+    tmp_path: Path, kind: pa.DataType, vocab_size: int | None
+) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1, 499], [1, -100]], kind=pa.list_(kind))
+    (fault,) = faults_of(VerifyConfig(data_path=str(tmp_path), vocab_size=vocab_size))
+    assert "row 1, " in fault and "token 1 of the document is -100" in fault
 
 
 def test_many_wrong_rows_are_counted(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[900]] * 250, batch_documents=9)
     faults = faults_of(VerifyConfig(data_path=str(tmp_path), vocab_size=500))
     assert len(faults) == verify_module.FAULTS_SHOWN + 1
-    assert faults[-1].endswith("x.arrow: 150 more rows have tokens beyond the vocabulary")
+    assert faults[-1].endswith("x.arrow: 150 more rows have wrong tokens")
 
 
 def test_a_file_that_cannot_be_read_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

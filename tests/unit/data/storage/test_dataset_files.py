@@ -5,10 +5,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from unit.data.token_files import write_documents
 
 from pretraining.config.training import DataConfig
+from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import describe_changes, list_datasets
 from pretraining.errors import DataError
 
@@ -158,8 +160,52 @@ def test_a_root_without_datasets_says_what_is_there(tmp_path: Path) -> None:
 
 def test_a_dataset_given_as_the_root_is_recognised(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
-    with pytest.raises(DataError, match=rf"give --data_path={tmp_path} --datasets=web"):
+    with pytest.raises(DataError, match=rf"give --datasets=x\.arrow .* --data_path={tmp_path} --datasets=web"):
         list_datasets(config(tmp_path / "web"))
+
+
+def test_a_dataset_may_be_a_single_file(tmp_path: Path) -> None:
+    for name in ("train.arrow", "val.arrow", "deep/x.arrow"):
+        put(tmp_path / name)
+    deep, train = list_datasets(config(tmp_path, datasets=("train.arrow", "deep/x.arrow")))
+    assert (train.name, train.paths, train.path(0)) == ("train.arrow", ("train.arrow",), f"{tmp_path}/train.arrow")
+    assert (deep.name, deep.path(0)) == ("deep/x.arrow", f"{tmp_path}/deep/x.arrow")
+    with pytest.raises(DataError, match=r"'train' is not in .*; did you mean 'train\.arrow'\?"):
+        list_datasets(config(tmp_path, datasets=("train",)))
+    with pytest.raises(DataError, match=rf"give --data_path={tmp_path} --datasets=val\.arrow"):
+        list_datasets(config(tmp_path / "val.arrow"))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt", "data.jsonl.gz"])
+def test_data_of_other_forms_is_refused_with_the_command_that_makes_token_files(tmp_path: Path, name: str) -> None:
+    put(tmp_path / "web" / name)
+    for settings, place in (
+        ({}, tmp_path),
+        ({"datasets": ("web",)}, tmp_path / "web"),
+        ({"datasets": (f"web/{name}",)}, tmp_path / "web" / name),
+    ):
+        with pytest.raises(DataError, match=rf"`pretrain prepare --input_path={place}`"):
+            list_datasets(config(tmp_path, **settings))
+    with pytest.raises(DataError, match=rf"`pretrain prepare --input_path={tmp_path}/web/{name}`"):
+        list_datasets(config(tmp_path / "web" / name))
+
+
+def test_a_saved_dataset_of_hugging_face_is_refused_with_the_command(tmp_path: Path) -> None:
+    schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
+    put(tmp_path / "saved/state.json")
+    with pa.ipc.new_stream(str(tmp_path / "saved/data-00000-of-00001.arrow"), schema) as writer:
+        writer.write_table(pa.table({"input_ids": [[1, 2]]}, schema))
+    with pytest.raises(DataError, match=rf"`pretrain prepare --input_path={tmp_path}/saved`"):
+        list_datasets(config(tmp_path / "saved"))
+    with pytest.raises(DataError, match=rf"stream.* `pretrain prepare --input_path={tmp_path}/saved`"):
+        ArrowFormat(DataConfig()).documents(f"{tmp_path}/saved/data-00000-of-00001.arrow")
+
+
+def test_mds_is_refused_with_what_writes_it_as_parquet(tmp_path: Path) -> None:
+    put(tmp_path / "web/shard.00000.mds.zstd")
+    for settings in ({}, {"datasets": ("web",)}):
+        with pytest.raises(DataError, match=rf"LocalDataset.*prepare --input_path={tmp_path}/web\.parquet"):
+            list_datasets(config(tmp_path, **settings))
 
 
 def test_a_dataset_named_twice_is_refused(tmp_path: Path) -> None:

@@ -123,14 +123,27 @@ def test_a_token_beyond_the_vocabulary_is_named_with_file_and_row(
     write_documents(tmp_path / "web/b.arrow", [[4], [1, 2, bad, 3]], pa.list_(kind))
     made = reader(tmp_path)
     assert read(made, [(0, 0, 2), (1, 0, 1), (3, 0, 2)], dtype) == [1, 2, 3, 1, 2]
-    with pytest.raises(DataError, match=rf"web/b\.arrow, row 1: token 2 of the document is {bad}, but .* ends at 999"):
+    with pytest.raises(DataError, match=rf"web/b\.arrow, row 1: token 2 of the document is {bad}, but .* 0 to 999"):
         read(made, [(0, 0, 2), (3, 1, 3)], dtype)
 
 
-def test_a_negative_token_is_beyond_the_vocabulary(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/a.arrow", [[1, -2]], pa.list_(pa.int32()))
-    with pytest.raises(DataError, match=r"row 0: token 1 of the document is -2, but"):
-        read(reader(tmp_path), [(0, 0, 2)], np.int32)
+@pytest.mark.parametrize("kinds", [("i1",), ("i2",), ("i4",), ("i8",), ("i1", "u2"), ("i2", "u4"), ("i4", "i8")])
+@pytest.mark.parametrize("vocab_size", [100, 40_000, 65_536, 128_256])
+def test_a_negative_token_of_any_type_is_a_fault_whatever_the_vocabulary(
+    tmp_path: Path, kinds: tuple[str, ...], vocab_size: int
+) -> None:
+    for number, kind in enumerate(kinds):
+        tokens = [1, 2, 99, 3, 99, 4, -100, 5] if number == 0 else [6, 99, 7]
+        (tmp_path / "web").mkdir(exist_ok=True)
+        np.save(tmp_path / f"web/{number}.npy", np.array(tokens, kind))
+    made, dtype = (
+        reader(tmp_path, sep_token=99, vocab_size=vocab_size),
+        np.uint16 if vocab_size <= 1 << 16 else np.int32,
+    )
+    assert read(made, [(0, 0, 3), (1, 0, 1)], dtype) == [1, 2, 99, 3]
+    for pieces in ([(2, 1, 1)], [(0, 0, 2), (1, 0, 1), (2, 0, 3)]):  # read by itself, and among others at once
+        with pytest.raises(DataError, match=r"0\.npy, row 2: token 1 of the document is -100, but"):
+            read(made, pieces, dtype)
 
 
 def test_the_whole_of_16_bits_can_be_used(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def header(version: int, tokens: int) -> bytes:
 
 
 WRONG_FILES: dict[str, tuple[str, bytes | np.ndarray, Literal["uint16", "uint32"] | None, str]] = {
-    "no array": ("x.npy", b"[1, 2, 3]" * 20, None, "is truncated or damaged: "),
+    "no array": ("x.npy", b"[1, 2, 3]" * 20, None, r"damaged: it has no NumPy header.* `mv .*/x\.npy .*/x\.bin`"),
     "an empty file": ("x.npy", b"", None, "is truncated or damaged: "),
     "a cut array": ("x.npy", npy_bytes([1, 2, 3])[:-1], None, "is truncated or damaged: "),
     "more than an array": ("x.npy", npy_bytes([1, 2, 3]) + b"xx", None, "3 tokens of 2 bytes do not end where it does"),

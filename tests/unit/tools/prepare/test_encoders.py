@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fastokens
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +26,8 @@ from pretraining.errors import DataError
 from pretraining.tools.prepare import encoders, units
 from pretraining.tools.prepare.encoders import choose_encoder, text_encoder
 from pretraining.tools.prepare.prepare import prepare
+
+fastokens = pytest.importorskip("fastokens")
 
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -114,6 +116,20 @@ def test_a_tokenizer_that_fastokens_does_not_take_is_left_to_the_library_with_a_
     (line,) = [line for line in caplog.messages if "fastokens" in line]
     assert line.startswith("fastokens does not take this tokenizer (") and "tokenizers library encodes" in line
     assert encode(tokenizer, "tokenizers", ["Document stop"]) == [[1, 2]]
+
+
+def test_without_fastokens_the_library_encodes_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    encoders._load_fastokens.cache_clear()
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    assert choose_encoder(GPT2_LIKE, "tokenizers") == "tokenizers" and not caplog.messages
+    assert choose_encoder(GPT2_LIKE, "auto") == "tokenizers"
+    (line,) = caplog.messages
+    assert "fastokens is not installed" in line and "pretraining[fast]" in line
+    with pytest.raises(DataError, match=r"--encoder=fastokens: it is not installed .*pretraining\[fast\]"):
+        choose_encoder(GPT2_LIKE, "fastokens")
 
 
 def test_fastokens_starts_no_threads_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
