@@ -6,6 +6,8 @@ it, such as a path, is in it; neither is a license, which is the user's to choos
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,8 +56,8 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[s
 
 
 def _plain(text: str) -> str:
-    """A text on one line, in which nothing ends a cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """Returns a text on one line that ends no cell of a table, and that is neither Markdown nor HTML."""
+    return html.escape(re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())), quote=False)
 
 
 def _model_rows(manifest: Manifest) -> list[tuple[str, object]]:
