@@ -260,6 +260,8 @@ def run_console_script() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and returns; `arguments` without the program's name, by default those of this process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     helps = [argument for argument in arguments if argument in ("--help", "-h") or argument.startswith("--help=")]
     wants_help = bool(helps)
     name = arguments[0] if arguments else ""
@@ -301,9 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _print_help(settings: type, name: str, purpose: str, section: str | None) -> None:
+def _print_help(settings: type, name: str, purpose: str, topic: str | None) -> None:
     try:
-        _print(help_text(settings, f"pretrain {name}", purpose, section=section))
+        _print(help_text(settings, f"pretrain {name}", purpose, topic=topic))
     except PretrainError as error:
         _fail(error)
 
@@ -360,12 +362,11 @@ def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Ca
 
 def _explain_commands(name: str, wants_help: bool) -> NoReturn:
     lines = "\n".join(f"  pretrain {command:10} {purpose}" for command, (_, _, purpose) in COMMANDS.items())
-    text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag."
-    if wants_help and name.startswith("-"):
+    text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag, --help=FLAG one."
+    if not name or (wants_help and name.startswith("-")):
         _print(text)
         sys.exit(0)
-    problem = f"unknown command {name!r}. " if name else ""
-    print(f"error: {problem}{text}", file=sys.stderr)
+    print(f"error: unknown command {name!r}. {text}", file=sys.stderr)
     sys.exit(FAILED)
 
 
