@@ -55,6 +55,7 @@ from pretraining.launch.terminal import (
     outlive_readers,
     output_failure,
     output_was_lost,
+    print_text,
 )
 
 log = logging.getLogger(__name__)
@@ -375,10 +376,10 @@ def _fail(error: PretrainError) -> NoReturn:
     if isinstance(error, Preempted) and error.is_out_of_time:
         tell_launcher_that_time_is_over()
     if error.rank is not None:
-        print(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
+        print_text(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
     elif _speaks(for_all_nodes=error.is_everywhere):
         prefix = "" if isinstance(error, Preempted) else "error: "
-        print(f"{prefix}{error}", file=sys.stderr, flush=True)
+        print_text(f"{prefix}{error}", file=sys.stderr, flush=True)
     else:
         time.sleep(HEAD_START)
     if isinstance(error, LostPeerError):

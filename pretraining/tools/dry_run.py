@@ -33,6 +33,7 @@ from pretraining.config.values import format_value
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.terminal import print_text
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
 from pretraining.train.build import RunOutline, outline_run
 from pretraining.train.messages import announce
@@ -150,7 +151,7 @@ def _describe_next_step(outline: RunOutline) -> Iterator[str]:
 
 
 def _print(lines: Iterator[str]) -> None:
-    print("\n".join(lines), flush=True)
+    print_text("\n".join(lines), flush=True)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import VIRTUAL_BOS
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.launch.terminal import showing_through
+from pretraining.launch.terminal import print_text, showing_through
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def inspect(
         for summary in summaries:
             print(json.dumps({"first_step": first, "last_step": last, **asdict(summary)}))
     else:
-        print("\n".join(describe_summaries(first, last, config.data.seq_length, summaries)))
+        print_text("\n".join(describe_summaries(first, last, config.data.seq_length, summaries)))
 
 
 def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch: int | None) -> Inspector:
@@ -106,11 +106,11 @@ def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
         decode = load_tokenizer(config.data.tokenizer_path).decode
     if not asked.json:
         place = f"rank {asked.rank} of {ranks}" if asked.rank is not None else "all ranks"
-        print(heading(step, place, size, config.data.seq_length))
+        print_text(heading(step, place, size, config.data.seq_length))
     shown = 0
     for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
         shown += 1
-        print(json.dumps(slot.document()) if asked.json else "\n".join(slot.describe(decode)))
+        print_text(json.dumps(slot.document()) if asked.json else "\n".join(slot.describe(decode)))
     if asked.sample_id is not None and not shown:
         raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
 

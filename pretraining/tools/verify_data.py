@@ -27,7 +27,7 @@ from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import DataError
 from pretraining.files import file_checksum, read_json
-from pretraining.launch.terminal import showing_through
+from pretraining.launch.terminal import print_text, showing_through
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
 from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile
 
@@ -92,8 +92,8 @@ def verify(config: VerifyConfig) -> None:
             "listed above"
         )
     for line in summary:
-        print(line)
-    print(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
+        print_text(line)
+    print_text(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
 
 
 def check_file(
@@ -247,7 +247,7 @@ class _Progress:
 
     def add(self, report: FileReport) -> None:
         for fault in report.faults:
-            print(fault)
+            print_text(fault)
         self.faults += len(report.faults)
         self.faulty_files += bool(report.faults)
         self._read += report.bytes

@@ -17,6 +17,7 @@ from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import has_gpu, machine_memory
+from pretraining.launch.terminal import print_text
 from pretraining.observability.display import format_seconds
 from pretraining.tools.prepare.records import PrepareSummary, read_summaries
 from pretraining.tools.prepare.token_files import Counts
@@ -110,12 +111,12 @@ def _bar(meter: _Meter) -> Iterator[Report]:
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
     """Prints a dataset, with what this call did of it, the other datasets of its root, and how to train on it."""
-    print(describe(summary, done, seconds))
+    print_text(describe(summary, done, seconds))
     summaries = read_summaries(summary.folder.parent)
     if len(summaries) > 1:
-        print(describe_all(summaries))
+        print_text(describe_all(summaries))
     begin = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent).begin_of_text
-    print(describe_training(summary, begin), flush=True)
+    print_text(describe_training(summary, begin), flush=True)
 
 
 def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> str:
