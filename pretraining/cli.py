@@ -242,7 +242,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
 
 # Of commands that change something.
 AFTER_INTERRUPTION = {
-    "train": "the same command goes on from the newest checkpoint",
+    "train": "the same command goes on from the newest checkpoint, if there is one",
     "sweep": "the same command goes on with the run that was under way",
     "prepare": "the same command goes on from the token files that are complete",
     "export": "nothing was written; the same command starts again",
