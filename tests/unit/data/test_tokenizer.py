@@ -207,3 +207,15 @@ def test_the_token_that_hugging_face_tools_put_first_is_known() -> None:
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
     assert tokenizer.begin_of_text == 0 and 0 not in tokenizer.encode("some text")
+
+
+def test_a_regular_expression_that_gives_up_and_a_prompt_that_is_not_utf_8_are_errors() -> None:
+    tokenizer = train_tokenizer(["a b"], 300)
+    with pytest.raises(DataError, match="is not UTF-8"):
+        tokenizer.encode("a\udcff")
+    tokenizer.library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(DataError, match=r"the tokenizer fails on a text .*retry-limit"):
+            encode("a" * 100 + "!")
+    with pytest.raises(TypeError):
+        tokenizer.encode_batch([1])  # type: ignore[list-item]
