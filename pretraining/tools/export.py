@@ -42,6 +42,7 @@ from pretraining.model.hf import (
     generation_document,
     parameter_shapes,
 )
+from pretraining.text import count_of
 from pretraining.tools.model_card import MODEL_CARD, model_card
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
         card = model_card(output.name, checkpoint.manifest, settings, config.dtype, has_tokenizer=tokenizer is not None)
         write_flushed(folder / MODEL_CARD, card)
     print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
-    print_text(f"  weights    {len(files)} safetensors file{'s' if len(files) > 1 else ''}")
+    print_text(f"  weights    {count_of(len(files), 'safetensors file')}")
     print_text(f"  tokenizer  {told}")
     print_text(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
     begin = None if tokenizer is None else tokenizer.begin_of_text

@@ -32,6 +32,7 @@ from pretraining.data.storage.index import VIRTUAL_BOS
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.launch.terminal import print_text, showing_through
+from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
 
 def heading(step: int, place: str, slots: int, seq_length: int) -> str:
     """Returns the line above the slots of a step that some ranks train on."""
-    return f"step {step}, {place}: the global batch has {slots} slots of {seq_length} tokens and one more"
+    return f"step {step}, {place}: the global batch has {count_of(slots, 'slot')} of {seq_length} tokens and one more"
 
 
 def _plan_of(size: int, ranks: int) -> BatchPlan:
@@ -377,7 +378,7 @@ def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequen
     for name, *numbers in table:
         cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return [f"steps {first:,} to {last:,}: {samples:,} samples, {samples * seq_length:,} tokens", *lines]
+    return [f"steps {first:,} to {last:,}: {count_of(samples, 'sample')}, {samples * seq_length:,} tokens", *lines]
 
 
 def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> str:

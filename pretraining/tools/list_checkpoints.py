@@ -21,6 +21,7 @@ from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_folder
 from pretraining.launch.terminal import print_text
+from pretraining.text import count_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def list_checkpoints(config: ListConfig) -> None:
     if config.json:
         return
     total = sum(row.bytes for row in rows)
-    print_text(f"{len(rows)} checkpoints, {_size(total)} in {run / CHECKPOINTS}")
+    print_text(f"{count_of(len(rows), 'checkpoint')}, {_size(total)} in {run / CHECKPOINTS}")
 
 
 def rows_of(run: Path) -> list[Row]:

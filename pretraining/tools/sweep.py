@@ -43,6 +43,7 @@ from pretraining.launch.signals import PREEMPTION_SIGNALS, end_with_parent
 from pretraining.launch.terminal import outlive_readers
 from pretraining.observability.display import format_seconds
 from pretraining.observability.trackers import LOGS, METRICS_FILE
+from pretraining.text import count_of
 from pretraining.tools.report.reports import Lines, number_of, read_reports
 
 log = logging.getLogger(__name__)
@@ -158,8 +159,8 @@ def _check_arguments(combinations: Sequence[Combination], folder: Path) -> None:
     for combination in combinations:
         run = folder / combination.name
         before = _read_json(run / ARGUMENTS_FILE).get("arguments")
-        if before is not None and sorted(before) != sorted(combination.arguments):
-            differ = sorted(set(before) ^ set(combination.arguments))
+        differ = sorted(set(map(str, before)) ^ set(combination.arguments)) if isinstance(before, list) else []
+        if differ:
             raise ConfigError(
                 f"{run} is a run of other settings ({', '.join(differ)}): give another --sweep_path, or remove it"
             )
@@ -436,7 +437,9 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
         lines = Lines()
         reports = _reports(Path(row["run"]), lines)
         if lines.damaged:
-            log.warning("%s: %d damaged lines are left out", Path(row["run"]) / LOGS / METRICS_FILE, lines.damaged)
+            log.warning(
+                "%s: %s left out", Path(row["run"]) / LOGS / METRICS_FILE, count_of(lines.damaged, "damaged line")
+            )
         pairs = [(_number(each.get("tokens_seen")), _number(each.get(name))) for each in reports]
         points = [(tokens, loss) for tokens, loss in pairs if None not in (tokens, loss)]
         if points:

@@ -29,6 +29,7 @@ from pretraining.checkpoint.start_point import CheckpointRef, document_at, files
 from pretraining.config.commands import VerifyConfig
 from pretraining.errors import CheckpointError
 from pretraining.launch.terminal import print_text
+from pretraining.text import count_of
 
 
 def verify_checkpoints(config: VerifyConfig) -> None:
@@ -53,13 +54,13 @@ def verify_checkpoints(config: VerifyConfig) -> None:
             manifest = document_at(path)
             files = files_of(CheckpointRef(path, manifest))
             size = sum((path / name).stat().st_size for name in files)
-            print_text(f"{path}: step {manifest.step}, {len(files):,} files, {size / 1e9:,.2f} GB: no faults")
+            print_text(f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size / 1e9:,.2f} GB: no faults")
     for path in left:
         print_text(f"{path} is incomplete: never read, and no fault")
     if faulty:
         raise CheckpointError(
-            f"{len(faulty)} of {len(paths)} checkpoints {'is' if len(faulty) == 1 else 'are'} damaged; the faults are "
-            "listed above"
+            f"{len(faulty)} of {count_of(len(paths), 'checkpoint')} "
+            f"{'is' if len(faulty) == 1 else 'are'} damaged; the faults are listed above"
         )
 
 

@@ -28,6 +28,7 @@ from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, l
 from pretraining.errors import DataError
 from pretraining.files import file_checksum, read_json
 from pretraining.launch.terminal import print_text, showing_through
+from pretraining.text import count_of
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
 from pretraining.tools.prepare.token_files import MANIFEST_FILE, TokenFile
 
@@ -88,12 +89,12 @@ def verify(config: VerifyConfig) -> None:
             summary.append(_describe(files, record.vocab_size, reports))
     if progress.faults:
         raise DataError(
-            f"{progress.faults:,} faults in {progress.faulty_files:,} files ({file_count:,} were read); they are "
-            "listed above"
+            f"{count_of(progress.faults, 'fault')} in {count_of(progress.faulty_files, 'file')} "
+            f"({file_count:,} were read); they are listed above"
         )
     for line in summary:
         print_text(line)
-    print_text(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
+    print_text(f"{count_of(file_count, 'file')}, {total_bytes / 1e9:,.2f} GB: no faults")
 
 
 def check_file(
@@ -230,8 +231,8 @@ def _describe(files: DatasetFiles, vocab_size: int | None, reports: list[FileRep
         checksums = f"checksums as in {MANIFEST_FILE}"
     documents, tokens = sum(report.documents for report in reports), sum(report.tokens for report in reports)
     return (
-        f"dataset '{files.name}': {len(reports):,} files, {documents:,} documents, {tokens:,} tokens "
-        f"({vocabulary}; {checksums})"
+        f"dataset '{files.name}': {count_of(len(reports), 'file')}, {count_of(documents, 'document')}, "
+        f"{tokens:,} tokens ({vocabulary}; {checksums})"
     )
 
 

@@ -19,6 +19,7 @@ from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import has_gpu, machine_memory
 from pretraining.launch.terminal import print_text
 from pretraining.observability.display import format_seconds
+from pretraining.text import count_of
 from pretraining.tools.prepare.records import PrepareSummary, read_summaries
 from pretraining.tools.prepare.token_files import Counts
 
@@ -70,7 +71,7 @@ class _Meter:
         done, seconds = self._done, max(time.monotonic() - self._began, 1e-9)
         speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # token ids are no text
         return (
-            f"{done.documents:,} documents ({done.documents / seconds:,.0f}/s), "
+            f"{count_of(done.documents, 'document')} ({done.documents / seconds:,.0f}/s), "
             f"{done.tokens:,} tokens ({done.tokens / seconds:,.0f}/s){speed}"
         )
 
@@ -134,7 +135,9 @@ def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float
     if summary.characters:
         rate = f"{summary.characters / summary.tokens:.2f} characters a token"
         lines.append(f"  text       {summary.text_bytes / 1e6:,.1f} MB ({rate})")
-    lines.append(f"  written    {summary.token_bytes / 1e6:,.1f} MB in {summary.files:,} files below {summary.folder}")
+    lines.append(
+        f"  written    {summary.token_bytes / 1e6:,.1f} MB in {count_of(summary.files, 'file')} below {summary.folder}"
+    )
     if done is not None:
         seconds = max(seconds, 1e-9)
         lines.append(

@@ -297,10 +297,11 @@ def test_damaged_lines_and_losses_that_are_no_numbers_do_not_name_the_winner(
         (run / "logs").mkdir(parents=True)
         (run / "logs" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         (run / "outcome.json").write_text('{"status": "finished", "seconds": "long"}')
+        (run / "arguments.json").write_text('{"arguments": 1}')
     caplog.set_level(logging.INFO)
     sweep.sweep([*TINY, "learning_rate=1,2,3,4,5", "collect=true", f"sweep_path={tmp_path}"], {})
     said = [record.getMessage() for record in caplog.records]
     start = said.index("training loss at the end:")
     assert [line.split()[0] for line in said[start + 1 : start + 6]] == ["3.0000", "9.0000", "no", "no", "no"]
     warning = next(record for record in caplog.records if record.levelname == "WARNING")
-    assert "learning_rate=1/logs/metrics.jsonl: 2 damaged lines" in warning.getMessage()
+    assert "learning_rate=1/logs/metrics.jsonl: 2 damaged lines left out" in warning.getMessage()
