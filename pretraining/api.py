@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parent
+_AT_WORK = threading.Lock()
+"""Held while a Trainer trains or evaluates: a process has one process group, one environment and one terminal."""
 
 
 class Trainer:
@@ -371,7 +374,22 @@ class _Guest:
 
 @contextmanager
 def _as_a_guest(config: TrainConfig) -> Iterator[_Guest]:
-    """Prepares this process for a job, and leaves it as it was."""
+    """Prepares this process for a job, and leaves it as it was.
+
+    Raises:
+        LaunchError: another Trainer is at work in this process.
+    """
+    if not _AT_WORK.acquire(blocking=False):
+        raise LaunchError("another Trainer is at work in this process: wait for it, or give each a process of its own")
+    try:
+        with _prepared(config) as guest:
+            yield guest
+    finally:
+        _AT_WORK.release()
+
+
+@contextmanager
+def _prepared(config: TrainConfig) -> Iterator[_Guest]:
     layout = resolve_layout(os.environ)
     variables = dict(os.environ)
     try:

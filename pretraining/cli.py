@@ -56,6 +56,7 @@ from pretraining.launch.terminal import (
     outlive_readers,
     output_failure,
     output_was_lost,
+    print_text,
     showing_through,
 )
 
@@ -245,7 +246,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
 
 # Of commands that change something.
 AFTER_INTERRUPTION = {
-    "train": "the same command goes on from the newest checkpoint",
+    "train": "the same command goes on from the newest checkpoint, if there is one",
     "sweep": "the same command goes on with the run that was under way",
     "prepare": "the same command goes on from the token files that are complete",
     "export": "nothing was written; the same command starts again",
@@ -264,6 +265,8 @@ def run_console_script() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and returns; `arguments` without the program's name, by default those of this process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     helps = [argument for argument in arguments if argument in ("--help", "-h") or argument.startswith("--help=")]
     wants_help = bool(helps)
     name = arguments[0] if arguments else ""
@@ -305,9 +308,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _print_help(settings: type, name: str, purpose: str, section: str | None) -> None:
+def _print_help(settings: type, name: str, purpose: str, topic: str | None) -> None:
     try:
-        _print(help_text(settings, f"pretrain {name}", purpose, section=section))
+        _print(help_text(settings, f"pretrain {name}", purpose, topic=topic))
     except PretrainError as error:
         _fail(error)
 
@@ -364,12 +367,11 @@ def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Ca
 
 def _explain_commands(name: str, wants_help: bool) -> NoReturn:
     lines = "\n".join(f"  pretrain {command:10} {purpose}" for command, (_, _, purpose) in COMMANDS.items())
-    text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag."
-    if wants_help and name.startswith("-"):
+    text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag, --help=FLAG one."
+    if not name or (wants_help and name.startswith("-")):
         _print(text)
         sys.exit(0)
-    problem = f"unknown command {name!r}. " if name else ""
-    print(f"error: {problem}{text}", file=sys.stderr)
+    print(f"error: unknown command {name!r}. {text}", file=sys.stderr)
     sys.exit(FAILED)
 
 
@@ -378,10 +380,10 @@ def _fail(error: PretrainError) -> NoReturn:
     if isinstance(error, Preempted) and error.is_out_of_time:
         tell_launcher_that_time_is_over()
     if error.rank is not None:
-        print(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
+        print_text(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
     elif _speaks(for_all_nodes=error.is_everywhere):
         prefix = "" if isinstance(error, Preempted) else "error: "
-        print(f"{prefix}{error}", file=sys.stderr, flush=True)
+        print_text(f"{prefix}{error}", file=sys.stderr, flush=True)
     else:
         time.sleep(HEAD_START)
     layout = _layout()

@@ -80,6 +80,8 @@ class Duration:
             ConfigError: the text is none of these.
         """
         amounts = _AMOUNT.findall(str(text))
+        if len(amounts) == 1 and amounts[0][1].strip() in MULTIPLIERS:  # 20B of a run would be far too many steps
+            raise ConfigError(f"{text} of what? Write {text}tok for tokens, or {text}steps for steps")
         parts = [_read_amount(number, "".join(unit.split())) for number, unit in amounts]
         units = {name for _, name in parts}
         is_one = len(parts) == 1 or (len(parts) in (2, 3) and units == {"seconds"})

@@ -12,10 +12,10 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 LARGEST_HEADER_BYTES = 10**8
 CALLS_SHOWN = 3
+ARCHIVE = b"PK\x03\x04"
+"""By this torch.load, too, knows an archive."""
 
 
 @dataclass(frozen=True)
@@ -167,14 +169,29 @@ def load_file(path: Path) -> dict[str, Any]:
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickles in the forms of other programs
-            content = reading(path, partial(torch.load, map_location="cpu", weights_only=True))
+            content = reading(path, _load_stored)
     except CheckpointError:
         raise
+    except BadZipFile as error:
+        raise DamagedError(f"{path} is damaged: {error}") from None
     except Exception:  # torch.load raises many kinds, with long texts about how to load it unsafely
         raise DamagedError(_refusal(path)) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise DamagedError(f"{path} holds no dictionary with names")
     return content
+
+
+def _load_stored(path: Path) -> Any:
+    """Loads an archive whose entries are stored, as torch.save writes them, or a file of before there were archives.
+
+    A compressed entry of a few megabytes could fill the memory.
+    """
+    with path.open("rb") as file:
+        if file.read(len(ARCHIVE)) == ARCHIVE:
+            with ZipFile(file) as archive:
+                if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
+                    raise DamagedError(f"{path} has compressed entries, which torch.save never writes: save it again")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _refusal(path: Path) -> str:

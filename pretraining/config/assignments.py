@@ -45,6 +45,19 @@ WITHOUT_EQUIVALENT = {
 }
 
 
+# Flags of other systems, and what to write in their place; `_size` may stand behind them.
+INSTEAD = {
+    "bf16": "write --mixed_precision=true, and --mp_dtype=bfloat16, the default",
+    "fp16": "write --mixed_precision=true --mp_dtype=float16",
+    "fp8": "write --float8=tensorwise, or rowwise",
+    "gradient_checkpointing": "write --fsdp_activation_checkpointing=true",
+    **dict.fromkeys(
+        ("tensor_parallel", "context_parallel", "pipeline_parallel"),
+        "there is none; --sharding_strategy says how a model is laid out over GPUs",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Assignment:
     """A name given a value somewhere.
@@ -148,6 +161,8 @@ class Reader(Generic[T]):
 
     def _hint(self, section: str, name: str, setting: Setting | None) -> str:
         sections = sections_of(self.root)
+        if (instead := INSTEAD.get(name.removesuffix("_size"))) and issubclass(self.root, TrainConfig):
+            return instead
         if setting is not None:
             return f"{name} is a setting of {setting.section}" if setting.section else f"write {name} without a section"
         if not section and name in sections:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from pretraining.config.training import BatchConfig
 from pretraining.errors import ConfigError
+from pretraining.text import count_of
 
 LARGEST_GLOBAL_BATCH = 10**8
 """Sequences."""
@@ -59,8 +60,9 @@ class BatchPlan:
         """Says in a line how the batch is cut, and what is wasted where it does not divide evenly."""
         computed = self.global_batch_size + self.padding_sequences
         text = (
-            f"{self.global_batch_size} sequences a step: {self.data_parallel_ranks} data-parallel ranks "
-            f"x {self.grad_accum_steps} micro-batches of {self.micro_batch_size}"
+            f"{count_of(self.global_batch_size, 'sequence')} a step: "
+            f"{count_of(self.data_parallel_ranks, 'data-parallel rank')} "
+            f"x {count_of(self.grad_accum_steps, 'micro-batch')} of {self.micro_batch_size}"
         )
         if self.padding_sequences:
             wasted = self.padding_sequences / computed

@@ -26,28 +26,36 @@ from pretraining.progress import Duration
 # Beyond this width, lines of prose are hard to read.
 _WIDEST = 110
 _NARROWEST = 60
+_DURATION = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h, 1h30min"
 _MARK = "<!-- From here on made by `python -m pretraining.config.help docs/configurations.md`. -->\n"
 
 
-def help_text(root: type, command: str, purpose: str, width: int | None = None, section: str | None = None) -> str:
+def help_text(root: type, command: str, purpose: str, width: int | None = None, topic: str | None = None) -> str:
     """Returns the text of `--help`: how to call a command, then every setting with its meaning, values and default.
+
+    Groups of settings that the command has besides those of training stand first.
 
     Args:
         root: the dataclass of the command's settings.
         command: as it is typed: `pretrain train`.
         purpose: what it does, in a few words.
         width: columns to fit into; None = those of the terminal.
-        section: the only one to show, as for `--help=optimizer`; None = all.
+        topic: the only section or setting to show, as for `--help=optimizer` or `--help=seed`; None = all.
 
     Raises:
-        ConfigError: there is no such section.
+        ConfigError: there is no such section or setting.
     """
-    if section is not None and section not in sections_of(root):
-        there = ", ".join(sections_of(root)) or "none"
-        hint = did_you_mean(section, sections_of(root), "did you mean {}? ")
-        raise ConfigError(f"--help={section}: there is no such group of settings. {hint}Groups of {command}: {there}")
+    section = topic if topic is None else topic.lstrip("-").replace("-", "_").lower().rpartition(".")[2]
+    groups = [name for name, _, _ in _sections(root) if name]
     columns = shutil.get_terminal_size().columns if width is None else width
     columns = max(_NARROWEST, min(columns, _WIDEST))
+    if section is not None and section not in groups:
+        section = ALIASES[section].target if section in ALIASES else section
+        if section not in settings_of(root):
+            hint = did_you_mean(section, [*groups, *settings_of(root)], "did you mean {}? ")
+            there = ", ".join(groups) or "none"
+            raise ConfigError(f"--help={topic}: there is no such flag or group. {hint}Groups of {command}: {there}")
+        return "\n".join(_about(settings_of(root)[section], columns))
     settings = settings_of(root).values()
     flags = {setting.name: f"  --{setting.name}={_placeholder(setting)}  " for setting in settings}
     indent = min(max(len(flag) for flag in flags.values()), columns // 2)
@@ -55,9 +63,11 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
     lines = [f"{command}: {purpose}", "", f"usage: {command} {recipes}[--NAME=VALUE ...]"]
     if section is not None:
         lines = []
-    elif sections_of(root):
-        groups = ", ".join(sections_of(root))
-        lines += ["", *textwrap.wrap(f"--help=GROUP shows one group of settings: {groups}", columns)]
+    else:
+        text = "--help=FLAG explains one flag" + (
+            f", --help=GROUP one group of them: {', '.join(groups)}" if groups else ""
+        )
+        lines += ["", *textwrap.wrap(text, columns)]
     if recipes and section is None:
         shipped = ", ".join(shipped_recipes())
         text = (
@@ -74,8 +84,7 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
         for setting in members:
             lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
     if any(setting.base is Duration for setting in settings):
-        text = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h, 1h30min"
-        lines += ["", *_entry("DURATION  ", text, indent, columns)]
+        lines += ["", *_entry("DURATION  ", _DURATION, indent, columns)]
     return "\n".join(lines).lstrip("\n")
 
 
@@ -87,9 +96,22 @@ def with_new_tables(page: str) -> str:
 
 def _sections(root: type) -> Iterator[tuple[str, str, list[Setting]]]:
     """Yields the name, the subject and the settings of each section; of a flat root, of itself under no name."""
-    for section, section_type in (sections_of(root) or {"": root}).items():
+    sections = sections_of(root) or {"": root}
+    shared = sections_of(TrainConfig) if root is not TrainConfig else {}
+    for section, section_type in sorted(sections.items(), key=lambda item: item[0] in shared):
         subject = (section_type.__doc__ or "").strip().splitlines()[0]
         yield section, subject, [setting for setting in settings_of(root).values() if setting.section == section]
+
+
+def _about(setting: Setting, columns: int) -> list[str]:
+    """Returns the lines about one flag: what it does, its default, and which values it takes."""
+    flag = f"--{setting.name}={_placeholder(setting)}"
+    lines = [
+        f"{flag}  (of {setting.section})" if setting.section else flag,
+        *textwrap.wrap(_explanation(setting), columns),
+    ]
+    lines += textwrap.wrap(f"Values: {describe_type(setting)}", columns)
+    return lines + (textwrap.wrap(f"DURATION: {_DURATION}", columns) if setting.base is Duration else [])
 
 
 def _entry(flag: str, text: str, indent: int, columns: int) -> list[str]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, PretrainError
 
 OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 """A user's own: package.module:Name."""
@@ -144,7 +146,8 @@ def load_plugin(flag: str, path: str) -> Any:
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module_name)
+        with plugin_errors(flag, path):
+            found: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"--{flag}={path}: {module_name} cannot be imported ({error})") from error
     for part in name.split("."):
@@ -152,6 +155,26 @@ def load_plugin(flag: str, path: str) -> Any:
             raise ConfigError(f"--{flag}={path}: {module_name} has no {name}")
         found = getattr(found, part)
     return found
+
+
+@contextmanager
+def plugin_errors(flag: str, name: str) -> Iterator[None]:
+    """Turns what a user's own code raises into one error that says where.
+
+    Errors for users, of imports and of the file system pass: their callers say more.
+
+    Raises:
+        ConfigError: the code inside of the `with` block fails.
+    """
+    try:
+        yield
+    except (PretrainError, ImportError, OSError):
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"--{flag}={name} fails: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        ) from error
 
 
 def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:

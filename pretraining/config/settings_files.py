@@ -131,6 +131,8 @@ class _TextLoader(yaml.BaseLoader):
                     raise ValueError(f"<< takes a mapping, or a list of them{place}")
                 for each in reversed(mappings):  # the first one counts most
                     merged |= self.construct_mapping(each, deep=True)
+            elif not isinstance(key, yaml.ScalarNode):  # the text of nested ones doubles with each level
+                raise ValueError(f"line {key.start_mark.line + 1}: a list or a mapping is no name of a setting")
             else:
                 pairs.append((str(self.construct_object(key)), self.construct_object(value, deep=True)))
         return merged | _refuse_repeats(pairs, place)

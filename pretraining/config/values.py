@@ -11,6 +11,7 @@ import difflib
 import math
 import operator
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ BOOL_WORDS = {
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 _NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", Duration: "a duration"}
+
+# Of an object store or a server. As a path it would be a folder called `s3:`; pathlib makes one slash of two.
+_ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*:/", re.IGNORECASE)
+_NO_ADDRESS = "an address is no path: give a folder or a file of this machine, such as one that is mounted"
 
 # Each limit with the words of help, its test, and the words of a refusal.
 _LIMITS = (
@@ -110,8 +115,10 @@ def expand_home(path: str) -> str:
     """Returns a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
 
     Raises:
-        ValueError: there is no such home folder.
+        ValueError: there is no such home folder, or it is an address such as s3://bucket.
     """
+    if _ADDRESS.match(path):
+        raise ValueError(_NO_ADDRESS)
     expanded = os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
     if expanded.startswith("~"):
         raise ValueError(f"there is no home folder {path.partition('/')[0]}: write the path in full")
@@ -216,6 +223,8 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         return f"{_NOUNS[setting.base]}{hint} is needed"
     if setting.base is Duration and value.unit not in setting.units:
         return f"{value.unit} mean nothing here, give {_or(setting.units)}"
+    if setting.is_path and _ADDRESS.match(value):
+        return _NO_ADDRESS
     if setting.choices and value not in setting.choices and not (setting.pluggable and OWN.fullmatch(value)):
         return f"not known, use one of {_choices(setting)}"
     return _number_problem(setting, value) if setting.base in (int, float) else None

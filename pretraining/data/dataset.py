@@ -24,6 +24,7 @@ from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import index_places
 from pretraining.data.storage.index_build import build_index, open_index
 from pretraining.errors import ConfigError, DataError
+from pretraining.text import count_of
 
 
 def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None) -> None:
@@ -68,7 +69,7 @@ def _open_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset:
         )
     if len(index.documents) == 0:
         raise DataError(
-            f"dataset '{files.name}' is empty: its {len(files.paths):,} files in {files.folder} hold no documents"
+            f"dataset '{files.name}' is empty: {count_of(len(files.paths), 'file')} in {files.folder}, and no document"
         )
     return OpenedDataset(files, index, counts)
 

@@ -56,12 +56,18 @@ class Tokenizer:
     pad_token: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
-        return self.library.encode(text, add_special_tokens=False).ids
+        """Token ids of a prompt, without special tokens; a DataError where it is not UTF-8, or cannot be encoded."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"the prompt {text!r} is not UTF-8: write it in UTF-8") from None
+        with _panics_refused():
+            return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts, on all cores (see `library_threads`)."""
-        return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Token ids of several texts, on all cores (see `library_threads`); a DataError where one cannot be encoded."""
+        with _panics_refused():
+            return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, special tokens included. Byte sequences that are not UTF-8 show as U+FFFD."""
@@ -216,6 +222,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     library.train_from_iterator(iter(texts), trainer)
     return _wrap(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
+
+
+@contextmanager
+def _panics_refused() -> Iterator[None]:
+    """Turns a panic of the library into an error; a regular expression of tokenizer.json may give up on a text."""
+    try:
+        yield
+    except BaseException as error:  # a panic is no Exception, and its class cannot be imported
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"the tokenizer fails on a text ({error}): take another tokenizer, or leave the text out"
+        ) from None
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Messages for people go through Python's `logging`; here is where they are shown.
+r"""Messages for people go through Python's `logging`; here is where they are shown.
 
     log = logging.getLogger(__name__)      in every module that has something to say
     log.info(…)       shown by rank 0 alone, on stdout, above the live line where there is one
     log.warning(…)    shown by every rank, on stderr, with the rank in front
 
-Results that a command was asked for (a table, a JSON line) are printed, not logged.
+Results that a command was asked for (a table, a JSON line) are printed, not logged. Names and generated text may hold
+control characters, which would steer the terminal: `print_text` and the log write them as `\x1b`.
 
 A run of days outlives those who read what it prints: `outlive_readers` makes output that cannot be written no error.
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 PACKAGE = "pretraining"
 
 STDIN, STDOUT, STDERR = 0, 1, 2
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 TRAINING_GOES_ON = "training goes on, reports are in the run's logs"
 
 
@@ -132,6 +135,16 @@ def is_watched(environ: Mapping[str, str] = os.environ) -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
 
 
+def escape_controls(text: str) -> str:
+    r"""Returns a text with its control characters as `\x1b`; tabs and newlines stay."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def print_text(text: str = "", **options: Any) -> None:
+    """Prints a text that may hold names or generated text; `options` are those of `print`."""
+    print(escape_controls(text), **options)
+
+
 def _print_line(line: str) -> None:
     print(line, flush=True)
 
@@ -147,7 +160,7 @@ class TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Shows one message."""
         try:
-            text = record.getMessage()
+            text = escape_controls(record.getMessage())
             if record.levelno >= logging.WARNING:
                 print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
             else:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from pretraining.launch.terminal import is_watched, showing_through
+from pretraining.text import count_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,7 +191,7 @@ def summary(report: Report, peak_tflops: float | None, verbose: bool, cpu_proces
         parts.append(f"MFU {report.mfu:.1%}{hfu}{peak}")
     parts.append(f"{report.memory_gib:.1f} GiB")
     if report.skipped_updates:
-        parts.append(f"{report.skipped_updates} updates skipped")
+        parts.append(f"{count_of(report.skipped_updates, 'update')} skipped")
     parts.append(f"{format_seconds(report.time_left_seconds)} left")
     return "  ".join(parts)
 

@@ -16,9 +16,12 @@ import threading
 import time
 from collections import deque
 from typing import Any
+from urllib.parse import urlparse
 
+from pretraining.errors import ConfigError
 from pretraining.observability.report_file import MOST_WAITING
 from pretraining.observability.trackers import TrackedRun, missing_package, plain_settings
+from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class MLflow:
     """A run of MLflow.
 
     Raises:
-        ConfigError: the package is missing.
+        ConfigError: the package is missing, or MLFLOW_TRACKING_URI is a folder and MLflow takes none.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -57,6 +60,12 @@ class MLflow:
             from mlflow import MlflowClient, entities, exceptions  # only where it is chosen: it takes seconds
         except ImportError as error:
             raise missing_package("mlflow", error) from None
+        server = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if server and urlparse(server).scheme in ("", "file"):  # a folder, which MLflow takes at once or never
+            try:
+                MlflowClient(tracking_uri=server)
+            except exceptions.MlflowException as error:
+                raise ConfigError(f"--tracker=mlflow: MLFLOW_TRACKING_URI={server} is refused: {error}") from None
         self._make_client, self._entities, self._exception = MlflowClient, entities, exceptions.MlflowException
         self._about = run
         self.run_id = run.run_id
@@ -92,7 +101,9 @@ class MLflow:
             self._changed.notify()
         self._thread.join(FINISH_SECONDS)
         if self._failure is not None or self._thread.is_alive():
-            raise ConnectionError(f"{self._failure or 'MLflow is slow'}; it lacks {len(self._waiting)} reports")
+            raise ConnectionError(
+                f"{self._failure or 'MLflow is slow'}; it lacks {count_of(len(self._waiting), 'report')}"
+            )
 
     def _work(self) -> None:
         while True:

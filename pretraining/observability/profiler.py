@@ -21,6 +21,7 @@ from pretraining.distributed.torch_private import write_snapshot
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trace_events import TimeShares, TraceSummary, summarise
 from pretraining.progress import Interval, TrainState
+from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str
         where: the trace's path.
     """
     shares, seconds = summary.shares, summary.shares.seconds / summary.steps
-    steps = f"{summary.steps} steps" if summary.steps > 1 else "1 step"
+    steps = count_of(summary.steps, "step")
     idle = "the host is late with work" if device_type == "cuda" else "Python, and what has no operation"
 
     def line(name: str, attribute: str, comment: str) -> str:

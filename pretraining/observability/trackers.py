@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pretraining.config.fields import values_of
-from pretraining.config.plugins import TRACKERS, load_plugin
+from pretraining.config.plugins import TRACKERS, load_plugin, plugin_errors
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
@@ -33,6 +33,7 @@ from pretraining.files import (
     write_atomic,
 )
 from pretraining.observability.report_file import JsonLineFile, ReportFile
+from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Trackers:
     def _lost(self, name: str) -> str:
         """Says how many reports a file lacks, if it lacks any."""
         file = getattr(self.by_name[name], "file", None)
-        return f"; it lacks {file.lacks} reports" if isinstance(file, ReportFile) and file.lacks else ""
+        return f"; it lacks {count_of(file.lacks, 'report')}" if isinstance(file, ReportFile) and file.lacks else ""
 
     def close(self) -> None:
         """Closes all; what cannot be written any more is a warning, which must not hide how the run ended."""
@@ -183,7 +184,8 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
             if name == "jsonl" and folder.resolve() == logs.resolve():
                 continue  # metrics.jsonl is there already
             make = load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
-            trackers[name] = make(replace(tracked, run_id=report.tracker_run_id or run_ids.get(name)))
+            with plugin_errors("tracker", name):
+                trackers[name] = make(replace(tracked, run_id=report.tracker_run_id or run_ids.get(name)))
     except OSError as error:
         raise ConfigError(
             f"metrics cannot be written to {logs}, or curves to {folder}: {error}. "
@@ -246,7 +248,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
     if line_step is not None and line_step <= step:
         kept.append(unfinished)
     if damaged:
-        log.warning("%s: %d damaged lines are dropped", path, damaged)
+        log.warning("%s: %s dropped", path, count_of(damaged, "damaged line"))
     write_atomic(path, b"".join(line + b"\n" for line in kept))
 
 

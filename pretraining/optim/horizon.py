@@ -9,6 +9,7 @@ from pretraining.config.plugins import SCHEDULES
 from pretraining.config.training import ScheduleConfig, parse_point
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration, TokenSchedule, resolve_warmup_steps
+from pretraining.text import count_of
 
 DECAY_SHARE = Fraction(1, 5)
 """Of the run, where nothing says how long the decay is: enough for most of the gain (Hägele et al. 2024)."""
@@ -93,13 +94,17 @@ def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:
     name, end = schedule.schedule, f"{horizon.min_lr_ratio:g} of the peak"
     if name == "piecewise_linear":
         return f"{name}: " + ", ".join(f"{share:g} of the peak at step {step}" for step, share in horizon.points)
-    warm_up = f"{name}: up over {horizon.warmup_steps} steps"
+    warm_up = f"{name}: up over {count_of(horizon.warmup_steps, 'step')}"
     if name == "constant":
         return f"{warm_up}, then the peak"
     if name in ("wsd", "trapezoid"):
         until = horizon.total_steps - horizon.decay_steps
         return f"{warm_up}, the peak until step {until}, then {horizon.decay_shape} to {end}"
-    return f"{warm_up}, then down to {end}" if name in SCHEDULES else f"{name} over {horizon.total_steps} steps"
+    return (
+        f"{warm_up}, then down to {end}"
+        if name in SCHEDULES
+        else f"{name} over {count_of(horizon.total_steps, 'step')}"
+    )
 
 
 def _points(

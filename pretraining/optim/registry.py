@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretraining.config.plugins import OPTIMIZERS, load_plugin, parse_options
+from pretraining.config.plugins import OPTIMIZERS, load_plugin, parse_options, plugin_errors
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
 from pretraining.optim.optimizer import PEAK, Groups, parameter_groups, skips_on_device, update
@@ -70,10 +70,8 @@ def _make_own(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -
     options = parse_options("optimizer_options", config.optimizer_options)
 
     def make_over(groups: Groups) -> torch.optim.Optimizer:
-        try:
+        with plugin_errors("optimizer", config.optimizer):
             made = make(groups, lr=config.peak_learning_rate, **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"--optimizer={config.optimizer} cannot be made: {error}") from error
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(
                 f"--optimizer={config.optimizer} is no torch.optim.Optimizer, but a {type(made).__name__}"
@@ -81,7 +79,8 @@ def _make_own(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -
         return made
 
     optimizer = make_over(groups)
-    _check_contract(config.optimizer, make_over)
+    with plugin_errors("optimizer", config.optimizer):
+        _check_contract(config.optimizer, make_over)
     if config.decay and "weight_decay" not in optimizer.defaults:
         log.info("optimizer   %s has no weight_decay: --weight_decay is not used", config.optimizer)
     if not skips_on_device(optimizer):

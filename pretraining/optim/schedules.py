@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from pretraining.config.plugins import SCHEDULES, load_plugin
+from pretraining.config.plugins import SCHEDULES, load_plugin, plugin_errors
 from pretraining.config.training import ScheduleConfig
 from pretraining.errors import ConfigError
 from pretraining.optim.horizon import Horizon, resolve_horizon
@@ -106,9 +106,10 @@ class LearningRate:
         """Returns the learning rate of the update that follows `step` finished ones.
 
         Raises:
-            ConfigError: the schedule does not give a finite number from 0 on.
+            ConfigError: the schedule fails, or does not give a finite number from 0 on.
         """
-        rate = self._schedule(step, peak, self.horizon)
+        with plugin_errors("schedule", self._name):
+            rate = self._schedule(step, peak, self.horizon)
         if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
             raise ConfigError(f"--schedule={self._name} gives {rate!r} for step {step}: a learning rate is from 0 on")
         return rate

@@ -35,6 +35,7 @@ from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.terminal import print_text
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
 from pretraining.train.build import RunOutline, outline_run
 from pretraining.train.messages import announce
@@ -155,7 +156,7 @@ def _describe_next_step(outline: RunOutline) -> Iterator[str]:
 
 
 def _print(lines: Iterator[str]) -> None:
-    print("\n".join(lines), flush=True)
+    print_text("\n".join(lines), flush=True)
 
 
 @contextmanager

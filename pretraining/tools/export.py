@@ -32,6 +32,7 @@ from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import atomic_folder, from_hub, is_file, is_folder, read_json, write_flushed, write_json
+from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -41,6 +42,7 @@ from pretraining.model.hf import (
     generation_document,
     parameter_shapes,
 )
+from pretraining.text import count_of
 from pretraining.tools.model_card import MODEL_CARD, model_card
 
 log = logging.getLogger(__name__)
@@ -102,10 +104,10 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
             output.name, checkpoint.manifest, settings, config.dtype, origin, has_tokenizer=tokenizer is not None
         )
         write_flushed(folder / MODEL_CARD, card)
-    print(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
-    print(f"  weights    {len(files)} safetensors file{'s' if len(files) > 1 else ''}")
-    print(f"  tokenizer  {told}")
-    print(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
+    print_text(f"  weights    {count_of(len(files), 'safetensors file')}")
+    print_text(f"  tokenizer  {told}")
+    print_text(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
     begin = None if tokenizer is None else tokenizer.begin_of_text
     if begin is not None and settings.data.bos_token is None and is_trained:
         log.warning(
@@ -137,9 +139,9 @@ def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: Tenso
     with atomic_folder(output, "--output_path", total) as folder:
         files = write_full(folder, kinds, (tensors.read(name) for name in in_order(kinds)), checkpoint.manifest)
         write_json(folder / MANIFEST, replace(checkpoint.manifest, files=files).document())
-    print(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {total / 1e9:.2f} GB")
-    print("  files      " + ", ".join(FULL_FILES))
-    print(f"  go on      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} …")
+    print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {total / 1e9:.2f} GB")
+    print_text("  files      " + ", ".join(FULL_FILES))
+    print_text(f"  go on      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} …")
 
 
 def check_complete(checkpoint: CheckpointRef, tensors: TensorFiles) -> None:

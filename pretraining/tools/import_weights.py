@@ -24,6 +24,7 @@ from pretraining.config.variants import model_settings, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
 from pretraining.files import atomic_folder, from_hub, is_file, write_json
+from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES, parameter_shapes
 from pretraining.tools.export import ORIGIN_FILE, plan_files
 
@@ -55,8 +56,8 @@ def import_weights(config: ImportConfig) -> None:
         manifest = Manifest(model=asdict(source.shape), files=files, config=_settings(source, run))
         write_json(temporary / MANIFEST, manifest.document())
         write_json(run / ORIGIN_FILE, origin)
-    print(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
-    print(f"  train      pretrain train {shlex.quote(f'--ckpt_save_path={run}')} --data_path=…")
+    print_text(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
+    print_text(f"  train      pretrain train {shlex.quote(f'--ckpt_save_path={run}')} --data_path=…")
 
 
 def _settings(source: HuggingFaceFolder, run: Path) -> str:

@@ -31,7 +31,8 @@ from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import VIRTUAL_BOS
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.launch.terminal import showing_through
+from pretraining.launch.terminal import print_text, showing_through
+from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def inspect(
         for summary in summaries:
             print(json.dumps({"first_step": first, "last_step": last, **asdict(summary)}))
     else:
-        print("\n".join(describe_summaries(first, last, config.data.seq_length, summaries)))
+        print_text("\n".join(describe_summaries(first, last, config.data.seq_length, summaries)))
 
 
 def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch: int | None) -> Inspector:
@@ -106,18 +107,18 @@ def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
         decode = load_tokenizer(config.data.tokenizer_path).decode
     if not asked.json:
         place = f"rank {asked.rank} of {ranks}" if asked.rank is not None else "all ranks"
-        print(heading(step, place, size, config.data.seq_length))
+        print_text(heading(step, place, size, config.data.seq_length))
     shown = 0
     for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
         shown += 1
-        print(json.dumps(slot.document()) if asked.json else "\n".join(slot.describe(decode)))
+        print_text(json.dumps(slot.document()) if asked.json else "\n".join(slot.describe(decode)))
     if asked.sample_id is not None and not shown:
         raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
 
 
 def heading(step: int, place: str, slots: int, seq_length: int) -> str:
     """Returns the line above the slots of a step that some ranks train on."""
-    return f"step {step}, {place}: the global batch has {slots} slots of {seq_length} tokens and one more"
+    return f"step {step}, {place}: the global batch has {count_of(slots, 'slot')} of {seq_length} tokens and one more"
 
 
 def _plan_of(size: int, ranks: int) -> BatchPlan:
@@ -377,7 +378,7 @@ def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequen
     for name, *numbers in table:
         cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return [f"steps {first:,} to {last:,}: {samples:,} samples, {samples * seq_length:,} tokens", *lines]
+    return [f"steps {first:,} to {last:,}: {count_of(samples, 'sample')}, {samples * seq_length:,} tokens", *lines]
 
 
 def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> str:

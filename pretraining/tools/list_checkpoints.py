@@ -20,6 +20,8 @@ from pretraining.checkpoint.start_point import manifest_at
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_folder
+from pretraining.launch.terminal import print_text
+from pretraining.text import count_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +65,11 @@ def list_checkpoints(config: ListConfig) -> None:
         raise CheckpointError(f"--run_path={source} is no run: it has no folder {CHECKPOINTS}")
     rows = rows_of(run)
     for line in [json.dumps(asdict(row)) for row in rows] if config.json else _table(rows):
-        print(line)
+        print_text(line)
     if config.json:
         return
     total = sum(row.bytes for row in rows)
-    print(f"{len(rows)} checkpoints, {_size(total)} in {run / CHECKPOINTS}")
+    print_text(f"{count_of(len(rows), 'checkpoint')}, {_size(total)} in {run / CHECKPOINTS}")
 
 
 def rows_of(run: Path) -> list[Row]:

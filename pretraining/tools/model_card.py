@@ -6,7 +6,9 @@ it, such as a path, is in it. The license is that of an imported model; of any o
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,8 +68,8 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[s
 
 
 def _plain(text: str) -> str:
-    """A text on one line, in which nothing ends a cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """Returns a text on one line that ends no cell of a table, and that is neither Markdown nor HTML."""
+    return html.escape(re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())), quote=False)
 
 
 def _model_rows(manifest: Manifest) -> list[tuple[str, object]]:

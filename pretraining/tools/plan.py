@@ -28,6 +28,7 @@ from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
+from pretraining.text import count_of
 from pretraining.tools.pictures import check_picture
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ def _length(config: PlanConfig, chosen: Plan) -> _Length | None:
 def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Plan) -> Iterator[str]:
     """Yields the lines about one plan."""
     yield _heading(config, shape, cluster)
-    yield f"layout      {_layout(chosen)}; {chosen.batch.describe()}, {config.data.seq_length} tokens each"
+    yield f"layout      {_layout(chosen)}; {chosen.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"
     room = chosen.memory.total / chosen.memory_bytes
     verdict = "fits" if room <= ROOM else "may fit, with little room" if chosen.fits else "does not fit"
     yield f"memory      {_gib(chosen.memory.total)} of {_gib(chosen.memory_bytes)} a GPU, {room:.0%}: {verdict}"
@@ -364,7 +365,7 @@ def _run(config: PlanConfig, cluster: Cluster, chosen: Plan) -> str:
             "(steps) or 5Btok (tokens) for days and GPU-hours"
         )
     return (
-        f"{length.steps:,} steps, {length.tokens:,} tokens: {_time(length.seconds)}, "
+        f"{count_of(length.steps, 'step')}, {length.tokens:,} tokens: {_time(length.seconds)}, "
         f"{length.seconds / 3600 * cluster.gpus:,.1f} GPU-hours"
     )
 

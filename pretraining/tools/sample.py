@@ -21,6 +21,7 @@ from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import CachedModel, draw_tokens
 from pretraining.files import is_file, read_json
+from pretraining.launch.terminal import print_text
 from pretraining.model.hf import CONFIG_FILE, GENERATION_CONFIG_FILE
 
 UNFINISHED_CHARACTER = "\ufffd"
@@ -38,7 +39,7 @@ def sample(config: SampleConfig) -> None:
         _print_now(config.prompt or "")
         for piece in found.text():
             _print_now(piece)
-    print()
+    print_text()
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _prompt_tokens(config: SampleConfig, text: _Text) -> list[int]:
 
 
 def _print_now(text: str) -> None:
-    print(text, end="", flush=True)
+    print_text(text, end="", flush=True)
 
 
 class TextStream:

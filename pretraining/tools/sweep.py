@@ -17,6 +17,7 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -37,10 +38,13 @@ from pretraining.config.command_line import name_first_words, parse_config, read
 from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, PathError, Preempted
-from pretraining.files import path_error, write_atomic
+from pretraining.files import path_error, read_json, write_atomic
 from pretraining.launch.signals import PREEMPTION_SIGNALS, end_with_parent
 from pretraining.launch.terminal import outlive_readers
 from pretraining.observability.display import format_seconds
+from pretraining.observability.trackers import LOGS, METRICS_FILE
+from pretraining.text import count_of
+from pretraining.tools.report.reports import Lines, number_of, read_reports
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +159,8 @@ def _check_arguments(combinations: Sequence[Combination], folder: Path) -> None:
     for combination in combinations:
         run = folder / combination.name
         before = _read_json(run / ARGUMENTS_FILE).get("arguments")
-        if before is not None and sorted(before) != sorted(combination.arguments):
-            differ = sorted(set(before) ^ set(combination.arguments))
+        differ = sorted(set(map(str, before)) ^ set(combination.arguments)) if isinstance(before, list) else []
+        if differ:
             raise ConfigError(
                 f"{run} is a run of other settings ({', '.join(differ)}): give another --sweep_path, or remove it"
             )
@@ -317,7 +321,7 @@ def _outcome(run: Path) -> str | None:
 def _read_json(path: Path) -> dict[str, Any]:
     """What a file of a run says; nothing where it is not there or cannot be read."""
     try:
-        document = json.loads(path.read_text())
+        document = read_json(path)
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
@@ -338,11 +342,11 @@ def _last_error(output: Path, begin: int, code: int) -> str:
 def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
     """A combination's row of the table; None for what is not known of it."""
     run = folder / combination.name
-    reports = _reports(run / "logs" / "metrics.jsonl")
+    reports = _reports(run, Lines())
     outcome = _read_json(run / OUTCOME_FILE)
 
     def newest(name: str) -> Any:
-        return next((report[name] for report in reversed(reports) if name in report), None)
+        return _number(next((report[name] for report in reversed(reports) if name in report), None))
 
     return {
         "number": combination.number,
@@ -353,20 +357,23 @@ def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
         "loss": newest("loss"),
         "evaluation_loss": newest("evaluation_loss"),
         "tokens_per_second_per_gpu": newest("tokens_per_second_per_gpu_overall"),
-        "seconds": outcome.get("seconds"),
+        "seconds": _number(outcome.get("seconds")),
         "reason": outcome.get("reason", ""),
         "run": str(run),
     }
 
 
-def _reports(path: Path) -> list[dict[str, Any]]:
-    reports = []
+def _reports(run: Path, lines: Lines) -> list[dict[str, Any]]:
+    """The reports of a run; none where there is no such file yet."""
     try:
-        for line in path.read_text().splitlines():
-            reports.append(json.loads(line))
-    except (OSError, ValueError):
-        pass  # none yet, or a line that is being written
-    return [report for report in reports if isinstance(report, dict)]
+        return list(read_reports(run / LOGS / METRICS_FILE, lines))
+    except OSError:
+        return []
+
+
+def _number(value: Any) -> Any:
+    """A finite number as it is; None for all else, so that no loss that is none is the lowest."""
+    return value if math.isfinite(number_of(value)) else None
 
 
 def write_table(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -419,7 +426,7 @@ def varied_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _in_words(row: Mapping[str, Any]) -> str:
     loss = row[judged_by([row])]
     took = "" if row["seconds"] is None else f" in {format_seconds(row['seconds'])}"
-    return "no report" if loss is None else f"loss {loss:.4f} after {row['tokens_seen']:,} tokens{took}"
+    return "no report" if loss is None else f"loss {loss:.4f} after {row['tokens_seen'] or 0:,} tokens{took}"
 
 
 def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -427,8 +434,14 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     curves = {}
     name = judged_by(rows)
     for row in rows:
-        reports = _reports(Path(row["run"]) / "logs" / "metrics.jsonl")
-        points = [(each["tokens_seen"], each[name]) for each in reports if each.get(name) is not None]
+        lines = Lines()
+        reports = _reports(Path(row["run"]), lines)
+        if lines.damaged:
+            log.warning(
+                "%s: %s left out", Path(row["run"]) / LOGS / METRICS_FILE, count_of(lines.damaged, "damaged line")
+            )
+        pairs = [(_number(each.get("tokens_seen")), _number(each.get(name))) for each in reports]
+        points = [(tokens, loss) for tokens, loss in pairs if None not in (tokens, loss)]
         if points:
             curves[", ".join(f"{setting}={row[setting]}" for setting in varied_settings(rows))] = points
     if not curves:

@@ -16,6 +16,7 @@ from pretraining.config.recipes import translate_file
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, output_errors, write_atomic
+from pretraining.launch.terminal import print_text
 
 FIRST_WORDS = "# Translated from "
 """Of a recipe that is written here, by which an earlier one is known."""
@@ -38,18 +39,18 @@ def translate(config: TranslateConfig) -> None:
     if reader.problems:
         raise ConfigError(reader.problems)
     translation = recipe.translation
-    print(f"{config.input_path}: {KINDS[translation.kind].what}\n")
-    print("\n".join(translation.table()))
+    print_text(f"{config.input_path}: {KINDS[translation.kind].what}\n")
+    print_text("\n".join(translation.table()))
     text = recipe_text(config.input_path, translation)
     if config.output_path is None:
-        print(f"\n{text}", end="")
+        print_text(f"\n{text}", end="")
         return
     with output_errors(Path(config.output_path)):
         check_replaceable(Path(config.output_path), beginning=FIRST_WORDS.encode())
         Path(config.output_path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(config.output_path), text)
     command = shlex.join(["pretrain", "train", f"--recipe={config.output_path}"])
-    print(f"\nwritten to {config.output_path}. Train with it:\n  {command}")
+    print_text(f"\nwritten to {config.output_path}. Train with it:\n  {command}")
 
 
 def recipe_text(name: str, translation: Translation) -> str:

@@ -28,6 +28,8 @@ from pretraining.checkpoint.reader import file_faults
 from pretraining.checkpoint.start_point import CheckpointRef, document_at, files_of, is_checkpoint
 from pretraining.config.commands import VerifyConfig
 from pretraining.errors import CheckpointError
+from pretraining.launch.terminal import print_text
+from pretraining.text import count_of
 
 
 def verify_checkpoints(config: VerifyConfig) -> None:
@@ -42,23 +44,23 @@ def verify_checkpoints(config: VerifyConfig) -> None:
     faulty = []
     threads = config.num_workers or min(32, cpu_count() or 1)
     for path in paths:
-        print(f"reading {path}", file=sys.stderr)
+        print_text(f"reading {path}", file=sys.stderr)
         faults = faults_of(path, threads)
         for fault in faults:
-            print(fault)
+            print_text(fault)
         if faults:
             faulty.append(path)
         else:
             manifest = document_at(path)
             files = files_of(CheckpointRef(path, manifest))
             size = sum((path / name).stat().st_size for name in files)
-            print(f"{path}: step {manifest.step}, {len(files):,} files, {size / 1e9:,.2f} GB: no faults")
+            print_text(f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size / 1e9:,.2f} GB: no faults")
     for path in left:
-        print(f"{path} is incomplete: never read, and no fault")
+        print_text(f"{path} is incomplete: never read, and no fault")
     if faulty:
         raise CheckpointError(
-            f"{len(faulty)} of {len(paths)} checkpoints {'is' if len(faulty) == 1 else 'are'} damaged; the faults are "
-            "listed above"
+            f"{len(faulty)} of {count_of(len(paths), 'checkpoint')} "
+            f"{'is' if len(faulty) == 1 else 'are'} damaged; the faults are listed above"
         )
 
 

@@ -27,7 +27,8 @@ from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, 
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import DataError
 from pretraining.files import file_checksum, read_json
-from pretraining.launch.terminal import showing_through
+from pretraining.launch.terminal import print_text, showing_through
+from pretraining.text import count_of
 from pretraining.tools.prepare.console import LINE_INTERVAL_SECONDS
 from pretraining.tools.prepare.token_files import TokenFile
 
@@ -88,12 +89,12 @@ def verify(config: VerifyConfig) -> None:
             summary.append(_describe(files, record.vocab_size, reports))
     if progress.faults:
         raise DataError(
-            f"{progress.faults:,} faults in {progress.faulty_files:,} files ({file_count:,} were read); they are "
-            "listed above"
+            f"{count_of(progress.faults, 'fault')} in {count_of(progress.faulty_files, 'file')} "
+            f"({file_count:,} were read); they are listed above"
         )
     for line in summary:
-        print(line)
-    print(f"{file_count:,} files, {total_bytes / 1e9:,.2f} GB: no faults")
+        print_text(line)
+    print_text(f"{count_of(file_count, 'file')}, {total_bytes / 1e9:,.2f} GB: no faults")
 
 
 def check_file(
@@ -233,8 +234,8 @@ def _describe(files: DatasetFiles, vocab_size: int | None, reports: list[FileRep
         checksums = f"checksums as in {MANIFEST_FILE}"
     documents, tokens = sum(report.documents for report in reports), sum(report.tokens for report in reports)
     return (
-        f"dataset '{files.name}': {len(reports):,} files, {documents:,} documents, {tokens:,} tokens "
-        f"({vocabulary}; {checksums})"
+        f"dataset '{files.name}': {count_of(len(reports), 'file')}, {count_of(documents, 'document')}, "
+        f"{tokens:,} tokens ({vocabulary}; {checksums})"
     )
 
 
@@ -250,7 +251,7 @@ class _Progress:
 
     def add(self, report: FileReport) -> None:
         for fault in report.faults:
-            print(fault)
+            print_text(fault)
         self.faults += len(report.faults)
         self.faulty_files += bool(report.faults)
         self._read += report.bytes

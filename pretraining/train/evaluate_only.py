@@ -22,6 +22,7 @@ from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate
+from pretraining.launch.terminal import print_text
 from pretraining.model.init import parameter_name
 from pretraining.observability.custom_metrics import MetricsHook, custom_metrics
 from pretraining.observability.scores import format_perplexity
@@ -104,7 +105,7 @@ def evaluate_only(
 def print_evaluation(evaluated: Evaluated) -> None:
     """Prints a table, and as the last line the JSON object."""
     for line in table(evaluated.evaluation):
-        print(line)
+        print_text(line)
     print(json.dumps(evaluated.document()), flush=True)
 
 

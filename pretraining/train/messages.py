@@ -35,6 +35,7 @@ from pretraining.observability.trackers import METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
 from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TrainState
+from pretraining.text import count_of
 from pretraining.train.loop import Run
 from pretraining.train.preemption import ending, reason_of
 
@@ -49,15 +50,15 @@ def announce(plan: RunOutline) -> None:
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     number = torch.get_num_threads()
-    threads = f", {number} thread{'s' if number > 1 else ''} each" if processes.device.type == "cpu" else ""
+    threads = f", {count_of(number, 'thread')} each" if processes.device.type == "cpu" else ""
     lines = [
         f"model       {name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
         f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}",
         *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
         _describe_data(plan),
         *_describe_evaluation(plan),
-        f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
-        f"length      {total_steps} steps, {plan.token_schedule.tokens_at(total_steps):,} tokens",
+        f"batch       {plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each",
+        f"length      {count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}",
         f"optimizer   {_describe_optimizer(config.optimizer)}",
         f"schedule    {describe_schedule(config.schedule, plan.learning_rate.horizon)}",
         *_describe_flops(plan),
@@ -75,7 +76,7 @@ def _describe_data(plan: RunOutline) -> str:
         return "data        made up"
     padded = "" if packing == "stream" else f" (packing {packing}, with padding)"
     return (
-        f"data        {len(data.datasets)} datasets, {data.training_tokens:,} tokens to train on, "
+        f"data        {count_of(len(data.datasets), 'dataset')}, {data.training_tokens:,} tokens to train on, "
         f"{data.held_out_tokens:,} held out{padded}"
     )
 
@@ -172,7 +173,7 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
         head = f"Stopped early at step {state.step} of {state.total_steps}: {state.early_end}."
     elif state.finished:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
-        head = f"Finished {state.total_steps} steps, {tokens} tokens; this invocation took {time}."
+        head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."
     else:
         head = f"Stopped at step {state.step} of {state.total_steps}, as asked; the same command goes on from there."
     lines = [

@@ -32,6 +32,13 @@ def test_help_of_a_group_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[
     assert "did you mean schedule?" in capsys.readouterr().err
 
 
+def test_help_of_a_command_is_asked_for_by_its_name_too(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--help"])
+    by_flag = capsys.readouterr().out
+    main(["help", "train"])
+    assert capsys.readouterr().out == by_flag
+
+
 def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--help"])
     train = capsys.readouterr().out
@@ -53,7 +60,8 @@ def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str
     ("arguments", "status", "stream", "text"),
     [
         (["--help"], 0, "out", "pretrain prepare"),
-        ([], 1, "err", "Commands:"),
+        (["help"], 0, "out", "pretrain prepare"),
+        ([], 0, "out", "Commands:"),
         (["trian"], 1, "err", "unknown command 'trian'"),
     ],
 )

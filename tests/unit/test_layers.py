@@ -13,7 +13,7 @@ from helpers import ROOT, run_command
 # Lowest row first; parts in one row are siblings.
 ROWS = (
     ("errors",),
-    ("files", "progress"),
+    ("files", "progress", "text"),
     ("config", "launch"),
     ("estimate",),
     ("model", "data", "distributed"),
@@ -28,7 +28,7 @@ ROWS = (
     ("__main__",),
 )
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
-TORCH_FREE = ("errors", "files", "progress", "config", "launch", "estimate")
+TORCH_FREE = ("errors", "files", "progress", "text", "config", "launch", "estimate")
 
 PACKAGE = ROOT / "pretraining"
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -36,8 +36,8 @@ durations = st.one_of(
         ("1_000", 1000, "steps"),
         ("1e3", 1000, "steps"),
         ("1000.0", 1000, "steps"),
-        ("10k", 10_000, "steps"),
-        ("1.5M", 1_500_000, "steps"),
+        ("10k steps", 10_000, "steps"),
+        ("1.5Msteps", 1_500_000, "steps"),
         ("1000 steps", 1000, "steps"),
         ("5_000_000tok", 5_000_000, "tokens"),
         ("5Btok", 5_000_000_000, "tokens"),
@@ -93,6 +93,12 @@ def test_a_duration_is_written_in_these_ways(text: str | int, amount: float, uni
 )
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize("text", ["20B", "1.5M", "10k", "3 K", "2T"])
+def test_a_bare_multiplier_asks_what_it_counts(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{text} of what.*{text}tok.*{text}steps"):
         Duration.parse(text)
 
 

@@ -169,7 +169,9 @@ def test_a_path_may_begin_with_the_sign_of_a_home_folder(tmp_path: Path, monkeyp
 
 def test_lengths_may_be_given_as_recipes_have_them(tmp_path: Path) -> None:
     config = trainer(Trainer, tmp_path).config
-    given = replace(config, run=replace(config.run, num_steps=3), report=replace(config.report, report_interval="2k"))
+    given = replace(
+        config, run=replace(config.run, num_steps=3), report=replace(config.report, report_interval="2ksteps")
+    )
     made = Trainer(given).config
     assert (made.run.num_steps, made.report.report_interval) == (Duration(3, "steps"), Duration(2000, "steps"))
     assert Trainer(made).config is made

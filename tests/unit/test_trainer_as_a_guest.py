@@ -23,7 +23,7 @@ from training_runs import losses_of
 
 from pretraining import TrainConfig, Trainer
 from pretraining.data.batch import ModelInputs
-from pretraining.errors import ConfigError, DivergenceError, PathError, Preempted
+from pretraining.errors import ConfigError, DivergenceError, LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import Outputs
 from pretraining.train import run as run_module
@@ -189,6 +189,25 @@ def test_a_run_in_another_thread_hears_no_signals_and_trains(tmp_path: Path) -> 
     thread.start()
     thread.join()
     assert results[0].status == "finished"
+
+
+def test_a_second_trainer_at_the_same_time_is_refused_and_one_after_the_other_is_not(tmp_path: Path) -> None:
+    refused: list[BaseException] = []
+
+    def start_another() -> None:
+        with pytest.raises(LaunchError, match="another Trainer is at work in this process") as caught:
+            trainer(Trainer, tmp_path / "second").train()
+        refused.append(caught.value)
+
+    def in_a_thread(step: int) -> None:
+        thread = threading.Thread(target=start_another)
+        thread.start()
+        thread.join()
+
+    first = trainer(Calling, tmp_path / "first", num_steps=1)
+    first.call = in_a_thread
+    assert first.train().status == "finished" and refused and not (tmp_path / "second").exists()
+    assert trainer(Trainer, tmp_path / "second", num_steps=1).train().status == "finished"
 
 
 def test_what_the_file_system_says_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from typing import IO
 
 import numpy as np
 
+from pretraining.config.plugins import plugin_errors
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.storage.dataset_files import COUNTS_FILES, DatasetFiles, describe_changes
@@ -49,6 +50,7 @@ from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 from pretraining.files import check_regular, exists
 from pretraining.launch.machine import usable_cores
+from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,9 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
         log.warning("index %s is damaged: it is made again", damaged)
     elif change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
-    log.info("indexing dataset '%s': %s files, %.2f GiB", files.name, f"{len(files.paths):,}", sum(files.sizes) / 2**30)
+    log.info(
+        "indexing dataset '%s': %s, %.2f GiB", files.name, count_of(len(files.paths), "file"), sum(files.sizes) / 2**30
+    )
     held: dict[str, tuple[int, int]] = {}
 
     def write(file: IO[bytes]) -> None:
@@ -189,7 +193,8 @@ def _write_index(
 
 def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> _FileDocuments:
     path = files.path(number)
-    layout = token_format.documents(path)
+    with plugin_errors("file_type", files.file_type):
+        layout = token_format.documents(path)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
     if len(too_long):
         row = too_long[0]

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-from pretraining.config.plugins import TOKEN_FORMATS, load_plugin
+from pretraining.config.plugins import TOKEN_FORMATS, load_plugin, plugin_errors
 from pretraining.config.training import DataConfig
-from pretraining.errors import DataError
+from pretraining.errors import ConfigError, DataError
 from pretraining.files import check_regular
 
 _SMALL_FILE_BYTES = 1 << 16
@@ -66,8 +66,16 @@ class TokenFormat(Protocol):
 
 
 def format_class(file_type: str) -> type[TokenFormat]:
-    """Returns the class of a format: one of `TOKEN_FORMATS`, or a user's own as `package.module:Class`."""
+    """Returns the class of a format: one of `TOKEN_FORMATS`, or a user's own as `package.module:Class`.
+
+    Raises:
+        ConfigError: it cannot be imported, or is something else.
+    """
     found: type[TokenFormat] = load_plugin("file_type", TOKEN_FORMATS.get(file_type, file_type))
+    if not isinstance(getattr(found, "suffix", None), str) or not callable(getattr(found, "documents", None)):
+        raise ConfigError(
+            f"--file_type={file_type} is no format of token files: it lacks suffix or documents (docs/extending.md)"
+        )
     return found
 
 
@@ -75,9 +83,11 @@ def load_format(file_type: str, config: DataConfig) -> TokenFormat:
     """Makes a format for a run's settings.
 
     Raises:
-        ConfigError: it cannot be imported, or misses a setting.
+        ConfigError: it cannot be imported, is something else, fails, or misses a setting.
     """
-    return format_class(file_type)(config)
+    make = format_class(file_type)
+    with plugin_errors("file_type", file_type):
+        return make(config)
 
 
 def read_bytes(path: str) -> np.ndarray:

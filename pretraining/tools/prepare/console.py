@@ -17,7 +17,9 @@ from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import has_gpu, machine_memory
+from pretraining.launch.terminal import print_text
 from pretraining.observability.display import format_seconds
+from pretraining.text import count_of
 from pretraining.tools.prepare.records import PrepareSummary, read_summaries
 from pretraining.tools.prepare.token_files import Counts
 
@@ -69,7 +71,7 @@ class _Meter:
         done, seconds = self._done, max(time.monotonic() - self._began, 1e-9)
         speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # token ids are no text
         return (
-            f"{done.documents:,} documents ({done.documents / seconds:,.0f}/s), "
+            f"{count_of(done.documents, 'document')} ({done.documents / seconds:,.0f}/s), "
             f"{done.tokens:,} tokens ({done.tokens / seconds:,.0f}/s){speed}"
         )
 
@@ -110,12 +112,12 @@ def _bar(meter: _Meter) -> Iterator[Report]:
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
     """Prints a dataset, with what this call did of it, the other datasets of its root, and how to train on it."""
-    print(describe(summary, done, seconds))
+    print_text(describe(summary, done, seconds))
     summaries = read_summaries(summary.folder.parent)
     if len(summaries) > 1:
-        print(describe_all(summaries))
+        print_text(describe_all(summaries))
     begin = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent).begin_of_text
-    print(describe_training(summary, begin), flush=True)
+    print_text(describe_training(summary, begin), flush=True)
 
 
 def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> str:
@@ -133,7 +135,9 @@ def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float
     if summary.characters:
         rate = f"{summary.characters / summary.tokens:.2f} characters a token"
         lines.append(f"  text       {summary.text_bytes / 1e6:,.1f} MB ({rate})")
-    lines.append(f"  written    {summary.token_bytes / 1e6:,.1f} MB in {summary.files:,} files below {summary.folder}")
+    lines.append(
+        f"  written    {summary.token_bytes / 1e6:,.1f} MB in {count_of(summary.files, 'file')} below {summary.folder}"
+    )
     if done is not None:
         seconds = max(seconds, 1e-9)
         lines.append(

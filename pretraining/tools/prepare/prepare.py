@@ -27,6 +27,7 @@ from pretraining.errors import DataError
 from pretraining.files import flush_folder, output_errors
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import usable_cores
+from pretraining.text import count_of
 from pretraining.tools.prepare.console import encoding_progress, print_summary
 from pretraining.tools.prepare.encode import encode_units
 from pretraining.tools.prepare.encoders import choose_encoder
@@ -209,7 +210,7 @@ def _announce(plan: _Plan, tokenizer: Tokenizer | None, earlier: Sequence[UnitRe
     verb = "Encoding" if found.token_type is None else "Copying the token ids of"
     using = "" if tokenizer is None else f" with a tokenizer of {tokenizer.vocab_size:,} entries"
     size = f" ({found.size / 1e6:,.1f} MB)" if found.size else ""
-    log.info("%s", f"{verb} {found.settings['input_files']:,} files{size} into {plan.work.dataset}{using}.")
+    log.info("%s", f"{verb} {count_of(found.settings['input_files'], 'file')}{size} into {plan.work.dataset}{using}.")
     before = counts_of(earlier)
     if before.documents:
         finished = sum(record.finished for record in earlier)

@@ -37,6 +37,7 @@ from pretraining.tools.prepare.units import Unit
 FORMAT_VERSION = 1
 """Of prepare.json."""
 _RECORD_FORMAT = 1
+_NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
 
 
 @dataclass(frozen=True)
@@ -305,8 +306,12 @@ def _read(folder: Path) -> tuple[PrepareSummary, dict[str, Any], list[TokenFile]
             vocab_size=content["tokenizer"]["vocab_size"],
             end_of_text=content["tokenizer"]["end_of_text"],
             median_document_tokens=content.get("median_document_tokens"),
-            **{name: content[name] for name in ("documents", "empty_documents", "tokens", "characters", "text_bytes")},
+            **{name: content[name] for name in _NUMBERS},
         )
+        numbers = [content[name] for name in _NUMBERS] + [summary.vocab_size, summary.median_document_tokens or 0]
+        numbers += [token_file.bytes for token_file in token_files]
+        if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in token_files):
+            raise ValueError("a value is of another type")
         return summary, dict(content["settings"]), token_files
     except (FileNotFoundError, NotADirectoryError):
         raise

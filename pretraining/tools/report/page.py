@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pretraining.observability.display import format_seconds
 from pretraining.observability.report_file import written_time
+from pretraining.text import count_of
 from pretraining.tools.list_checkpoints import Row
 from pretraining.tools.report.markup import Markup, element, folded, joined, section, table
 from pretraining.tools.report.plots import Plot, about_points, described, plots_of, script_data
@@ -180,7 +181,7 @@ def _ends(run: RunRecord, name: str) -> tuple[str, str]:
 
 def _starts(run: RunRecord) -> str:
     starts = run.status.starts if run.status is not None else 0
-    return f"{starts:,} start{'s' if starts > 1 else ''}" if starts else ""
+    return count_of(starts, "start") if starts else ""
 
 
 def _flops(run: RunRecord) -> str:
@@ -374,7 +375,9 @@ def _checkpoints(runs: Sequence[RunRecord]) -> list[Markup]:
         )
         whose = f" of {run.name}" if len(runs) > 1 else ""
         many = len(rows) > 12 or len(runs) > 1
-        made.append(folded(f"{len(run.checkpoints):,} checkpoints{whose}, {_bytes(total)}", shown, is_open=not many))
+        made.append(
+            folded(f"{count_of(len(run.checkpoints), 'checkpoint')}{whose}, {_bytes(total)}", shown, is_open=not many)
+        )
     return made
 
 

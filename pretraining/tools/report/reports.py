@@ -65,6 +65,19 @@ def read_objects(path: Path, lines: Lines) -> Iterator[dict[str, Any]]:
                 lines.is_cut = True
 
 
+def read_reports(path: Path, lines: Lines) -> Iterator[dict[str, Any]]:
+    """Yields the lines of metrics.jsonl that have a step; the others count as damaged.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    for report in read_objects(path, lines):
+        if math.isfinite(number_of(report.get("step"))):
+            yield report
+        else:
+            lines.damaged += 1
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     # What is flat and plain needs none of the checks of `parse_json`, which take as long as reading it.
     is_plain = line.count(b"{") == 1 and b"[" not in line and b"\\u" not in line
@@ -192,16 +205,9 @@ def column(reports: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float6
 
 
 def read_metrics(path: Path, lines: Lines) -> tuple[Reports, Reports]:
-    """Reads metrics.jsonl into the reports of training and those of evaluations.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-    """
+    """Reads metrics.jsonl into the reports of training and those of evaluations; raises as `read_reports`."""
     training, evaluations = Reports(), Reports()
-    for report in read_objects(path, lines):
-        if not math.isfinite(number_of(report.get("step"))):
-            lines.damaged += 1
-            continue
+    for report in read_reports(path, lines):
         is_evaluation = "loss" not in report and any(name.startswith(EVALUATION) for name in report)
         (evaluations if is_evaluation else training).add(report)
     training.finish()

@@ -36,6 +36,7 @@ from pretraining.estimate.flops import flops_per_token
 from pretraining.files import entries_of, exists, is_folder, read_json
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
+from pretraining.text import count_of
 from pretraining.tools.list_checkpoints import Row, rows_of
 from pretraining.tools.report.curves import Curve
 from pretraining.tools.report.reports import Lines, Reports, number_of, read_metrics, read_objects, seconds_of
@@ -246,14 +247,14 @@ def _read_metrics(run: RunRecord) -> None:
         run.notes.append(f"{what} has no report.")
     for reports in found:
         if reports.backwards:
-            run.notes.append(f"{what}: {reports.backwards:,} reports are of no later step than the one before them.")
+            run.notes.append(f"{what}: {count_of(reports.backwards, 'report')} of no later step than the one before.")
         if reports.left_out:
             run.notes.append(f"{what}: {len(reports.left_out):,} different numbers are too many, and not drawn.")
 
 
 def _note_lines(run: RunRecord, what: str, lines: Lines) -> None:
     if lines.damaged:
-        run.notes.append(f"{what}: {lines.damaged:,} lines are damaged and left out.")
+        run.notes.append(f"{what}: {count_of(lines.damaged, 'damaged line')} left out.")
     if lines.is_cut:
         run.notes.append(f"{what}: the last line is cut, as while it is written or after a kill, and left out.")
 

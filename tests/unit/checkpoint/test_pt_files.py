@@ -178,6 +178,18 @@ def test_a_hostile_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_a_compressed_entry_is_refused_before_it_is_inflated(compression: int, tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "stored.pt")
+    stored = zipfile.ZipFile(tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / MODEL_FILE, "w") as archive:
+        for entry in stored.infolist():
+            kind = compression if entry.filename.endswith("data.pkl") else zipfile.ZIP_STORED
+            archive.writestr(entry.filename, stored.read(entry), kind)
+    with pytest.raises(CheckpointError, match=r"model_state_dict\.pt has compressed entries"):
+        read_header(tmp_path / MODEL_FILE)
+
+
 def test_damage_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     write_full_form(folder, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))

@@ -108,6 +108,21 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
     [
         (["--learning_rat=1"], "--learning_rat is not known: did you mean learning_rate?"),
         (["--lr=1"], "--lr is not known: did you mean learning_rate?"),
+        (["--wd=1"], "--wd is not known: did you mean weight_decay?"),
+        (["--bf16"], "--bf16 is not known: write --mixed_precision=true, and --mp_dtype=bfloat16, the default"),
+        (["--fp16"], "--fp16 is not known: write --mixed_precision=true --mp_dtype=float16"),
+        (["--fp8"], "--fp8 is not known: write --float8=tensorwise, or rowwise"),
+        (
+            ["--gradient-checkpointing"],
+            "--gradient_checkpointing is not known: write --fsdp_activation_checkpointing=true",
+        ),
+        *(
+            (
+                [f"--{name}=2"],
+                f"--{name} is not known: there is none; --sharding_strategy says how a model is laid out over GPUs",
+            )
+            for name in ("context_parallel", "tensor_parallel_size")
+        ),
         (["--recipes=demo"], "--recipes is not known: did you mean recipe?"),
         (["--optimizer.learning_rat=1"], "--optimizer.learning_rat is not known: did you mean learning_rate?"),
         (["--model.seed=1"], "--model.seed is not known: seed is a setting of run"),

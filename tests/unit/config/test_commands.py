@@ -1,4 +1,4 @@
-"""The settings of `pretrain prepare`."""
+"""The settings of commands besides `pretrain train`, and rules that hold for those of all commands."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import re
 
 import pytest
 
+from pretraining.cli import COMMANDS
 from pretraining.config.commands import PrepareConfig
+from pretraining.config.fields import settings_of
 from pretraining.config.rules import check_config, find_problems
+from pretraining.config.values import limit_problem, parse_value
 from pretraining.errors import ConfigError
 
 
@@ -55,3 +58,12 @@ def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(PrepareConfig(tokenizer_path="t", vocab_size=300))
     assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_path_of_any_command_is_an_address(command: str) -> None:
+    for setting in filter(lambda setting: setting.is_path, settings_of(COMMANDS[command][1]).values()):
+        with pytest.raises(ValueError, match="an address is no path"):
+            parse_value(setting, "s3://bucket/x")
+        assert limit_problem(setting, ("s3:/b",) if setting.many else "s3:/b")  # as Path makes it
+        parse_value(setting, "./s3:/x")

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from pretraining.config.assignments import ALIASES
-from pretraining.config.commands import PrepareConfig
+from pretraining.config.commands import InspectConfig, PrepareConfig
 from pretraining.config.fields import required, sections_of, setting, settings_of
 from pretraining.config.help import help_text, with_new_tables
 from pretraining.config.recipes import shipped_recipes
@@ -89,6 +89,8 @@ def test_help_of_a_flat_command() -> None:
         "",
         "usage: pretrain try [--NAME=VALUE ...]",
         "",
+        "--help=FLAG explains one flag",
+        "",
         "A command with few settings.",
         "  --output_path=TEXT          where to write [must be given]",
         "  --a_name_that_is_longer_than_half_of_a_narrow_terminal=N",
@@ -99,10 +101,10 @@ def test_help_of_a_flat_command() -> None:
 
 
 def test_help_of_one_group_shows_its_settings_alone() -> None:
-    text = help_text(TrainConfig, "pretrain train", "train a model", section="optimizer")
+    text = help_text(TrainConfig, "pretrain train", "train a model", topic="optimizer")
     assert text.startswith("optimizer: ") and "--adam_beta2=X" in text
     assert "--num_steps" not in text and "usage:" not in text
-    assert "--help=GROUP shows one group of settings: model, data, batch, run," in help_text(
+    assert "--help=FLAG explains one flag, --help=GROUP one group of them: model, data, batch, run," in help_text(
         TrainConfig, "pretrain train", "train a model", width=110
     )
 
@@ -112,11 +114,28 @@ def test_help_of_one_group_shows_its_settings_alone() -> None:
     [
         (
             TrainConfig,
-            r"--help=optimiser: there is no such group of settings. did you mean optimizer\? Groups of x: model,",
+            r"--help=optimiser: there is no such flag or group. did you mean optimizer\? Groups of x: model,",
         ),
-        (PrepareConfig, "--help=optimiser: there is no such group of settings. Groups of x: none"),
+        (PrepareConfig, "--help=optimiser: there is no such flag or group. Groups of x: none"),
     ],
 )
 def test_a_group_that_is_not_there_is_an_error(root: type, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        help_text(root, "x", "y", section="optimiser")
+        help_text(root, "x", "y", topic="optimiser")
+
+
+@pytest.mark.parametrize("topic", ["warmup_steps", "--warmup-steps", "schedule.warmup_steps"])
+def test_help_of_one_flag_says_what_it_does_its_default_and_its_values(topic: str) -> None:
+    text = help_text(TrainConfig, "pretrain train", "train a model", topic=topic)
+    assert text.startswith("--warmup_steps=DURATION  (of schedule)\n") and "DURATION:" in text
+    assert "Values: steps, tokens, epochs or percent, or none" in text and "--num_steps=" not in text
+
+
+def test_help_of_another_name_explains_the_flag_that_it_means() -> None:
+    assert help_text(TrainConfig, "c", "p", topic="eos_token").startswith("--sep_token=N")
+    assert help_text(PrepareConfig, "c", "p", topic="dataset").startswith("--dataset=TEXT\n")
+
+
+def test_a_commands_own_flags_stand_first() -> None:
+    text = help_text(InspectConfig, "pretrain inspect", "show", width=80)
+    assert text.index("--sample_id=") < text.index("--model_variant=")

@@ -108,7 +108,8 @@ def test_a_mistake_names_the_file(tmp_path: Path, text: str, problem: str) -> No
     [
         ("a: [1", "a.yaml", "is not valid YAML"),
         ("seed: 1\nseed: 2", "a.yaml", "is not valid YAML: seed stands there twice (mapping from line 1)"),
-        ("[1]: 2", "a.yaml", "holds no settings"),
+        ("seed: 1\n? [1]\n: 2", "a.yaml", "line 2: a list or a mapping is no name of a setting"),
+        ("? " * 31 + "a", "a.yaml", "line 1: a list or a mapping is no name of a setting"),
         ("seed: *unknown", "a.yaml", "is not valid YAML"),
         ("{", "a.json", "is not valid JSON"),
         ('{"seed": 1, "seed": 2}', "a.json", "is not valid JSON: seed stands there twice"),
@@ -119,7 +120,7 @@ def test_a_mistake_names_the_file(tmp_path: Path, text: str, problem: str) -> No
     ],
 )
 def test_a_file_that_cannot_be_parsed_says_why(tmp_path: Path, text: str, name: str, message: str) -> None:
-    assert message in problems_of(recipe(tmp_path, text, name))[0] or text == "[1]: 2"
+    assert message in problems_of(recipe(tmp_path, text, name))[0]
 
 
 def test_a_file_that_is_no_text_says_so(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_virtual_token_beyond_the_vocabulary_is_refused(tmp_path: Path, name: 
 
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [])
-    with pytest.raises(DataError, match=r"dataset 'web' is empty: its 1 files in .*web hold no documents"):
+    with pytest.raises(DataError, match=r"dataset 'web' is empty: 1 file in .*web, and no document"):
         loader(config(tmp_path))
 
 

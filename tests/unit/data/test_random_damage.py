@@ -116,7 +116,7 @@ def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(
             if damaged == content:
                 verify(VerifyConfig(data_path=str(tmp_path / "data")))
                 return
-            with pytest.raises(DataError, match=r"\d+ faults? in 1 files"):
+            with pytest.raises(DataError, match=r"\d+ faults? in 1 file "):
                 verify(VerifyConfig(data_path=str(tmp_path / "data")))
         lines = out.getvalue().splitlines()
         assert all("web/x.arrow" in line for line in lines) and lines

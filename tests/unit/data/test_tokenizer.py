@@ -248,3 +248,15 @@ def test_a_name_that_cannot_be_fetched_names_the_command(
     reason = r"\(the network is down\)" if is_installed else "huggingface_hub"
     with pytest.raises(DataError, match=rf"{reason}.*`hf download someone/words --local-dir=someone/words`"):
         load_tokenizer("someone/words")
+
+
+def test_a_regular_expression_that_gives_up_and_a_prompt_that_is_not_utf_8_are_errors() -> None:
+    tokenizer = train_tokenizer(["a b"], 300)
+    with pytest.raises(DataError, match="is not UTF-8"):
+        tokenizer.encode("a\udcff")
+    tokenizer.library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(DataError, match=r"the tokenizer fails on a text .*retry-limit"):
+            encode("a" * 100 + "!")
+    with pytest.raises(TypeError):
+        tokenizer.encode_batch([1])  # type: ignore[list-item]

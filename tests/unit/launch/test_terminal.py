@@ -15,6 +15,7 @@ from pretraining.launch.terminal import (
     _Output,
     log_to_terminal,
     logging_to_terminal,
+    print_text,
     showing_through,
 )
 
@@ -38,6 +39,15 @@ def test_rank_0_says_what_is_meant_for_all_and_every_rank_warns_with_its_number(
     log.warning("disk %s", "slow")
     log.debug("nothing")
     assert capsys.readouterr() == (out, f"rank {rank}: disk slow\n")
+
+
+def test_control_characters_are_escaped_in_messages_and_results(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_terminal()
+    log.info("a\tb\n%s", "\x1b]0;title\x07\r")
+    log.warning("\x9b2J")
+    print_text("\x1b[2Jété\x7f\u2028", end="")
+    escaped = "a\tb\n\\x1b]0;title\\x07\\x0d\n" + "\\x1b[2Jété\\x7f\u2028"
+    assert capsys.readouterr() == (escaped, "rank 0: \\x9b2J\n")
 
 
 def test_a_second_call_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,19 @@ def test_a_server_is_found_by_mlflows_own_variable_and_keeps_artifacts_itself(
     assert store.uris == ["http://server"] and store.experiments == [("llamas", None)]
 
 
+@pytest.mark.parametrize("uri", ["file:///runs", "./mlruns"])
+def test_a_folder_that_mlflow_does_not_take_is_refused_at_the_start(
+    uri: str, tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tracking_uri: str) -> None:
+        raise FakeError("the file store is in maintenance mode")
+
+    monkeypatch.setattr(sys.modules["mlflow"], "MlflowClient", refuse)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(ConfigError, match=f"MLFLOW_TRACKING_URI={uri} is refused: .*maintenance"):
+        opened(tmp_path)
+
+
 def test_a_run_that_the_store_does_not_know_begins_again(
     tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,7 +182,7 @@ def test_what_it_never_gets_is_said_at_the_end(
     store.away = True
     trackers.log(2, {"loss": 2.0})
     trackers.close()
-    assert caplog.messages[-1] == "--tracker=mlflow cannot be written (no route to host; it lacks 1 reports)"
+    assert caplog.messages[-1] == "--tracker=mlflow cannot be written (no route to host; it lacks 1 report)"
 
 
 def test_the_oldest_reports_go_where_too_many_wait(

@@ -312,7 +312,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
         assert last == content.splitlines()[-1]
         assert len([line for line in kept if line in content.splitlines()]) >= 1
         assert all(json.loads(line)["step"] <= 30 for line in kept)
-        assert all(message == f"{path}: 1 damaged lines are dropped" for message in caplog.messages)
+        assert all(message == f"{path}: 1 damaged line dropped" for message in caplog.messages)
 
 
 def test_a_line_that_is_nested_deeply_is_dropped_like_any_other(tmp_path: Path) -> None:

@@ -229,3 +229,12 @@ def test_a_schedule_is_said_in_a_line(flags: tuple[str, ...], words: str) -> Non
 
 def flat(step: int, peak: float, horizon: Horizon) -> float:
     return peak
+
+
+def test_a_schedule_of_ones_own_that_fails_is_named_with_its_line() -> None:
+    with pytest.raises(ConfigError, match=r":fails_late fails: ZeroDivisionError: .*test_schedules\.py, line"):
+        rate_of("num_steps=100", "schedule=unit.optim.test_schedules:fails_late")
+
+
+def fails_late(step: int, peak: float, horizon: Horizon) -> float:
+    return peak / (horizon.total_steps - 1 - step)

@@ -229,12 +229,12 @@ def test_a_token_that_the_tokenizer_puts_first_and_training_never_saw_is_warned_
 def test_the_model_card_tells_settings_data_and_losses(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     make_run(tmp_path / "run", data_path="/secret/place")
-    run_export(tmp_path, output_path=str(tmp_path / "a|b"))
-    card = (tmp_path / "a|b" / "README.md").read_text()
+    run_export(tmp_path, output_path=str(tmp_path / "a|<b>[*"))
+    card = (tmp_path / "a|<b>[*" / "README.md").read_text()
     _, header, body = card.split("---\n", 2)
     assert yaml.safe_load(header)["library_name"] == "transformers"
     for line in (
-        "# a\\|b",
+        "# a\\|&lt;b&gt;\\[\\*",
         "| hidden_size | 16 |",
         "| steps | 3 |",
         "| tokens | 300 |",
@@ -246,7 +246,7 @@ def test_the_model_card_tells_settings_data_and_losses(tmp_path: Path) -> None:
         "| a | 33.33% | 100 | 100 |",
         "| b | 66.67% | 200 | 1,000 |",
         "Weights are those since step 2; before, others held.",
-        "model = AutoModelForCausalLM.from_pretrained('a|b', dtype='bfloat16')",
+        "model = AutoModelForCausalLM.from_pretrained('a|<b>[*', dtype='bfloat16')",
     ):
         assert line in body.splitlines()
     assert "/secret" not in card and "AutoTokenizer" not in card

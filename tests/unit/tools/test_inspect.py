@@ -147,7 +147,7 @@ def test_people_see_places_and_the_ends_of_long_pieces(tmp_path: Path, config: I
     data = DataConfig(data_path=str(tmp_path / "data"), seq_length=200, tokenizer_path=str(tmp_path))
     config = asking(replace(config, data=data, batch=BatchConfig(global_batch_size=1)), step=1, tokens=True)
     lines = shown(config)
-    assert "step 1, all ranks: the global batch has 1 slots of 200 tokens" in lines[0]
+    assert "step 1, all ranks: the global batch has 1 slot of 200 tokens" in lines[0]
     assert lines[1:3] == ["slot 0  sample 0  dataset web", f"  {tmp_path}/data/web/x.arrow  row 0  tokens 0-200"]
     assert '"The quick brown fox' in lines[3] and " … " in lines[3] and len(lines[3]) < 250
     ids = " ".join(map(str, tokenizer.encode(text)[:6]))

@@ -39,7 +39,7 @@ def test_the_account_has_memory_time_and_price(capsys: pytest.CaptureFixture[str
     assert list(lines) == ["plan", "layout", "memory", "step", "speed", "run", "checkpoint"]
     assert "7b, 6,738,415,616 parameters, on 64 x h100 (8 nodes of 8, 3200 Gbit/s each)" in lines["plan"]
     assert (
-        "fsdp, checkpointing none; 1024 sequences a step: 64 data-parallel ranks x 8 micro-batches" in lines["layout"]
+        "fsdp, checkpointing none; 1,024 sequences a step: 64 data-parallel ranks x 8 micro-batches" in lines["layout"]
     )
     assert lines["memory"].endswith(": fits") and "days" in lines["run"] and "GPU-hours" in lines["run"]
     assert lines["checkpoint"] == "checkpoint  75.3 GiB each"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -279,3 +280,28 @@ def test_curves_of_what_diverges_and_of_words_are_drawn(tmp_path: Path) -> None:
     worded = [{**each, "learning_rate": name} for each, name in zip(rows, ("cosine", "wsd"), strict=True)]
     pictures.draw_sweep(curves, worded, ["learning_rate"], "loss", tmp_path / "words.svg")
     assert (tmp_path / "numbers.png").stat().st_size > 5000 and "</svg>" in (tmp_path / "words.svg").read_text()
+
+
+def test_damaged_lines_and_losses_that_are_no_numbers_do_not_name_the_winner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_seed = {
+        "1": ['{"step": 1, "tokens_seen": 8, "loss": 1.0}', "}damaged{", "[]", '{"step": 2, "loss": 9.0}'],
+        "2": ['{"step": 1, "tokens_seen": "many", "loss": 2.0}', '{"step": 2, "tokens_seen": 16, "loss": 3.0}'],
+        "3": ['{"step": 2, "tokens_seen": 16, "loss": -Infinity}'],
+        "4": ['{"step": 2, "tokens_seen": 16, "loss": NaN}'],
+        "5": ['{"step": 2, "tokens_seen": 16, "loss": "0"}'],
+    }
+    for rate, lines in of_seed.items():
+        run = tmp_path / f"learning_rate={rate}"
+        (run / "logs").mkdir(parents=True)
+        (run / "logs" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        (run / "outcome.json").write_text('{"status": "finished", "seconds": "long"}')
+        (run / "arguments.json").write_text('{"arguments": 1}')
+    caplog.set_level(logging.INFO)
+    sweep.sweep([*TINY, "learning_rate=1,2,3,4,5", "collect=true", f"sweep_path={tmp_path}"], {})
+    said = [record.getMessage() for record in caplog.records]
+    start = said.index("training loss at the end:")
+    assert [line.split()[0] for line in said[start + 1 : start + 6]] == ["3.0000", "9.0000", "no", "no", "no"]
+    warning = next(record for record in caplog.records if record.levelname == "WARNING")
+    assert "learning_rate=1/logs/metrics.jsonl: 2 damaged lines left out" in warning.getMessage()

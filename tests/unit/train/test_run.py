@@ -16,6 +16,7 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.data.batch import StepBatch
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.launch.terminal import escape_controls
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.trackers import TrackedRun
 from pretraining.train import loop
@@ -236,7 +237,8 @@ def test_a_run_ends_with_a_sample_of_text_where_there_is_a_tokenizer(
     assert "a sample of its text:\n    def" in out
     start(tmp_path / "run", f"vocab_size={size}", *flags)  # is finished already, and writes the same
     (kept,) = (event for event in events_of(tmp_path / "run") if event["event"] == "sample")
-    assert kept["prompt"] == "def" and f"    def{kept['text'].splitlines()[0]}" in out
+    first_line = escape_controls(kept["text"].splitlines()[0])
+    assert kept["prompt"] == "def" and f"    def{first_line}" in out
     capsys.readouterr()
     start(tmp_path / "silent", f"vocab_size={size}", *flags, "sample_tokens=0")
     assert "a sample of its text" not in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_it_is_built_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     first = build_index(files(tmp_path), CONFIG)
     changed = first.path.stat().st_mtime_ns
     assert build_index(files(tmp_path), CONFIG).path.stat().st_mtime_ns == changed
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("indexing dataset 'web': 1 files")
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("indexing dataset 'web': 1 file,")
 
 
 def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:

@@ -245,10 +245,25 @@ def test_known_formats_and_ones_own_are_no_problem(file_type: str) -> None:
     assert not find_problems(TrainConfig(data=DataConfig(data_path="raw", file_type=file_type)))
 
 
-@pytest.mark.parametrize("file_type", ["no_such_module:Format", "json:NoSuchName"])
-def test_a_class_that_cannot_be_imported_is_named(file_type: str) -> None:
-    with pytest.raises(ConfigError, match=f"--file_type={file_type}: "):
+@pytest.mark.parametrize("file_type", ["no_such_module:Format", "json:NoSuchName", "json:loads", "pathlib:PurePath"])
+def test_a_class_that_cannot_be_imported_or_is_no_format_is_named(file_type: str) -> None:
+    with pytest.raises(ConfigError, match=f"--file_type={file_type}[: ]"):
         format_class(file_type)
+
+
+@pytest.mark.parametrize(("before", "after"), [("__init__", "documents"), ("documents", "__init__")])
+def test_a_format_of_ones_own_that_fails_is_named(
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = f"    def {before}(self, given): pass\n    def {after}(self, given): 1 / 0\n"
+    (tmp_path / "failing.py").write_text(
+        f"class Format:\n    suffix, title, ending, identity = '.x', 'x', b'', 'x'\n{parts}"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing", raising=False)
+    (make_folder(tmp_path / "data/web") / "a.x").write_text("text")
+    with pytest.raises(ConfigError, match=r"--file_type=failing:Format fails: ZeroDivisionError.*failing\.py, line 4"):
+        loader(replace(CONFIG, data_path=str(tmp_path / "data"), file_type="failing:Format"), plan(1))
 
 
 def test_other_types_are_another_index_and_another_order(tmp_path: Path) -> None:
@@ -270,8 +285,8 @@ def test_verify_reads_every_format(tmp_path: Path, capsys: pytest.CaptureFixture
     write_raw(tmp_path / "web/x.bin", [[1, 2], [SEP + 1]])
     config = VerifyConfig(data_path=str(tmp_path), sep_token=SEP, token_dtype="uint16", vocab_size=SEP + 2)
     verify(config)
-    assert "1 files, 2 documents, 3 tokens" in capsys.readouterr().out
-    with pytest.raises(DataError, match="1 faults in 1 files"):
+    assert "1 file, 2 documents, 3 tokens" in capsys.readouterr().out
+    with pytest.raises(DataError, match="1 fault in 1 file "):
         verify(replace(config, vocab_size=SEP + 1))
     assert "x.bin, row 1, byte 6: token 0 of the document is 1000" in capsys.readouterr().out
 

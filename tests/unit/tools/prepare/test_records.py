@@ -41,6 +41,11 @@ def empty_manifest(folder: Path) -> None:
     (folder / "prepare.json").write_text('{"format_version": 1}')
 
 
+def exchange_types(folder: Path) -> None:
+    content = json.loads((folder / "prepare.json").read_text())
+    (folder / "prepare.json").write_text(json.dumps({**content, "tokens": {}}))
+
+
 def shorten_file(folder: Path) -> None:
     (folder / "part_000000_000000.arrow").write_bytes(b"short")
 
@@ -63,6 +68,7 @@ def exchange_tokenizer(folder: Path) -> None:
         (damage_manifest, r"prepare\.json cannot be read \(JSONDecodeError.*delete"),
         (outdate_manifest, "has format 0, this version reads format 1"),
         (empty_manifest, r"prepare\.json cannot be read \(KeyError"),
+        (exchange_types, r"prepare\.json cannot be read \(ValueError: a value is of another type"),
         (shorten_file, r"part_000000_000000\.arrow has 5 bytes, [\d,]+ bytes were written"),
         (remove_file, r"part_000000_000000\.arrow is gone"),
         (remove_tokenizer, r"tokenizer\.json, with which .* was encoded, is gone"),

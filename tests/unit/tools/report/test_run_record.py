@@ -63,9 +63,9 @@ def test_a_folder_of_nothing_but_settings_is_a_run_that_has_reported_nothing(tmp
         ("run_status.json", "{", "run_status.json is damaged."),
         ("run_status.json", '{"status": 3}', "run_status.json is damaged."),
         ("logs/metrics.jsonl", "", "logs/metrics.jsonl has no report."),
-        ("logs/metrics.jsonl", "nothing\n", "logs/metrics.jsonl: 1 lines are damaged and left out."),
+        ("logs/metrics.jsonl", "nothing\n", "logs/metrics.jsonl: 1 damaged line left out."),
         ("logs/metrics.jsonl", '{"step": 1, ', "logs/metrics.jsonl: the last line is cut"),
-        ("logs/events.jsonl", '{"step": 1}\n', "logs/events.jsonl: 1 lines are damaged and left out."),
+        ("logs/events.jsonl", '{"step": 1}\n', "logs/events.jsonl: 1 damaged line left out."),
         ("logs/environment.json", "{}", "logs/environment.json is damaged: it is no list of starts."),
         ("logs/environment.json", "[", "logs/environment.json cannot be read"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
@@ -133,7 +133,7 @@ def test_events_beyond_what_a_page_can_hold_are_counted(tmp_path: Path, monkeypa
 def test_reports_that_go_back_are_a_note(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_lines(tmp_path / "logs" / "metrics.jsonl", [training_report(2), training_report(1)])
-    assert any("1 reports are of no later step" in note for note in read(tmp_path).notes)
+    assert any("1 report of no later step" in note for note in read(tmp_path).notes)
 
 
 def test_texts_of_an_object_have_dotted_names() -> None:
