@@ -82,7 +82,7 @@ class DataConfig:
     """Where tokens come from and how they are cut into samples."""
 
     data_path: str | None = setting(
-        None, "root folder; each dataset is a sub-folder with token files", silent_change=True
+        None, "root folder; each dataset is a sub-folder with token files", silent_change=True, per_node=True
     )
     datasets: tuple[str, ...] = setting(
         (),
@@ -126,6 +126,7 @@ class DataConfig:
         1,
         "threads that read ahead in each process; 0 = read in the training loop. The data is the same",
         silent_change=True,
+        per_node=True,
     )
     file_type: str = setting(
         "auto",
@@ -138,7 +139,7 @@ class DataConfig:
     )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     tokenizer_path: str | None = setting(
-        None, "folder or tokenizer.json, to print generated samples as text", silent_change=True
+        None, "folder or tokenizer.json, to print generated samples as text", silent_change=True, per_node=True
     )
     held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
         0.0, "fraction of the documents kept for evaluation and never trained on"
@@ -147,6 +148,7 @@ class DataConfig:
         None,
         "folder for document indices; none = inside each dataset's, or the user's cache folder where that is read-only",
         silent_change=True,
+        per_node=True,
     )
     skip_samples: tuple[str, ...] = setting(
         (),
@@ -215,6 +217,7 @@ class RunConfig:
         "threads of each process that compute on a CPU; sums depend on the number in their last bits. none = "
         "OMP_NUM_THREADS; without it, those of the checkpoint that the run goes on from, or the cores that a process "
         "may use",
+        per_node=True,
     )
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
