@@ -27,7 +27,13 @@ from pretraining.config.values import format_value
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.distributed.compile import naming_the_flag
-from pretraining.distributed.processes import Processes, gather_from_every_rank, join_processes, on_every_rank, on_rank_zero
+from pretraining.distributed.processes import (
+    Processes,
+    gather_from_every_rank,
+    join_processes,
+    on_every_rank,
+    on_rank_zero,
+)
 from pretraining.distributed.rendezvous import Patience, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout

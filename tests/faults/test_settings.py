@@ -40,8 +40,8 @@ def test_row_47_different_settings_are_one_error_that_names_ranks_and_values(
 
 
 def test_many_different_settings_are_counted(tmp_path: Path) -> None:
-    names = ("seed", "gc_interval", "spike_window", "spike_threshold", "eval_batches", "eval_interval")
-    names += ("max_skipped_steps", "max_rollbacks", "min_length", "sample_tokens")
+    names = ["seed", "gc_interval", "spike_window", "spike_threshold", "eval_batches", "eval_interval"]
+    names += ["max_skipped_steps", "max_rollbacks", "min_length", "sample_tokens"]
     other = "".join(f"{name}: 7\n" for name in names)
     ended = run_with_recipes(tmp_path, ["seed: 2023", other])
     assert "and 2 settings more" in ended[0].output
