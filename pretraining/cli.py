@@ -110,6 +110,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         named = None  # a new run, with the settings and the data that `train` would begin it with
     if named is None:
         config = parse_config(InspectConfig, overrides, flags)
+    from pretraining.checkpoint.manifest import run_of
     from pretraining.checkpoint.start_point import adopt_model, adopt_separator, find_checkpoint, newest_run_path
 
     path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
@@ -128,7 +129,8 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
     # Where the weights alone are taken, the data begins with them.
     manifest = restorable.manifest if restorable and not restorable.weights_only else None
-    inspect(config, manifest.data if manifest else None, manifest.global_batch_size if manifest else None)
+    state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
+    inspect(config, state, size, run_of(Path(path)))
 
 
 def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ help here: they are of whatever the program that wrote the files has written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from pretraining.checkpoint.writer import Chunk
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import OptimizerConfig
-from pretraining.errors import ConfigError
+from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.hf import parameter_shapes
 from pretraining.optim.optimizer import is_hidden_matrix
 
@@ -50,6 +51,21 @@ def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 
             places = ", ".join(sorted({chunk.file for chunk in stored[name]}))
             faults.append(f"{folder}: {fault} (in {places})")
     return faults
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor are finite; takes no memory, where `torch.isfinite` takes that of the tensor."""
+    return tensor.numel() == 0 or bool(torch.linalg.vector_norm(tensor, math.inf).isfinite())
+
+
+def check_finite(checkpoint: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a weight of a checkpoint; a CheckpointError unless all of its numbers are finite."""
+    if not is_finite(tensor):
+        raise CheckpointError(
+            f"{checkpoint} is of a run that has diverged: {name} holds numbers that are not finite. Name an earlier "
+            "checkpoint, which `pretrain list` shows"
+        )
+    return tensor
 
 
 def _optimizer_of(manifest: Manifest) -> OptimizerConfig | None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pretraining.checkpoint.async_save import BackgroundSave
+from pretraining.checkpoint.completeness import is_finite
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import (
     CHECKPOINTS,
@@ -38,7 +39,8 @@ from pretraining.config.recipes import dump_config
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.loader import Loader
-from pretraining.distributed.processes import on_rank_zero
+from pretraining.distributed.grad_norm import local_part
+from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.files import exists
@@ -235,6 +237,8 @@ class CheckpointManager:
     def _save(self, progress: Progress, kind: str, wait: bool) -> None:
         with self._stopwatch.measure("checkpoint"):
             self._await_background()
+            if wait:
+                on_every_rank(partial(self._check_weights, progress.steps))
             manifest = replace(
                 self._contents.describe(progress),
                 kind=kind,
@@ -255,6 +259,16 @@ class CheckpointManager:
                 self._background.start(partial(self._write, folder, staged, manifest))
                 return
             self._note_saved()
+
+    def _check_weights(self, step: int) -> None:
+        """Raise a CheckpointError if a weight is not finite: the state in which an invocation ends is built upon."""
+        bad = [name for name, weight in self._contents.parameters.items() if not is_finite(local_part(weight.detach()))]
+        if bad:
+            kept = f"the newest checkpoint is {self.newest}" if self.newest is not None else "there is no checkpoint"
+            raise CheckpointError(
+                f"step {step}: {len(bad)} weights, {bad[0]} first, hold numbers that are not finite. This state is not "
+                f"saved; {kept}. Go on from there with a smaller --learning_rate or a longer --warmup_steps"
+            )
 
     def _write(self, folder: Path, plan: Plan, manifest: Manifest, group: dist.ProcessGroup | None = None) -> None:
         save_checkpoint(folder, plan, manifest, group=group, lease=self._lease)

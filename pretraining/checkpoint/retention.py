@@ -26,6 +26,7 @@ from pretraining.checkpoint.manifest import (
     is_as_saved,
     read_document,
 )
+from pretraining.checkpoint.rollback_file import forget_rollback
 from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError, PretrainError
 from pretraining.files import exists, flush_folder, link_atomic
@@ -66,6 +67,7 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
     """
     try:
         own = _record_at(newest)
+        forget_rollback(run, newest)
         records = [record for record in list_records(run) if record.step <= own.step]
     except (OSError, PretrainError) as error:  # a network file system may lose sight of it for a moment
         log.warning("%s cannot be read again, and nothing older is removed: %s", newest, error)

@@ -58,6 +58,7 @@ def setting(
     help: str = "",
     *,
     silent_change: bool = False,
+    per_node: bool = False,
     aliases: Mapping[str, str] | None = None,
     first_word: bool = False,
 ) -> T:
@@ -68,10 +69,18 @@ def setting(
         help: what the flag does, in a sentence.
         silent_change: whether a resumed run may change it without a word, because it only says where things are, what
             is shown or how the work is laid out, or because another line says it. Of a section: of all its settings.
+        per_node: whether nodes may have different values, because it says where files are on a node's disks, or how
+            many threads work there; none is none on all nodes. Every other setting is the same in the whole job.
         aliases: foreign spellings of its values, and what they mean.
         first_word: whether it may be a word alone, before the flags: `pretrain verify runs/a`.
     """
-    metadata = {"help": help, "silent_change": silent_change, "aliases": aliases or {}, "first_word": first_word}
+    metadata = {
+        "help": help,
+        "silent_change": silent_change,
+        "per_node": per_node,
+        "aliases": aliases or {},
+        "first_word": first_word,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -109,6 +118,7 @@ class Setting:
     limits: Mapping[type, float]
     pluggable: bool
     silent_change: bool
+    per_node: bool
     first_word: bool
 
     @property
@@ -198,6 +208,7 @@ def _settings_in(holder: type, section: str, instance: Any, silent_change: bool)
                     help=field.metadata.get("help", ""),
                     aliases=field.metadata.get("aliases", {}),
                     silent_change=silent,
+                    per_node=field.metadata.get("per_node", False),
                     first_word=field.metadata.get("first_word", False),
                     **_read_annotation(hints[field.name], field.name),
                 )

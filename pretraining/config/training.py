@@ -82,7 +82,10 @@ class DataConfig:
     """Where tokens come from and how they are cut into samples."""
 
     data_path: str | None = setting(
-        None, "root folder; each dataset is a sub-folder with token files, or such a file", silent_change=True
+        None,
+        "root folder; each dataset is a sub-folder with token files, or such a file",
+        silent_change=True,
+        per_node=True,
     )
     datasets: tuple[str, ...] = setting(
         (),
@@ -127,6 +130,7 @@ class DataConfig:
         1,
         "threads that read ahead in each process; 0 = read in the training loop. The data is the same",
         silent_change=True,
+        per_node=True,
     )
     file_type: str = setting(
         "auto",
@@ -142,6 +146,7 @@ class DataConfig:
         None,
         "folder, tokenizer.json or name on the Hugging Face Hub, to print generated samples as text",
         silent_change=True,
+        per_node=True,
     )
     held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
         0.0, "fraction of the documents kept for evaluation and never trained on"
@@ -150,6 +155,7 @@ class DataConfig:
         None,
         "folder for document indices; none = inside each dataset's, or the user's cache folder where that is read-only",
         silent_change=True,
+        per_node=True,
     )
     skip_samples: tuple[str, ...] = setting(
         (),
@@ -218,6 +224,7 @@ class RunConfig:
         "threads of each process that compute on a CPU; sums depend on the number in their last bits. none = "
         "OMP_NUM_THREADS; without it, those of the checkpoint that the run goes on from, or the cores that a process "
         "may use",
+        per_node=True,
     )
     deterministic: bool = setting(
         False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"

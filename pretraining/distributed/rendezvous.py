@@ -235,7 +235,7 @@ def _tell_name(store: dist.Store, world_size: int, patience: Patience) -> tuple[
                 store.set(f"answer/{word.decode()}", name)
                 answered[rank] = word
         if missing:
-            patience.check(lambda: f"ranks {_listed(sorted(missing))}")
+            patience.check(lambda: f"ranks {list_ranks(sorted(missing))}")
             time.sleep(patience.pause())
     return name, addresses
 
@@ -269,7 +269,7 @@ def connect_all(store: dist.Store, place: Place, connect: Callable[[dist.Store],
 
     def missing() -> str:
         connected = [watch.check([f"{CONNECTED}/{rank}"]) for rank in range(place.world_size)]
-        return f"ranks {_listed([rank for rank, is_there in enumerate(connected) if not is_there])} to connect"
+        return f"ranks {list_ranks([rank for rank, is_there in enumerate(connected) if not is_there])} to connect"
 
     def look() -> None:
         if watch.check([FAILED]):
@@ -363,6 +363,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as a message names them: all of a few, of many the first and how many they are."""
     shown = ", ".join(map(str, ranks[:MOST_NAMED]))
     return f"[{shown}]" if len(ranks) <= MOST_NAMED else f"[{shown}, …] ({len(ranks)})"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ from torch import nn
 
 from pretraining.config.plugins import OPTIMIZERS, load_plugin, parse_options, plugin_errors
 from pretraining.config.training import OptimizerConfig
+from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.optim.optimizer import PEAK, Groups, parameter_groups, skips_on_device, update
 
 log = logging.getLogger(__name__)
+
+_NOT_ARGUMENTS = ("optimizer", "optimizer_options", "learning_rate", "grad_clip_thresh")
+_NAMES_IN_TORCH = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "rms_alpha": "alpha"}
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -64,14 +70,47 @@ def settings_of_groups(shapes: Mapping[str, Sequence[int]], config: OptimizerCon
     return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups]
 
 
+def own_arguments(config: OptimizerConfig) -> dict[str, Any]:
+    """Return what a user's own optimizer is called with: lr, what differs from the defaults here, and its options.
+
+    A setting goes by its name here or by the one that torch's optimizers use, as the signature has it.
+
+    Raises:
+        ConfigError: the signature has neither name for a setting that was given, or there is no such optimizer.
+    """
+    make = load_plugin("optimizer", config.optimizer)
+    try:
+        signature = inspect.signature(make).parameters
+    except ValueError:  # written in C: it takes or refuses what it is called with
+        signature = inspect.signature(lambda **anything: None).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.values())
+    arguments: dict[str, Any] = {"lr": config.peak_learning_rate}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in _NOT_ARGUMENTS or value == field.default:
+            continue
+        name = field.name if field.name in signature else _NAMES_IN_TORCH.get(field.name, field.name)
+        if name not in signature and not takes_any:
+            names = " or ".join(dict.fromkeys((field.name, name)))
+            raise ConfigError(
+                f"--{field.name}={format_value(value)}: --optimizer={config.optimizer} has no argument {names}. Leave "
+                "the setting out, or give the class the argument"
+            )
+        arguments[name] = (config.adam_beta1, config.adam_beta2) if name == "betas" else value
+    options = parse_options("optimizer_options", config.optimizer_options)
+    if twice := sorted(arguments.keys() & options.keys()):
+        raise ConfigError(f"--optimizer_options has {twice[0]}, which is a setting given, too: keep one")
+    return {**arguments, **options}
+
+
 def _make_own(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     groups = parameter_groups(parameters, config.decay)
     make = load_plugin("optimizer", config.optimizer)
-    options = parse_options("optimizer_options", config.optimizer_options)
+    arguments = own_arguments(config)
 
     def make_over(groups: Groups) -> torch.optim.Optimizer:
         with plugin_errors("optimizer", config.optimizer):
-            made = make(groups, lr=config.peak_learning_rate, **options)
+            made = make(groups, **arguments)
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(
                 f"--optimizer={config.optimizer} is no torch.optim.Optimizer, but a {type(made).__name__}"
@@ -82,7 +121,7 @@ def _make_own(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -
     with plugin_errors("optimizer", config.optimizer):
         _check_contract(config.optimizer, make_over)
     if config.decay and "weight_decay" not in optimizer.defaults:
-        log.info("optimizer   %s has no weight_decay: --weight_decay is not used", config.optimizer)
+        log.info("optimizer   %s has no weight_decay: that of its groups is not used", config.optimizer)
     if not skips_on_device(optimizer):
         log.info(
             "optimizer   %s does not declare skips_on_device: the host waits for the device before each update",

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
+from pretraining.checkpoint.rollback_file import read_rollback, without_pending_samples
 from pretraining.checkpoint.start_point import (
     CheckpointRef,
     adopt_model,
@@ -76,6 +78,7 @@ def dry_run(
         if processes.is_main:
             _print(describe_settings(config, resolved, found))
         on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
+        config = without_pending_samples(config, on_rank_zero(lambda: read_rollback(Path(run_path))))
         outline = outline_run(config, processes, status, threads, folder)
         announce(outline)
         on_every_rank(end_at_signal)

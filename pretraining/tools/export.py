@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pretraining.checkpoint.completeness import tensor_faults
+from pretraining.checkpoint.completeness import check_finite, tensor_faults
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, shape_of
 from pretraining.checkpoint.pt_files import in_order, write_full
 from pretraining.checkpoint.reader import TensorFiles
@@ -93,7 +93,8 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
     total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
         for name, content in files.items():
-            write_tensors(folder / name, content, (tensors.read(each).to(dtype) for each in content))
+            weights = (check_finite(checkpoint.path, each, tensors.read(each)).to(dtype) for each in content)
+            write_tensors(folder / name, content, weights)
         if len(files) > 1:
             write_json(folder / INDEX_FILE, index_document(files))
         write_json(folder / CONFIG_FILE, config_document(shape, config.dtype, context, bos, eos, pad))
@@ -133,11 +134,17 @@ def _read_origin(checkpoint: CheckpointRef) -> dict[str, Any]:
 
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
-    kinds = _in_model_order(tensors, list(parameter_shapes(shape_of(checkpoint.manifest))))
+    parameters = parameter_shapes(shape_of(checkpoint.manifest))
+    kinds = _in_model_order(tensors, list(parameters))
+
+    def read(name: str) -> torch.Tensor:
+        tensor = tensors.read(name)
+        return check_finite(checkpoint.path, name, tensor) if name in parameters else tensor
+
     output = Path(config.output_path)
     total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
-        files = write_full(folder, kinds, (tensors.read(name) for name in in_order(kinds)), checkpoint.manifest)
+        files = write_full(folder, kinds, map(read, in_order(kinds)), checkpoint.manifest)
         write_json(folder / MANIFEST, replace(checkpoint.manifest, files=files).document())
     print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {total / 1e9:.2f} GB")
     print_text("  files      " + ", ".join(FULL_FILES))

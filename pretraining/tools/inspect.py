@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pretraining.checkpoint.rollback_file import read_rollback, without_pending_samples
 from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.commands import InspectConfig
 from pretraining.config.rules import check_config
@@ -47,10 +49,13 @@ def inspect(
     config: InspectConfig,
     state: Mapping[str, Any] | None = None,
     restored_batch: int | None = None,
+    run: Path | None = None,
 ) -> None:
     """Shows what steps of a run train on.
 
-    `state` and `restored_batch` are the data state and the global batch size of the checkpoint that it goes on from.
+    Args:
+        state, restored_batch: data state and global batch size of the checkpoint that it goes on from.
+        run: its folder, which may hold a rollback that no checkpoint knows of; None = none.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -59,6 +64,7 @@ def inspect(
     check_config(config)
     asked = config.inspect
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
+        config = without_pending_samples(config, read_rollback(run) if run else None)
         inspector = _open(config, state, restored_batch)
     if asked.steps is None:
         _print_slots(config, inspector)

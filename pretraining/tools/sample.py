@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.start_point import CheckpointRef, load_model
 from pretraining.config.commands import SampleConfig
 from pretraining.config.recipes import settings_in
@@ -69,11 +70,13 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
     """Loads a model, in bfloat16 on a GPU, and has it continue a prompt.
 
     Raises:
-        CheckpointError: there is no model, or it is damaged.
+        CheckpointError: there is no model, it is damaged, or its weights are not finite.
         ConfigError, DataError: the prompt or the tokenizer cannot be used.
     """
     place, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint, model = load_model(config.ckpt_load_path, place, dtype)
+    for name, weight in model.named_parameters():
+        check_finite(checkpoint.path, name, weight.detach())
     text = _text_of(config, checkpoint, model.shape.max_position_embeddings)
     prompt = _prompt_tokens(config, text)
     too_large = [token for token in prompt if token >= model.shape.vocab_size]

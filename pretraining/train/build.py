@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.checkpoint.lease import Lease, look_at_lease
 from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, unfinished_saves
-from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder, write_config
+from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder
 from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -158,7 +158,7 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
 
     Raises:
         PretrainError: any mistake of the user, the same on all ranks.
-        Preempted: a signal came before training began.
+        Preempted: a signal came before the first step.
     """
     processes = job.processes
     processes.activity.restart(step=0)
@@ -403,8 +403,6 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
     profiler = Profiler(
         config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
     )
-    if job.status is None or not job.status.is_training:  # a run that goes back keeps the settings of its start
-        on_rank_zero(lambda: write_config(config))
     return Run(
         state=state,
         context=context,

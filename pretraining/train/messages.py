@@ -33,6 +33,7 @@ from pretraining.observability.display import format_seconds
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
+from pretraining.optim.registry import own_arguments
 from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TrainState
 from pretraining.text import count_of
@@ -91,8 +92,11 @@ def _describe_evaluation(plan: RunOutline) -> Iterator[str]:
 
 def _describe_optimizer(optimizer: OptimizerConfig) -> str:
     chosen = optimizer.resolved()
-    options = OPTIMIZERS[chosen.optimizer].options if chosen.optimizer in OPTIMIZERS else ()
-    given = {name: getattr(chosen, name) for name in ("learning_rate", "weight_decay", *options)}
+    if chosen.optimizer not in OPTIMIZERS:
+        arguments = ", ".join(f"{name}={value}" for name, value in own_arguments(optimizer).items())
+        return f"{chosen.optimizer}({arguments}), weight_decay {chosen.weight_decay:g} in the group of matrices"
+    names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
+    given = {name: getattr(chosen, name) for name in names}
     text = ", ".join(f"{name} {format_value(value)}" for name, value in given.items() if value is not None)
     return f"{chosen.optimizer}: {text}"
 

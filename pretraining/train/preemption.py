@@ -50,7 +50,9 @@ class StopRequests:
         """Raises `Preempted` if a request is pending before the first step."""
         pending = self.pending()
         if pending:
-            raise ending(pending, f"before training began ({reason_of(pending)}): nothing has changed.")
+            raise ending(
+                pending, f"before the next step ({reason_of(pending)}): nothing is saved; the same command goes on."
+            )
 
 
 def ending(stop: int, text: str) -> Preempted:

@@ -86,6 +86,8 @@ def find_start_point(
     back_to = on_rank_zero(lambda: _checkpoint_to_go_back_to(config.checkpoint, status))
     start = find_checkpoint(config.checkpoint, damaged, back_to)
     on_rank_zero(lambda: _check_beginning(config.checkpoint, start))
+    if start is not None and start.is_own and not start.going_back and _is_starting(status):
+        on_rank_zero(lambda: _warn_of_other_load_path(config.checkpoint, start))
     if start is not None:
         check_same_model(start.manifest, resolve_shape(config.model), start.path)
     return start
@@ -98,26 +100,10 @@ def _checkpoint_to_go_back_to(config: CheckpointConfig, status: StatusKeeper | N
         CheckpointError: the run has no such checkpoint.
     """
     request, run = config.resume_from_checkpoint, Path(config.ckpt_save_path)
-    named = request or config.ckpt_load_path
-    own = committed_checkpoints(run) if named is not None else []
-    if named is None or not own:
+    own = committed_checkpoints(run) if request is not None else []
+    if request is None or not own:
         return None  # a run without checkpoints starts from what was named
-    found = _named_in(own, named)
-    is_starting = status is None or not status.is_training  # else the run goes back by itself
-    if request is None:
-        if found not in (None, own[-1]) and is_starting:
-            log.info(
-                "--ckpt_load_path=%s is a checkpoint of this run, which goes on from its newest: "
-                "--resume_from_checkpoint would go back to it",
-                named,
-            )
-        elif found is None and is_starting and not is_within(Path(named), run):
-            log.info(
-                "the run in %s goes on from its own newest checkpoint, not from --ckpt_load_path=%s: another "
-                "--ckpt_save_path would begin one from there",
-                *(run, named),
-            )
-        return None
+    found = _named_in(own, request)
     before = status.before(run) if status is not None else RunStatus()
     if before is None:
         log.warning(
@@ -129,7 +115,7 @@ def _checkpoint_to_go_back_to(config: CheckpointConfig, status: StatusKeeper | N
     if before.went_back_to and (
         before.went_back_to == request or (found is not None and before.went_back_checksum == _checksum_of(found))
     ):
-        if is_starting:
+        if _is_starting(status):
             log.info(
                 "--resume_from_checkpoint=%s was done by an earlier start: this one goes on from what came after it",
                 request,
@@ -153,6 +139,30 @@ def _checkpoint_to_go_back_to(config: CheckpointConfig, status: StatusKeeper | N
             "--ckpt_load_path and another --ckpt_save_path instead"
         )
     return found
+
+
+def _is_starting(status: StatusKeeper | None) -> bool:
+    """Whether no run has trained in this process yet; else the run goes back by itself."""
+    return status is None or not status.is_training
+
+
+def _warn_of_other_load_path(config: CheckpointConfig, start: CheckpointRef) -> None:
+    """Log what a run starts from if `ckpt_load_path` names something else; a restarted job names what it began with."""
+    run, named = Path(config.ckpt_save_path), config.ckpt_load_path
+    if named is None or real_path(Path(named)) in map(real_path, (start.path, run, run / CHECKPOINTS)):
+        return
+    if is_within(Path(named), run):
+        log.warning(
+            "the start is from %s, the run's newest checkpoint, and not from --ckpt_load_path=%s: give "
+            "--resume_from_checkpoint=%s to go back to that one",
+            *(start.path, named, named),
+        )
+    else:
+        log.info(
+            "the run in %s goes on from its own newest checkpoint, not from --ckpt_load_path=%s: another "
+            "--ckpt_save_path would begin one from there",
+            *(run, named),
+        )
 
 
 def settle_going_back(config: CheckpointConfig, start: CheckpointRef, status: StatusKeeper | None) -> None:

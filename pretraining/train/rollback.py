@@ -3,14 +3,14 @@
 This is how PaLM got past its loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting
 certain weights, and with other batches from there on they did not come back. The run is built again as for any start,
 with the samples of the skipped updates added to `skip_samples`; the data state keeps them from there on, so that later
-starts and `pretrain inspect` know of them.
+starts and `pretrain inspect` know of them. Until a checkpoint holds that state, rollback.json does: a start that finds
+it does the rest of the rollback.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,9 +25,19 @@ from pretraining.checkpoint.manifest import (
     step_of,
 )
 from pretraining.checkpoint.retention import best_of, list_records, point_to_best
+from pretraining.checkpoint.rollback_file import (
+    ROLLBACK_FILE,
+    Rollback,
+    read_rollback,
+    without_pending_samples,
+    without_samples,
+    write_rollback,
+)
+from pretraining.checkpoint.start_point import write_config
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
+from pretraining.files import exists
 from pretraining.observability.environment import record_environment
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import Run, train_loop
@@ -41,7 +51,9 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
     Returns the run that came to its end, and whether there was anything to do. A run that must not go back again raises
     its DivergenceError.
     """
+    given, config = config, _after_pending_rollback(config)
     run = build_run(config, job)
+    on_rank_zero(lambda: write_config(given))  # without the samples: the same command finds its folder by its settings
     record_environment(Path(config.checkpoint.ckpt_save_path), run.state.step, job.launcher, job.processes)
     had_work = not run.state.stopping or run.evaluator.pending
     furthest, rollbacks = 0, 0
@@ -58,9 +70,9 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
         gc.collect()
         if job.processes.device.type == "cuda":
             torch.cuda.empty_cache()
-        config = _without_samples(config, divergence.samples)
-        folder = Path(config.checkpoint.ckpt_save_path)
-        dropped = on_rank_zero(partial(_drop_checkpoints, folder, divergence.first_step))
+        config = without_samples(config, [divergence.samples])
+        rollback = Rollback(divergence.first_step, tuple(config.data.skipped_ranges))
+        dropped = on_rank_zero(partial(_roll_back, Path(config.checkpoint.ckpt_save_path), rollback))
         _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
         begin, end = divergence.samples
         away = {"samples": [begin, end - 1], "checkpoints_dropped": [str(path) for path in dropped]}
@@ -87,21 +99,37 @@ def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceErro
     return DivergenceError(text, divergence.first_step, divergence.last_step, divergence.samples)
 
 
-def _without_samples(config: TrainConfig, samples: tuple[int, int]) -> TrainConfig:
-    begin, end = samples
-    skipped = (*config.data.skip_samples, f"{begin}-{end - 1}")
-    return replace(config, data=replace(config.data, skip_samples=skipped))
+def _after_pending_rollback(config: TrainConfig) -> TrainConfig:
+    """Do the rest of a rollback that a kill has interrupted; a collective call that raises as `_drop_checkpoints`."""
+    run = Path(config.checkpoint.ckpt_save_path)
+
+    def finish() -> Rollback | None:
+        rollback = read_rollback(run)
+        if rollback is not None:
+            for path in _drop_checkpoints(run, rollback):
+                log.info("%s was saved after an update that the run has gone back for: given up", path)
+        elif exists(run / ROLLBACK_FILE):
+            (run / ROLLBACK_FILE).replace(run / f"{ROLLBACK_FILE}.damaged")  # said once is enough
+        return rollback
+
+    return without_pending_samples(config, on_rank_zero(finish))
 
 
-def _drop_checkpoints(run: Path, step: int) -> list[Path]:
-    """Renames the checkpoints from a step on, so that the next save removes them; returns what they were called.
+def _roll_back(run: Path, rollback: Rollback) -> list[Path]:
+    write_rollback(run, rollback)  # first: a kill may come while checkpoints are given up
+    return _drop_checkpoints(run, rollback)
+
+
+def _drop_checkpoints(run: Path, rollback: Rollback) -> list[Path]:
+    """Rename the checkpoints that a rollback gives up, so that the next save removes them; return their old paths.
 
     They hold the weights from before the updates that were left out, and a place in the data behind these.
 
     Raises:
         CheckpointError: one of them is a copy that a user has made, which a start would go on from.
     """
-    dropped = [path for path in committed_checkpoints(run) if step_of(path) >= step]
+    step = rollback.first_step
+    dropped = [path for path in committed_checkpoints(run) if step_of(path) >= step and not rollback.is_in(path)]
     copies = [str(path) for path in dropped if not _was_saved_here(path)]
     if copies:
         raise CheckpointError(

@@ -5,7 +5,10 @@ The command line and `pretraining.Trainer` begin here.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,15 +26,24 @@ from pretraining.checkpoint.start_point import (
     settle_run_path,
     without_own_load_path,
 )
+from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
 from pretraining.config.training import TrainConfig
+from pretraining.config.values import format_value
 from pretraining.config.variants import resolve_shape
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.distributed.compile import naming_the_flag
-from pretraining.distributed.processes import Processes, join_processes, on_every_rank, on_rank_zero
-from pretraining.distributed.rendezvous import Patience
+from pretraining.distributed.processes import (
+    Processes,
+    gather_from_every_rank,
+    join_processes,
+    on_every_rank,
+    on_rank_zero,
+)
+from pretraining.distributed.rendezvous import Patience, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
+from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import TextSampler
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
@@ -50,6 +62,8 @@ from pretraining.train.rollback import train_to_the_end
 from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
+
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,39 @@ def working_together(
     ):
         if is_guest and layout.world_size > 1:
             keep_store_of_job()
+        _check_same_settings(config)
         yield processes
+
+
+def _check_same_settings(config: TrainConfig) -> None:
+    """Compare the settings of all ranks, before ranks that differ would wait for each other; a collective call.
+
+    Raises:
+        ConfigError: they differ in a setting that is not declared as `per_node`.
+    """
+    settings = settings_of(TrainConfig)
+    texts = {
+        name: format_value(value) if value is None or not settings[name].per_node else "given"
+        for name, value in values_of(config).items()
+    }
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    if len(set(gather_from_every_rank(lambda: digest))) == 1:
+        return
+    ranks: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # by setting, by value
+    everyone = gather_from_every_rank(lambda: texts)
+    for rank, given in enumerate(everyone):
+        for name in {name: None for each in everyone for name in each}:
+            ranks[name][given.get(name, "unknown")].append(rank)
+    different = [
+        f"{name} is " + " and ".join(f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in by_value.items())
+        for name, by_value in ranks.items()
+        if len(by_value) > 1
+    ]
+    more = f"; and {len(different) - _MOST_NAMED} settings more" if len(different) > _MOST_NAMED else ""
+    raise ConfigError(
+        f"the processes of this job were given different settings: {'; '.join(different[:_MOST_NAMED])}{more}.\n"
+        "Give all nodes the same recipe and flags; a recipe on a node's own disk may be an old copy"
+    )
 
 
 def _log_peak(config: TrainConfig, run: Run, processes: Processes) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import inspect
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -123,6 +124,18 @@ def learning_rate_explodes(job: Run, rank: int) -> None:
 
 
 _exploded: list[bool] = []
+
+
+def killed_after_a_rollback(job: Run, rank: int) -> None:
+    """The same, and the process is killed in the step after that, before anything is saved again."""
+    has_gone_back = bool(_exploded)
+    learning_rate_explodes(job, rank)
+
+    def kill(module: nn.Module, inputs: Any) -> None:
+        if has_gone_back and job.state.step + 1 == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job.context.model.module.register_forward_pre_hook(kill)
 
 
 def flip_weight_bit(job: Run, rank: int) -> None:

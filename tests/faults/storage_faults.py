@@ -30,6 +30,11 @@ def _die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def work_in_own_folder(root: str) -> None:
+    """Each rank works in a folder of its own, as on a node with its own disk."""
+    os.chdir(Path(root, str(_rank())))
+
+
 def kill_in_save(rank: int, place: str, number: int) -> None:
     """SIGKILL this rank in its save with this number, counted from 1.
 

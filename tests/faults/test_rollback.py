@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded_runs import reports_of, train_with_faults
+from guarded_runs import reports_of, start_without_launcher, train_with_faults
 from training_runs import TINY, events_of, write_two_datasets
 
 from pretraining.cli import main
@@ -102,6 +102,37 @@ def test_a_later_start_goes_on_without_the_batches(place: Path, endings: list[di
     manifest = manifest_of(place / "mended" / "checkpoints" / "step_16_ckp")
     assert manifest["data"]["skipped"] == [[LEFT_OUT.start, LEFT_OUT.stop]]
     assert manifest["data"]["next_sample"] == 16 * GLOBAL_BATCH + len(LEFT_OUT)
+
+
+def samples_shown(capsys: pytest.CaptureFixture[str]) -> list[int]:
+    return sorted(json.loads(line)["sample_id"] for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("killed", ["before the next save", "before checkpoints were given up"])
+def test_row_46_a_kill_after_a_rollback_forgets_no_samples(
+    killed: str, place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place / killed.replace(" ", "_")
+    guards = ["max_skipped_steps=3", "spike_threshold=6", "spike_window=8", "max_rollbacks=2"]
+    flags = ["checkpoint_interval=3", *guards, f"ckpt_save_path={run}"]
+    ranks = start_without_launcher(2, place / "data", "killed_after_a_rollback", ["num_steps=15", *flags])
+    for process in ranks:
+        process.communicate(timeout=300)
+    assert [process.returncode for process in ranks] == [-9, -9]
+    assert json.loads((run / "rollback.json").read_text())["samples"] == [[LEFT_OUT.start, LEFT_OUT.stop]]
+    if killed == "before checkpoints were given up":
+        (run / "checkpoints" / "step_9_ckp.tmp").rename(run / "checkpoints" / "step_9_ckp")
+    else:
+        main(["inspect", f"ckpt_load_path={run}", "step=8", "json=true"])
+        assert samples_shown(capsys) == list(range(LEFT_OUT.stop, LEFT_OUT.stop + GLOBAL_BATCH))
+    again = [*TINY, f"data_path={place / 'data'}", "sep_token=0", "logical_shards=8", "batch_size=2", *flags]
+    main(["train", *again, "num_steps=9"])
+    assert manifest_of(run / "checkpoints" / "step_9_ckp")["data"]["skipped"] == [[LEFT_OUT.start, LEFT_OUT.stop]]
+    assert not (run / "rollback.json").exists()
+    assert load_config(run / "config.yaml").data.skip_samples == ()
+    capsys.readouterr()
+    main(["inspect", f"ckpt_load_path={run}", "step=8", "json=true"])  # its state is all that knows of them now
+    assert samples_shown(capsys) == list(range(LEFT_OUT.stop, LEFT_OUT.stop + GLOBAL_BATCH))
 
 
 def test_a_run_that_does_not_get_further_by_going_back_ends(place: Path, endings: list[dict[str, Any]]) -> None:

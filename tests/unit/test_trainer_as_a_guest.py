@@ -179,7 +179,7 @@ def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
         job.stop_requests.end_before_training()
 
     monkeypatch.setattr(run_module, "train_to_the_end", build)
-    with pytest.raises(Preempted, match=r"before training began \(SIGTERM\)"):
+    with pytest.raises(Preempted, match=r"before the next step \(SIGTERM\)"):
         trainer(Trainer, tmp_path).train()
 
 

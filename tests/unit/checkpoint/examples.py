@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +22,7 @@ def manifest_of(
     files: Mapping[str, FileEntry] | None = None,
     kind: str = "interval",
     evaluation_loss: float | None = None,
+    skipped: Sequence[Sequence[int]] = (),
 ) -> Manifest:
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -37,6 +38,7 @@ def manifest_of(
             "phases": [{"first_step": 0, "weights": {"a": 1}}],
             "datasets": {"a": {}},
             "counts": {"a": 12},
+            "skipped": [list(each) for each in skipped],
         },
         state={},
         global_batch_size=4,
@@ -56,11 +58,17 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     }
 
 
-def save(run: Path, step: int, kind: str = "interval", evaluation_loss: float | None = None) -> Path:
+def save(
+    run: Path,
+    step: int,
+    kind: str = "interval",
+    evaluation_loss: float | None = None,
+    skipped: Sequence[Sequence[int]] = (),
+) -> Path:
     """Saves a checkpoint whose tensors hold its step."""
     folder = checkpoint_path(run, step)
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
-    manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss)
+    manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss, skipped=skipped)
     save_checkpoint(folder, plan_save(tensors(float(step))), manifest)
     return folder
 

@@ -170,6 +170,18 @@ def test_after_an_error_nothing_is_saved(make: Callable[..., Run]) -> None:
     assert "checkpoint" not in thread_names()
 
 
+def test_an_end_with_weights_that_are_not_finite_is_not_saved_and_the_older_checkpoint_stays(
+    make: Callable[..., Run],
+) -> None:
+    run = make()
+    with pytest.raises(CheckpointError, match=r"step 3: .*not finite.*step_2_ckp"), run.training():
+        run.steps(2)
+        with torch.no_grad():
+            run.contents.parameters["unused"].fill_(torch.inf)
+        run.steps(1)
+    assert run.names == ["2"]
+
+
 def test_what_a_signal_asks_for_goes_with_the_next_one_unless_it_was_due_anyway(make: Callable[..., Run]) -> None:
     run = make(saving(every(4)))
     run.state.total_steps = 5

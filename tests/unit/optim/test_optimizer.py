@@ -14,7 +14,7 @@ from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import materialise_state, parameter_groups, update
-from pretraining.optim.registry import build_optimizer
+from pretraining.optim.registry import build_optimizer, own_arguments
 
 
 def tiny_llama(tied: bool) -> Llama:
@@ -136,6 +136,53 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options_and_its_drawback
     assert torch.equal(model.weight, before)
     update(optimizer, torch.tensor(False))
     assert torch.equal(model.weight, before - 1.0)
+
+
+class WithNames(Signs):
+    """Takes settings by their names here, or by those of torch."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float] = (0.0, 0.0),
+        eps: float = 0.0,
+        momentum: float = 0.0,
+        rms_alpha: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr)
+
+
+def make_of_anything(params: Any, **arguments: Any) -> torch.optim.Optimizer:
+    return WithNames(params, **arguments)
+
+
+@pytest.mark.parametrize("name", ["WithNames", "make_of_anything"])
+def test_settings_that_were_given_reach_an_optimizer_of_the_users_own(name: str) -> None:
+    config = OptimizerConfig(
+        optimizer=f"{__name__}:{name}", adam_beta2=0.999, adam_epsilon=1e-6, momentum=0.5, weight_decay=0.0
+    )
+    given = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-6, "momentum": 0.5}
+    assert own_arguments(config) == given
+    build_optimizer(dict(nn.Linear(2, 2).named_parameters()), config)
+    config = replace(config, adam_beta2=0.95, rms_alpha=0.9, adam_epsilon=1e-8, momentum=None, weight_decay=None)
+    assert own_arguments(config) == {"lr": 3e-4, "rms_alpha" if name == "WithNames" else "alpha": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"adam_beta2": 0.999}, r"--adam_beta2=0.999: .*Signs has no argument adam_beta2 or betas"),
+        ({"muon_ns_steps": 7}, "--muon_ns_steps=7"),
+        ({"optimizer": f"{__name__}:WithNames", "momentum": 0.5, "optimizer_options": ("momentum=0.6",)}, "momentum"),
+    ],
+)
+def test_a_setting_that_an_optimizer_of_the_users_own_does_not_take_is_refused(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_optimizer(dict(nn.Linear(2, 2).named_parameters()), replace(own(), **settings))
 
 
 def test_state_of_an_optimizer_of_the_users_own_is_made_without_touching_parameters() -> None:

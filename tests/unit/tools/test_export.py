@@ -329,6 +329,19 @@ def test_damage_is_found_while_reading_and_nothing_is_left_behind(tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["hf", "full"])
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, form: str, number: float) -> None:
+    weights = tensors_of(PLAIN)
+    weights["model.norm.weight"][3] = number
+    write_sharded(
+        tmp_path / "run/checkpoints/step_3_ckp", weights, manifest_of(PLAIN, 3, config=dump_config(config_of(PLAIN)))
+    )
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds numbers that are not finite"):
+        run_export(tmp_path, format=form)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("form", ["hf", "full"])
 def test_a_checkpoint_without_a_weight_of_its_model_is_refused(tmp_path: Path, form: str) -> None:
     make_run(tmp_path / "run")
     folder = tmp_path / "run/checkpoints/step_3_ckp"

@@ -9,9 +9,10 @@ from typing import cast
 import pytest
 
 from pretraining.config.command_line import load_train_config
+from pretraining.config.training import OptimizerConfig
 from pretraining.progress import Progress, TrainState
 from pretraining.train.loop import Run
-from pretraining.train.messages import conclude
+from pretraining.train.messages import _describe_optimizer, conclude
 
 RUN = "/data/my runs/a"
 
@@ -28,3 +29,8 @@ def test_commands_to_copy_are_quoted_as_a_shell_wants_it(early_end: str) -> None
     changed = "--early_stopping_evaluations=0" if early_end else "--num_steps=10"
     assert f"the same command with {changed} '--ckpt_save_path={RUN}'\n" in said
     assert f"tensorboard --logdir '{RUN}/logs'" in said and f"'sqlite:///{RUN}/logs/mlflow.db'" in said
+
+
+def test_the_start_shows_what_an_optimizer_of_the_users_own_is_called_with() -> None:
+    config = OptimizerConfig(optimizer="torch.optim:SGD", momentum=0.5, optimizer_options=("dampening=0.1",))
+    assert _describe_optimizer(config).startswith("torch.optim:SGD(lr=0.0003, momentum=0.5, dampening=0.1)")

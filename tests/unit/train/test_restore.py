@@ -414,10 +414,14 @@ def test_a_checkpoint_of_elsewhere_begins_a_run_and_is_left_alone_where_there_is
     with pytest.raises(SystemExit):
         start(tmp_path / "other", "resume_from_checkpoint=/nowhere")
     assert "--resume_from_checkpoint=/nowhere holds no complete checkpoint" in capsys.readouterr().err
-    start(run, f"ckpt_load_path={checkpoint(run, 3)}")
-    said = capsys.readouterr().out
-    assert "is a checkpoint of this run, which goes on from its newest" in said
+    start(run, f"ckpt_load_path={checkpoint(run, 3)}", "run_steps=1")
+    both = capsys.readouterr()
+    said = "".join(both)
+    assert said.count(f"--resume_from_checkpoint={checkpoint(run, 3)}") == 1
+    assert f"the start is from {checkpoint(run, 4)}" in said
     assert f"start       from {checkpoint(run, 4)}, step 4" in said
+    start(run, f"ckpt_load_path={checkpoint(run, 5)}")  # the newest itself
+    assert "--resume_from_checkpoint" not in "".join(capsys.readouterr())
     start(run, f"ckpt_load_path={begun}")
     said = capsys.readouterr().out
     assert f"the run in {run} goes on from its own newest checkpoint, not from --ckpt_load_path={begun}" in said

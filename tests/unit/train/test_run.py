@@ -194,6 +194,14 @@ def test_a_loss_that_is_not_finite_is_null_in_the_manifest_and_the_last_finite_o
     assert json.loads(text)["loss"] is None and "NaN" not in text
 
 
+def test_a_last_state_that_is_not_finite_is_no_checkpoint_and_the_exit_code_says_it(tmp_path: Path) -> None:
+    start(tmp_path, "num_steps=2")
+    with pytest.raises(SystemExit) as ending:
+        start(tmp_path, "num_steps=3", "learning_rate=3e38", "schedule=constant", "warmup_steps=0")
+    assert ending.value.code == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2_ckp"]
+
+
 def test_time_goes_on_where_the_invocation_before_ended(tmp_path: Path) -> None:
     start(tmp_path, "run_steps=2")
     start(tmp_path)
@@ -404,7 +412,7 @@ def test_a_time_limit_ends_a_run_with_the_resumable_exit_code(
         start(tmp_path, "time_limit=1h30min")
     assert ending.value.code == 75
     said = capsys.readouterr().err
-    assert said == "Preempted before training began (the time limit is near): nothing has changed.\n"
+    assert said.startswith("Preempted before the next step (the time limit is near)")
     start(tmp_path, "time_limit=0s")
     assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "finished"
 
