@@ -292,8 +292,8 @@ def build_observer(
     share = recomputed_share(config.parallel, shape, config.data.seq_length)
     display = Display()
     if processes.is_main:
-        cpu_processes = processes.world_size if processes.device.type == "cpu" else 0
-        display = choose_display(config.report.progress, state.total_steps, peak, cpu_processes)
+        shows_step_time = config.data.use_dummy_dataset
+        display = choose_display(config.report.progress, state.total_steps, processes.world_size, shows_step_time)
     return Observer(
         state=state,
         interval=Interval(config.report.report_interval, training_tokens),

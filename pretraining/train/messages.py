@@ -44,38 +44,55 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+HEADER = (
+    ("model", "blocks"),
+    ("data", "evaluation"),
+    ("batch", "length"),
+    ("optimizer", "schedule"),
+    ("start", "run folder"),
+)
+"""What each line says that a run begins with; `--dry_run` has a line for each of them, and more."""
+
+
 def announce(plan: RunOutline) -> None:
-    """Logs what is about to be trained, on what data, for how long, and from where."""
+    """Log in a few lines what is about to be trained, on what data, for how long, and from where."""
+    described = describe_plan(plan)
+    for names in HEADER:
+        lines = [line if name == names[0] else f"{name} {line}" for name in names for line in described[name]]
+        log.info("%-11s %s", names[0], "; ".join(lines))
+
+
+def describe_plan(plan: RunOutline) -> dict[str, list[str]]:
+    """Return what a run is about to do, as the lines of each name."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     number = torch.get_num_threads()
     threads = f", {number} thread{'s' if number > 1 else ''} each" if processes.device.type == "cpu" else ""
-    lines = [
-        f"model       {name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
-        f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}",
-        *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
-        _describe_data(plan),
-        *_describe_evaluation(plan),
-        f"batch       {plan.batch.describe()}, {config.data.seq_length} tokens each",
-        f"length      {total_steps} steps, {plan.token_schedule.tokens_at(total_steps):,} tokens",
-        f"optimizer   {_describe_optimizer(config.optimizer)}",
-        f"schedule    {describe_schedule(config.schedule, plan.learning_rate.horizon)}",
-        *_describe_flops(plan),
-        *_describe_start(plan),
-        *(f"            {path} is incomplete: ignored" for path in plan.abandoned),
-        f"run folder  {config.checkpoint.ckpt_save_path}",
-    ]
-    for line in lines:
-        log.info(line)
+    return {
+        "model": [
+            f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
+            f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}"
+        ],
+        "blocks": list(_levers(config.parallel, plan.shape.num_hidden_layers)),
+        "data": [_describe_data(plan)],
+        "evaluation": list(_describe_evaluation(plan)),
+        "batch": [f"{plan.batch.describe()}, {config.data.seq_length} tokens each"],
+        "length": [f"{total_steps} steps, {plan.token_schedule.tokens_at(total_steps):,} tokens"],
+        "optimizer": [_describe_optimizer(config.optimizer)],
+        "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
+        "FLOPs": _describe_flops(plan),
+        "start": [*_describe_start(plan), *(f"{path} is incomplete: ignored" for path in plan.abandoned)],
+        "run folder": [config.checkpoint.ckpt_save_path],
+    }
 
 
 def _describe_data(plan: RunOutline) -> str:
     data, packing = plan.data, plan.config.data.packing
     if data is None:
-        return "data        made up"
+        return "made up"
     padded = "" if packing == "stream" else f" (packing {packing}, with padding)"
     return (
-        f"data        {len(data.datasets)} datasets, {data.training_tokens:,} tokens to train on, "
+        f"{len(data.datasets)} datasets, {data.training_tokens:,} tokens to train on, "
         f"{data.held_out_tokens:,} held out{padded}"
     )
 
@@ -85,7 +102,7 @@ def _describe_evaluation(plan: RunOutline) -> Iterator[str]:
     if len(names) > 1:
         best_by = plan.config.evaluation.best_by
         decides = f"the loss of {best_by}" if best_by else "the mean over their tokens"
-        yield f"evaluation  {', '.join(names)}; {decides} says which checkpoint is best"
+        yield f"on {', '.join(names)}; {decides} says which checkpoint is best"
 
 
 def _describe_optimizer(optimizer: OptimizerConfig) -> str:
@@ -99,20 +116,19 @@ def _describe_optimizer(optimizer: OptimizerConfig) -> str:
 def _describe_start(plan: RunOutline) -> Iterator[str]:
     start, state = plan.start, plan.state
     if start is None:
-        yield f"start       from initial weights, seed {plan.config.run.seed}"
+        yield f"from initial weights, seed {plan.config.run.seed}"
         return
     if plan.restored is None:
-        yield f"start       at step 0 with the weights of {start.path}"
+        yield f"at step 0 with the weights of {start.path}"
     else:
-        yield f"start       from {start.path}, step {start.manifest.step}"
+        yield f"from {start.path}, step {start.manifest.step}"
         changed = (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config))
-        for change in (*changed, *filter(None, [plan.threads])):
-            yield f"            {change}"
+        yield from (*changed, *filter(None, [plan.threads]))
         yield from _describe_new_schedule(plan, start.manifest)
         if state.stop_step < state.total_steps:
-            yield f"            this invocation ends at step {state.stop_step}"
+            yield f"this invocation ends at step {state.stop_step}"
     for line in start.passed_over:
-        yield f"            {line}: passed over"
+        yield f"{line}: passed over"
 
 
 def _describe_new_schedule(plan: RunOutline, manifest: Manifest) -> Iterator[str]:
@@ -126,8 +142,8 @@ def _describe_new_schedule(plan: RunOutline, manifest: Manifest) -> Iterator[str
     if (before.schedule, old.horizon) != (plan.config.schedule, new.horizon) and step < plan.state.total_steps:
         was, now = old.at(step, before.optimizer.peak_learning_rate), new.at(step, peak)
         yield (
-            f"            learning rate here {now:.3g}, and {was:.3g} before: the rest is that of a run which had the "
-            "new schedule all along"
+            f"learning rate here {now:.3g}, and {was:.3g} before: the rest is that of a run which had the new schedule "
+            "all along"
         )
 
 
@@ -143,9 +159,9 @@ def _describe_flops(plan: RunOutline) -> list[str]:
         else f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
     )
     return [
-        f"FLOPs       {operations:.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
+        f"{operations:.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
         f"6 x {shape.num_hidden_layers} layers x {shape.num_attention_heads * shape.head_dim} x {seq_length}{less}",
-        f"            {relative}",
+        relative,
     ]
 
 
