@@ -109,7 +109,8 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         config = parse_config(InspectConfig, overrides, flags)
     from pretraining.checkpoint.start_point import adopt_model, find_checkpoint, newest_run_path
 
-    path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
+    path = config.checkpoint.ckpt_save_path if named is None else named
+    path = None if path is None else newest_run_path(path)
     where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
     # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
     restorable = find_checkpoint(replace(where, ckpt_save_path=path))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +28,12 @@ from pretraining.config.training import (
 from pretraining.config.values import Raw, format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
+from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError, Preempted
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.flops import flops_per_token, matmul_parameters
 from pretraining.observability.display import format_seconds
+from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
@@ -82,7 +86,7 @@ def describe_plan(plan: RunOutline) -> dict[str, list[str]]:
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
         "FLOPs": _describe_flops(plan),
         "start": [*_describe_start(plan), *(f"{path} is incomplete: ignored" for path in plan.abandoned)],
-        "run folder": [config.checkpoint.ckpt_save_path],
+        "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is kept"],
     }
 
 
@@ -178,9 +182,31 @@ def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
         yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
+def describe_speed(observer: Observer, seconds: Sequence[float], processes: Processes) -> str:
+    """Say what a run on made-up data has measured: the median over the steps after the first tenth, of at least three.
+
+    Args:
+        seconds: of each step.
+    """
+    measured = seconds[max(3, math.ceil(len(seconds) / 10)) :]
+    if not measured:
+        return f"speed       not measured: the first 3 steps do not count, and there were {len(seconds)}"
+    step, newest = median(measured), observer.newest
+    faster = newest["step_seconds"] / step  # than in the steps of the last report, whose rates these are
+    rate, gpus = newest["tokens_per_second_per_gpu"] * faster, processes.world_size
+    kind = "GPU" if processes.device.type == "cuda" else "process"
+    mfu = "no MFU, since the peak is not known"
+    if observer.peak_tflops is not None:
+        mfu = f"MFU {newest['mfu'] * faster:.1%} of {observer.peak_tflops:g} TFLOP/s"
+    return (
+        f"speed       {step:#.3g} s/step, the median of {len(measured)} steps; {rate:,.0f} tokens/s per {kind}, "
+        f"{rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"
+    )
+
+
 def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     """Says where everything is, and what to run next; `trained` is whether there was anything left to do."""
-    state, folder = run.state, Path(config.checkpoint.ckpt_save_path)
+    state, is_kept = run.state, config.checkpoint.ckpt_save_path is not None
     if not trained:
         head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
         head += f" It stopped early: {state.early_end}." if state.early_end else ""
@@ -190,7 +216,11 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {state.total_steps} steps, {tokens} tokens; this invocation took {time}."
     else:
-        head = f"Stopped at step {state.step} of {state.total_steps}, as asked; the same command goes on from there."
+        head = f"Stopped at step {state.step} of {state.total_steps}, as asked"
+        head += "; the same command goes on from there." if is_kept else "."
+    if not is_kept:
+        return head
+    folder = config.checkpoint.folder
     lines = [
         head,
         f"  checkpoint   {run.checkpoints.newest}",
@@ -214,13 +244,10 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     return "\n".join(lines)
 
 
-def conclude_preempted(state: TrainState) -> Preempted:
+def conclude_preempted(state: TrainState, is_saved: bool) -> Preempted:
     """Says why a run ends before it is done, and how it goes on."""
-    return ending(
-        state.stop,
-        f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): saved; the same command goes on from "
-        "there.",
-    )
+    saved = "saved; the same command goes on from there" if is_saved else "nothing was kept"
+    return ending(state.stop, f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): {saved}.")
 
 
 def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:

@@ -42,7 +42,8 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
     its DivergenceError.
     """
     run = build_run(config, job)
-    record_environment(Path(config.checkpoint.ckpt_save_path), run.state.step, job.launcher, job.processes)
+    if config.checkpoint.ckpt_save_path is not None:
+        record_environment(config.checkpoint.folder, run.state.step, job.launcher, job.processes)
     had_work = not run.state.stopping or run.evaluator.pending
     furthest, rollbacks = 0, 0
     while (divergence := _train(run)) is not None:
@@ -59,8 +60,7 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
         if job.processes.device.type == "cuda":
             torch.cuda.empty_cache()
         config = _without_samples(config, divergence.samples)
-        folder = Path(config.checkpoint.ckpt_save_path)
-        dropped = on_rank_zero(partial(_drop_checkpoints, folder, divergence.first_step))
+        dropped = on_rank_zero(partial(_drop_checkpoints, config.checkpoint.folder, divergence.first_step))
         _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
         begin, end = divergence.samples
         away = {"samples": [begin, end - 1], "checkpoints_dropped": [str(path) for path in dropped]}
