@@ -64,6 +64,8 @@ def announce(plan: RunOutline) -> None:
     for names in HEADER:
         lines = [line if name == names[0] else f"{name} {line}" for name in names for line in described[name]]
         log.info("%-11s %s", names[0], "; ".join(lines))
+    for line in described["damaged"]:
+        log.info("%-11s %s", "damaged", line)
 
 
 def describe_plan(plan: RunOutline) -> dict[str, list[str]]:
@@ -85,7 +87,11 @@ def describe_plan(plan: RunOutline) -> dict[str, list[str]]:
         "optimizer": [_describe_optimizer(config.optimizer)],
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
         "FLOPs": _describe_flops(plan),
-        "start": [*_describe_start(plan), *(f"{path} is incomplete: ignored" for path in plan.abandoned)],
+        "start": list(_describe_start(plan)),
+        "damaged": [
+            *(f"{line}: passed over" for line in (plan.start.passed_over if plan.start is not None else ())),
+            *(f"{path} is incomplete: ignored" for path in plan.abandoned),
+        ],
         "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is kept"],
     }
 
@@ -131,8 +137,6 @@ def _describe_start(plan: RunOutline) -> Iterator[str]:
         yield from _describe_new_schedule(plan, start.manifest)
         if state.stop_step < state.total_steps:
             yield f"this invocation ends at step {state.stop_step}"
-    for line in start.passed_over:
-        yield f"{line}: passed over"
 
 
 def _describe_new_schedule(plan: RunOutline, manifest: Manifest) -> Iterator[str]:
