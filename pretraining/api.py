@@ -28,7 +28,7 @@ from pretraining.checkpoint.manifest import committed_checkpoints
 from pretraining.config.command_line import load_train_config
 from pretraining.config.commands import ExportConfig, SampleConfig
 from pretraining.config.fields import build, sections_of, settings_of, values_of
-from pretraining.config.rules import check_config
+from pretraining.config.rules import check_config, settle_run_folder
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import expand_home, format_value
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
@@ -77,6 +77,8 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         config = _as_settings(config)
+        changed = [name for name, each in settings_of(TrainConfig).items() if values_of(config)[name] != each.default]
+        config = settle_run_folder(config, changed)
         check_config(config)
         self.config = config
         self._run_path: str | None = None  # of the last run; before it is known, that of the settings
@@ -143,7 +145,7 @@ class Trainer:
                     raise
                 result, is_interrupted = ending.result, isinstance(ending, Interrupted)
                 log.info("%s", ending)
-            self._run_path = str(result.run_path)
+            self._run_path = None if result.run_path is None else str(result.run_path)
             # Of the last step an interrupt ends nothing any more, but what comes next.
             if is_interrupted or guest.requests.signals.first == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -284,10 +286,14 @@ class Trainer:
         if path is not None:
             return _path_text(path)
         checkpoint = self.config.checkpoint
-        run = self._run_path or start_point.newest_run_path(checkpoint.ckpt_save_path)
-        if committed_checkpoints(Path(run)):
+        run = self._run_path
+        if run is None and checkpoint.ckpt_save_path is not None:
+            run = start_point.newest_run_path(checkpoint.ckpt_save_path)
+        if run is not None and committed_checkpoints(Path(run)):
             return run
         source = checkpoint.ckpt_load_path or checkpoint.resume_from_checkpoint
+        if source is None and run is None:
+            raise CheckpointError("ckpt_save_path=None keeps no checkpoint: give it a folder, or name a path")
         if source is None:
             raise CheckpointError(f"{run} holds no checkpoint: call train() first, or name a path")
         return source

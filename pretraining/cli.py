@@ -113,7 +113,8 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     from pretraining.checkpoint.manifest import run_of
     from pretraining.checkpoint.start_point import adopt_model, adopt_separator, find_checkpoint, newest_run_path
 
-    path = newest_run_path(config.checkpoint.ckpt_save_path if named is None else named)
+    path = config.checkpoint.ckpt_save_path if named is None else named
+    path = None if path is None else newest_run_path(path)
     where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
     # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
     restorable = find_checkpoint(replace(where, ckpt_save_path=path))
@@ -130,7 +131,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     # Where the weights alone are taken, the data begins with them.
     manifest = restorable.manifest if restorable and not restorable.weights_only else None
     state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
-    inspect(config, state, size, run_of(Path(path)))
+    inspect(config, state, size, None if path is None else run_of(Path(path)))
 
 
 def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:

@@ -89,6 +89,8 @@ class LostPeerError(LaunchError):
 class Preempted(PretrainError):
     """The run was told to end before it was done: no mistake, and the next start goes on.
 
+    A run that keeps nothing ends with exit code 143 instead: nobody is to start it again.
+
     Attributes:
         is_out_of_time: whether its time was nearly over, rather than that somebody wanted its place.
         result: what the run has come to (`TrainResult`); None where it ended before its first step.

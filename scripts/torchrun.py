@@ -27,6 +27,7 @@ from types import FrameType
 
 INTERRUPTED = 130
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h; the workers', too
+TERMINATED = 143  # the workers', of a run that keeps nothing
 TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # the path of a file that workers then make
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -168,7 +169,7 @@ def exit_code_after_stop(number: int, codes: list[int | None]) -> int:
 
 def are_saved(codes: list[int | None]) -> bool:
     """Whether workers, all of which have ended, were told to."""
-    ends = {PREEMPTED, INTERRUPTED}
+    ends = {PREEMPTED, INTERRUPTED, TERMINATED}
     return not ends.isdisjoint(codes) and {*codes} <= {*ends, 0, -signal.SIGTERM}
 
 

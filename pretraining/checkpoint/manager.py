@@ -118,6 +118,8 @@ class CheckpointContents:
 class CheckpointManager:
     """Saves when it is time; a context around the loop. Making one and saving are collective calls.
 
+    Without a run folder it saves nothing, and remembers the losses of evaluations only.
+
     Args:
         stopwatch: counts the time that the training waits for a save.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
@@ -145,7 +147,8 @@ class CheckpointManager:
     ) -> None:
         self._config = config
         self._decided_by = decided_by
-        self._run = Path(config.ckpt_save_path)
+        self._is_kept = config.ckpt_save_path is not None
+        self._run = Path(config.ckpt_save_path or "")
         self._contents = contents
         self._stopwatch = stopwatch
         self._lease = lease
@@ -163,7 +166,8 @@ class CheckpointManager:
         self.newest: Path | None = None
         self._background: BackgroundSave | None = None
         device = next(iter(contents.parameters.values())).device
-        if config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full:
+        is_async = config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full
+        if is_async and self._is_kept:
             self._background = BackgroundSave(device, collective_timeout(contents.config.guard))
             hold_update = self._background.staging.hold_update  # an update must not change what is still being copied
             contents.optimizer.register_step_pre_hook(lambda *_: hold_update())
@@ -235,6 +239,8 @@ class CheckpointManager:
         return True
 
     def _save(self, progress: Progress, kind: str, wait: bool) -> None:
+        if not self._is_kept:
+            return
         with self._stopwatch.measure("checkpoint"):
             self._await_background()
             if wait:

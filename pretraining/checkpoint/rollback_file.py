@@ -56,8 +56,10 @@ def write_rollback(run: Path, rollback: Rollback) -> None:
         raise run_not_writable(run, error) from None
 
 
-def read_rollback(run: Path) -> Rollback | None:
+def read_rollback(run: Path | None) -> Rollback | None:
     """Return the rollback that a run's folder holds; None without one, or with a warning if it is damaged."""
+    if run is None:
+        return None
     path = run / ROLLBACK_FILE
     if not exists(path):
         return None

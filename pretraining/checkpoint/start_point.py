@@ -72,18 +72,19 @@ _WRITTEN_TIME = r"\d{8}-\d{6}"
 # In which folder
 
 
-def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
+def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str | None:
     """Fills in the timestamp of the run's folder; call it on one rank, which tells the others.
 
     `--ckpt_save_path=runs/try.{timestamp}` makes runs/try.20261121-143005, in UTC, at the first start. A start with the
     same settings goes on in the newest such folder whose run is not finished, as a requeued job does. Other settings,
-    or a finished run, make a new folder. To go on with changed settings, name the folder itself.
+    or a finished run, make a new folder. To go on with changed settings, name the folder itself. A run that keeps
+    nothing has no folder: None.
 
     Raises:
         CheckpointError: a new folder cannot be made.
     """
     pattern, there = config.checkpoint.ckpt_save_path, existing_run_path(config)
-    if there is not None:
+    if there is not None or pattern is None:
         return there
     moment = now or datetime.now(UTC)
     while True:
@@ -98,9 +99,9 @@ def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str:
 
 
 def existing_run_path(config: TrainConfig) -> str | None:
-    """The folder that a start goes on in; None where `settle_run_path` would make one with a timestamp."""
+    """The folder that a start goes on in; None without one, or if `settle_run_path` would make one with a timestamp."""
     pattern = config.checkpoint.ckpt_save_path
-    if TIMESTAMP not in pattern:
+    if pattern is None or TIMESTAMP not in pattern:
         return pattern
     for folder in folders_of(pattern):
         if _has_settings(folder, config) and not _is_finished(folder):
@@ -187,7 +188,9 @@ def check_run_folder(run: Path) -> None:
 
 
 def write_config(config: TrainConfig) -> None:
-    """Writes the settings of a start that was not refused, so that the file can start the run again."""
+    """Write the settings of a start that was not refused into its folder, if any: the file can start the run again."""
+    if config.checkpoint.ckpt_save_path is None:
+        return
     run = Path(config.checkpoint.ckpt_save_path)
     try:
         write_atomic(run / CONFIG_FILE, dump_config(config))
@@ -252,7 +255,7 @@ def find_checkpoint(
             return CheckpointRef(path, manifest, is_own, tuple(faults), weights_only, back_to is not None)
     if not faults:
         return None
-    source = back_to or Path(config.ckpt_save_path if is_own else _load_path(config)[1] or "")
+    source = back_to or Path((config.ckpt_save_path if is_own else _load_path(config)[1]) or "")
     if paths == [source]:  # the user named this one, so that no other will do
         raise CheckpointError(f"{faults[0]}. Name another checkpoint with {flag}.")
     lines = "\n".join(f"  {line}" for line in faults)
@@ -264,7 +267,7 @@ def find_checkpoint(
 
 def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     """The flag that leads to checkpoints, and these, newest first."""
-    own = committed_checkpoints(Path(config.ckpt_save_path))
+    own = [] if config.ckpt_save_path is None else committed_checkpoints(Path(config.ckpt_save_path))
     if own:
         return SAVE_PATH, own[::-1]
     flag, path = _load_path(config)
@@ -287,8 +290,8 @@ def without_own_load_path(config: AnyTrainConfig) -> AnyTrainConfig:
 
     A script may name one folder as both paths, for its first start and for all later ones. A collective call.
     """
-    load_path, run = config.checkpoint.ckpt_load_path, Path(config.checkpoint.ckpt_save_path)
-    if load_path is None or not _on_rank_zero(lambda: _is_still_empty(run, Path(load_path))):
+    load_path, run = config.checkpoint.ckpt_load_path, config.checkpoint.ckpt_save_path
+    if load_path is None or run is None or not _on_rank_zero(lambda: _is_still_empty(Path(run), Path(load_path))):
         return config
     log.info("--ckpt_load_path=%s is in the run's own folder and holds no checkpoint yet: a new run begins", load_path)
     return replace(config, checkpoint=replace(config.checkpoint, ckpt_load_path=None))
@@ -425,7 +428,8 @@ def _vocabulary_for(tokenizer_path: str) -> int:
 
     entries = _on_rank_zero(lambda: load_tokenizer(tokenizer_path).vocab_size)
     rows = -(-entries // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    log.info("vocab_size  %s, for the %s entries of %s", f"{rows:,}", f"{entries:,}", tokenizer_path)
+    if rows != entries:
+        log.info("vocab_size  %s, for the %s entries of %s", f"{rows:,}", f"{entries:,}", tokenizer_path)
     return rows
 
 

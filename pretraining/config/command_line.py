@@ -23,7 +23,7 @@ from pretraining.config.foreign import composed
 from pretraining.config.foreign.kinds import KINDS
 from pretraining.config.foreign.translation import ACCEPT_LLAMA, TranslationError
 from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, read_dotted_names, read_recipe
-from pretraining.config.rules import find_problems
+from pretraining.config.rules import find_problems, settle_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, parse_bool, split_list
 from pretraining.errors import ConfigError
@@ -95,6 +95,7 @@ def resolve_config(
     problems += problems_of_recipes + reader.problems
     # Without its recipe a run looks incomplete in ways that it is not.
     if config is not None and not problems_of_recipes:
+        config = settle_run_folder(config, reader.chosen)
         problems += find_problems(config, reader.unreadable)
     if config is None or problems:
         raise ConfigError(problems)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES, TOKEN_FORMATS
 from pretraining.config.training import (
     ALL_BLOCKS,
     PER_OPERATION,
+    CheckpointConfig,
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -52,6 +53,7 @@ LONGEST_TIMEOUT_SECONDS = 366 * 86400
 
 Problems = Iterable[str]
 Check = TypeVar("Check", bound=Callable[..., Problems])
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,23 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
             except ConfigError as error:
                 problems.extend(error.problems)
     return problems
+
+
+def settle_run_folder(config: T, given: Collection[str]) -> T:
+    """Give made-up data no run folder, and a run without a folder no tracker, unless the user asks for them.
+
+    Args:
+        config: settings of training; others are returned as they are.
+        given: names of the settings that the user has given.
+    """
+    if not isinstance(config, TrainConfig) or config.evaluation.eval_only:
+        return config
+    checkpoint, report = config.checkpoint, config.report
+    if config.data.use_dummy_dataset and "ckpt_save_path" not in given:
+        checkpoint = replace(checkpoint, ckpt_save_path=None)
+    if checkpoint.ckpt_save_path is None and report.tracker_dir is None and "tracker" not in given:
+        report = replace(report, tracker=())
+    return replace(config, checkpoint=checkpoint, report=report)
 
 
 def remarks(config: TrainConfig) -> list[str]:
@@ -503,11 +522,44 @@ def _matrices_fit_float8(float8: str | None, seq_length: int, model: ModelConfig
 
 
 @_rule()
-def _names_are_not_empty(ckpt_save_path: str, col_name: str) -> Problems:
-    if not ckpt_save_path:
+def _names_are_not_empty(ckpt_save_path: str | None, col_name: str) -> Problems:
+    if ckpt_save_path == "":
         yield "--ckpt_save_path is empty: name the run's folder"
     if not col_name:
         yield "--col_name is empty: name the column that holds the token ids"
+
+
+@_rule(not_for=(PlanConfig, DoctorConfig))  # these take the settings of any run, and keep nothing
+def _what_is_kept_has_a_folder(
+    checkpoint: CheckpointConfig,
+    eval_only: bool,
+    max_rollbacks: int,
+    use_profiler: bool,
+    memory_snapshot: bool,
+    tracker: tuple[str, ...],
+    tracker_dir: str | None,
+) -> Problems:
+    if checkpoint.ckpt_save_path is not None:
+        return
+    if eval_only:
+        if checkpoint.ckpt_load_path is None:
+            yield "--eval_only=true with --ckpt_save_path=none evaluates nothing: give --ckpt_load_path"
+        return
+    defaults = vars(CheckpointConfig())
+    others = {"max_rollbacks": max_rollbacks, "use_profiler": use_profiler, "memory_snapshot": memory_snapshot}
+    asked = {
+        name: value
+        for name, value in (vars(checkpoint) | others).items()
+        if getattr(value, "amount", value) and value != defaults.get(name)  # what is off needs no folder
+    }
+    if asked:
+        flags = ", ".join(f"--{name}={format_value(value)}" for name, value in asked.items())
+        yield (
+            f"{flags}: there is no run folder (--ckpt_save_path=none, the default with --use_dummy_dataset). Give "
+            f"--ckpt_save_path=<folder>, or leave {'it' if len(asked) == 1 else 'them'} out"
+        )
+    if tracker and tracker_dir is None:
+        yield f"--tracker={format_value(tracker)} needs a folder: give --tracker_dir or --ckpt_save_path"
 
 
 @_rule()

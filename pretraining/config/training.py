@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt
@@ -436,11 +437,11 @@ def parse_point(text: str) -> tuple[Duration, float]:
 class CheckpointConfig:
     """Where runs are kept, and what of them."""
 
-    ckpt_save_path: str = setting(
+    ckpt_save_path: str | None = setting(
         "runs/default",
         "the run's folder: checkpoints, logs, resolved config. A run found there is continued. {timestamp} in it "
         "stands for the time of the first start: the same settings continue the newest unfinished run, others begin a "
-        "new one",
+        "new one. none = nothing is kept, which is the default with use_dummy_dataset",
     )
     ckpt_load_path: str | None = setting(
         None,
@@ -499,6 +500,12 @@ class CheckpointConfig:
         "write checkpoints beside the training, from a copy in the host's memory; none = on CUDA, where the copy takes "
         "milliseconds",
     )
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, of a run that has one."""
+        assert self.ckpt_save_path is not None
+        return Path(self.ckpt_save_path)
 
 
 @dataclass(frozen=True)

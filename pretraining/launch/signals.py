@@ -67,7 +67,7 @@ class ReceivedSignals:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if environ.get("RANK", "0") == "0":
                 with suppress(OSError):
-                    os.write(2, b"\ninterrupted: the step is finished and saved; Ctrl-C again ends it at once\n")
+                    os.write(2, b"\ninterrupted: the run ends after this step; Ctrl-C again ends it at once\n")
 
         if not self._listens:
             yield

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REDRAW_SECONDS = 0.1
+COLUMNS, BAR_COLUMNS = 80, 20
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,25 @@ class Display:
 
 
 class PlainLines(Display):
-    """A line a report.
+    """A line a report, of 80 columns at most.
 
     Args:
-        cpu_processes: of a job on CPUs, whose tokens/s are those of all together; 0 on GPUs.
+        devices: of the job.
+        shows_step_time: whether lines say how long a step takes.
     """
 
-    def __init__(self, total_steps: int, peak_tflops: float | None, cpu_processes: int = 0) -> None:
+    def __init__(self, total_steps: int, devices: int, shows_step_time: bool = False) -> None:
         self._total_steps = total_steps
-        self._peak_tflops = peak_tflops
-        self._cpu_processes = cpu_processes
+        self._devices = devices
+        self._shows_step_time = shows_step_time
 
     def show(self, report: Report) -> None:
         """Prints the report."""
-        line = summary(report, self._peak_tflops, verbose=True, cpu_processes=self._cpu_processes)
-        self._print(f"step {report.step}/{self._total_steps}  {line}")
+        head = f"step {report.step}/{self._total_steps}  "
+        self._print(head + self._numbers(report, COLUMNS - len(head)))
+
+    def _numbers(self, report: Report, width: int) -> str:
+        return summary(report, self._devices, width, self._shows_step_time)
 
     def _print(self, text: str) -> None:
         print(text, flush=True)
@@ -110,20 +115,20 @@ class LiveLine(PlainLines):
     def __init__(
         self,
         total_steps: int,
-        peak_tflops: float | None,
+        devices: int,
+        shows_step_time: bool = False,
         console: Console | None = None,
-        cpu_processes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from rich.console import Console  # here, since only a live line needs them
         from rich.progress import BarColumn, Progress, TextColumn
 
-        super().__init__(total_steps, peak_tflops, cpu_processes)
+        super().__init__(total_steps, devices, shows_step_time)
         self._clock = clock
         self._drawn = -REDRAW_SECONDS
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=20),
+            BarColumn(BAR_COLUMNS),
             TextColumn("{task.fields[numbers]}"),
             console=console or Console(highlight=False),
             auto_refresh=False,  # a thread that redraws would take the time of the one that trains
@@ -149,7 +154,8 @@ class LiveLine(PlainLines):
 
     def show(self, report: Report) -> None:
         """Prints the report above the line, and redraws that."""
-        numbers = summary(report, self._peak_tflops, verbose=False, cpu_processes=self._cpu_processes)
+        before = len(f"step {self._total_steps}/{self._total_steps} ") + BAR_COLUMNS + 1
+        numbers = self._numbers(report, COLUMNS - before)
         self._progress.update(self._task, completed=report.step, numbers=numbers)
         super().show(report)
         self._redraw()
@@ -162,38 +168,37 @@ class LiveLine(PlainLines):
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def choose_display(choice: str, total_steps: int, peak_tflops: float | None, cpu_processes: int = 0) -> Display:
+def choose_display(choice: str, total_steps: int, devices: int, shows_step_time: bool = False) -> Display:
     """Returns the display of rank 0 for `--progress`; "auto" is live where standard output is a terminal."""
     kind = LiveLine if choice == "live" or (choice == "auto" and is_watched()) else PlainLines
-    return kind(total_steps, peak_tflops, cpu_processes=cpu_processes)
+    return kind(total_steps, devices, shows_step_time)
 
 
-def summary(report: Report, peak_tflops: float | None, verbose: bool, cpu_processes: int = 0) -> str:
-    """Puts a report into one line.
+def summary(report: Report, devices: int, width: int, shows_step_time: bool = False) -> str:
+    """Put a report into one line: what is wrong first, then what fits; metrics.jsonl has all of it.
 
     Args:
-        verbose: adds the gradient norm, what MFU is relative to, and the user's metrics.
-        cpu_processes: of a job on CPUs, whose tokens/s are those of all together; 0 on GPUs.
+        devices: of the job, whose tokens/s are those of all together.
+        width: columns of the line.
+        shows_step_time: whether the time of a step is among the numbers.
     """
-    parts = [f"loss {report.loss:.4f}"]
+    rate = report.tokens_per_second_per_gpu * devices
+    parts = [f"{count_of(report.skipped_updates, 'update')} skipped"] if report.skipped_updates else []
+    parts += [f"{name} {value:.4g}" for name, value in report.custom.items()]
+    if shows_step_time:
+        parts.append(f"{report.step_seconds:#.3g} s/step")
+    parts.append(f"{rate:,.0f} tok/s" if rate < 1e5 else f"{rate / 1e3:,.0f}k tok/s")
+    if report.mfu is not None:
+        parts.append(f"MFU {report.mfu:.1%}")
+    parts.append(f"{format_seconds(report.time_left_seconds)} left")
+    parts.append(f"grad {report.grad_norm:#.3g}")
     if report.z_loss > 0:
         parts.append(f"z-loss {report.z_loss:.1e}")
-    if verbose:
-        parts += [f"{name} {value:.4g}" for name, value in report.custom.items()]
-    parts.append(f"lr {report.learning_rate:.2e}")
-    if verbose:
-        parts.append(f"grad {report.grad_norm:.3f}")
-    rate = report.tokens_per_second_per_gpu * (cpu_processes or 1)
-    parts.append(f"{rate:,.0f} tokens/s" if cpu_processes else f"{rate:,.0f} tokens/s/GPU")
-    if report.mfu is not None and peak_tflops is not None:
-        peak = f" of {peak_tflops:g} TFLOP/s" if verbose else ""
-        hfu = f" HFU {report.hfu:.1%}" if report.hfu is not None and report.hfu != report.mfu else ""
-        parts.append(f"MFU {report.mfu:.1%}{hfu}{peak}")
-    parts.append(f"{report.memory_gib:.1f} GiB")
-    if report.skipped_updates:
-        parts.append(f"{count_of(report.skipped_updates, 'update')} skipped")
-    parts.append(f"{format_seconds(report.time_left_seconds)} left")
-    return "  ".join(parts)
+    line = f"loss {report.loss:.4f}"
+    for part in parts:
+        if len(line) + 2 + len(part) <= width:
+            line += f"  {part}"
+    return line
 
 
 def format_seconds(seconds: float) -> str:

@@ -36,7 +36,7 @@ from pretraining.observability.out_of_memory import peak_bytes
 from pretraining.observability.scores import Scores, perplexity_of
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
-from pretraining.observability.throughput import Stopwatch, device_name
+from pretraining.observability.throughput import StepTimes, Stopwatch, device_name
 from pretraining.observability.trackers import Trackers
 from pretraining.progress import Interval, Progress, TrainState
 
@@ -62,6 +62,7 @@ class Observer:
         display: shows nothing on other ranks than 0.
         events: told of evaluations.
         datasets: names of those that batches are of, in the order of a step's scores.
+        step_times: of made-up data, which measures speed; None otherwise.
         last_loss: the newest reported loss, at first that of an earlier invocation.
         newest: the newest reported number of each name, of this invocation.
     """
@@ -81,6 +82,7 @@ class Observer:
     stragglers: StragglerWatch
     events: Events = field(default_factory=Events)
     datasets: tuple[str, ...] = ()
+    step_times: StepTimes | None = None
     last_loss: float | None = None
     newest: dict[str, Any] = field(default_factory=dict)
 
@@ -104,6 +106,8 @@ class Observer:
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
         """Counts a step; reports if it crossed a boundary of the interval or was the last one."""
+        if self.step_times is not None:
+            self.step_times.end_step()
         kept = ~outcome.skipped
         # A skipped step's loss may be NaN: it must not spoil the mean of the others.
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
@@ -156,6 +160,8 @@ class Observer:
         loss_sum, z_loss_sum, attention_spans, valid_tokens, skipped, grad_norm, param_norm = numbers
         memory = self._memory_of_the_fullest_rank()
         seconds, spent = self.stopwatch.lap()  # after `tolist`: the device has finished the steps
+        if self.step_times is not None:
+            self.step_times.read()
         steps = now.steps - self._reported.steps
         gpus = dist.get_world_size()
         rate = (now.tokens - self._reported.tokens) / seconds
@@ -292,8 +298,8 @@ def build_observer(
     share = recomputed_share(config.parallel, shape, config.data.seq_length)
     display = Display()
     if processes.is_main:
-        cpu_processes = processes.world_size if processes.device.type == "cpu" else 0
-        display = choose_display(config.report.progress, state.total_steps, peak, cpu_processes)
+        shows_step_time = config.data.use_dummy_dataset
+        display = choose_display(config.report.progress, state.total_steps, processes.world_size, shows_step_time)
     return Observer(
         state=state,
         interval=Interval(config.report.report_interval, training_tokens),
@@ -310,6 +316,7 @@ def build_observer(
         stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
         events=events,
         datasets=datasets,
+        step_times=StepTimes(processes.device, stopwatch) if config.data.use_dummy_dataset else None,
     )
 
 

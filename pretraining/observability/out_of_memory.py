@@ -220,9 +220,9 @@ def _more_sharding(strategy: str, use: MemoryUse, world_size: int, shard_size: i
 
 def _snapshot(config: TrainConfig, processes: Processes) -> list[str]:
     """Writes a picture of the allocator, for the tool that shows it; returns a line about it."""
-    if processes.device.type != "cuda":
+    if processes.device.type != "cuda" or config.checkpoint.ckpt_save_path is None:
         return []
-    path = Path(config.checkpoint.ckpt_save_path) / TRACES / f"out_of_memory_rank{processes.rank}.memory.pickle"
+    path = config.checkpoint.folder / TRACES / f"out_of_memory_rank{processes.rank}.memory.pickle"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_snapshot(path)

@@ -2,8 +2,8 @@
 
 MFU (model FLOPs utilisation; Chowdhery et al., 2022, appendix B) = model FLOPs a second / peak FLOPs a second. HFU
 (hardware FLOPs utilisation) also counts what activation checkpointing computes again. The peak is the vendor's dense
-bfloat16 figure without sparsity, whatever precision the run computes in; it is always printed beside the MFU. A CPU has
-no such figure: `pretrain doctor` measures what it reaches.
+bfloat16 figure without sparsity, whatever precision the run computes in; `--dry_run` and the line of a benchmark name
+it. A CPU has no such figure: `pretrain doctor` measures what it reaches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -89,3 +89,44 @@ class Stopwatch:
         self._lap_started = now
         self.overall_training_seconds += training
         return training, spent
+
+
+class StepTimes:
+    """Seconds of each step on the device, from asking for its batch to its update; no step waits to be measured.
+
+    On CUDA, two events on the stream enclose a step, and `read` takes their times later; on a CPU it is the clock.
+
+    Args:
+        stopwatch: tells when a batch is asked for; what is told later, such as an evaluation, is no part of a step.
+
+    Attributes:
+        seconds: of the steps that `read` has seen.
+    """
+
+    def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
+        self._is_on_gpu = device.type == "cuda"
+        self._begun = self._mark()
+        self._unread: list[tuple[Any, Any]] = []
+        self.seconds: list[float] = []
+        stopwatch.also_tell(self._turn_to)
+
+    def end_step(self) -> None:
+        """Mark the end of a step."""
+        self._unread.append((self._begun, self._mark()))
+
+    def read(self) -> None:
+        """Take the times of the steps so far, all of which the device has finished."""
+        for begun, ended in self._unread:
+            self.seconds.append(begun.elapsed_time(ended) / 1000 if self._is_on_gpu else ended - begun)
+        self._unread = []
+
+    def _turn_to(self, doing: str) -> None:
+        if doing == "data":
+            self._begun = self._mark()
+
+    def _mark(self) -> Any:
+        if not self._is_on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

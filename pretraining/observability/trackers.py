@@ -158,7 +158,7 @@ class Trackers:
 
 
 def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any]) -> Trackers:
-    """Opens metrics.jsonl and the trackers that the settings name.
+    """Opens metrics.jsonl in the run's folder, if it has one, and the trackers that the settings name.
 
     Args:
         run_ids: `Trackers.state_dict` of the checkpoint that the run goes on from; those in its folder are newer.
@@ -166,9 +166,12 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
     Raises:
         ConfigError: metrics or curves cannot be written, or a tracker, or the package that it needs, cannot be found.
     """
-    run, report = Path(config.checkpoint.ckpt_save_path), config.report
-    logs = run / LOGS
+    report = config.report
+    logs = None if config.checkpoint.ckpt_save_path is None else config.checkpoint.folder / LOGS
     folder = Path(report.tracker_dir) if report.tracker_dir else logs
+    if folder is None:
+        return Trackers()
+    run = folder if logs is None else logs.parent
     tracked = TrackedRun(
         config=config,
         name=report.tracker_run_name or run.name or run.resolve().name,
@@ -176,22 +179,25 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
         restored_step=restored_step,
         project=report.tracker_project_name or DEFAULT_PROJECT,
     )
-    kept_ids = _read_ids(logs / IDS_FILE)
+    ids_file = None if logs is None else logs / IDS_FILE
+    kept_ids = {} if ids_file is None else _read_ids(ids_file)
     run_ids = {**run_ids, **kept_ids}
+    trackers: dict[str, Tracker] = {}
     try:
-        trackers: dict[str, Tracker] = {METRICS_FILE: JsonLines(replace(tracked, folder=logs))}
+        if logs is not None:
+            trackers[METRICS_FILE] = JsonLines(replace(tracked, folder=logs))
         for name in report.tracker:
-            if name == "jsonl" and folder.resolve() == logs.resolve():
+            if name == "jsonl" and logs is not None and folder.resolve() == logs.resolve():
                 continue  # metrics.jsonl is there already
             make = load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
             with plugin_errors("tracker", name):
                 trackers[name] = make(replace(tracked, run_id=report.tracker_run_id or run_ids.get(name)))
     except OSError as error:
         raise ConfigError(
-            f"metrics cannot be written to {logs}, or curves to {folder}: {error}. "
+            f"metrics cannot be written to {logs or folder}, or curves to {folder}: {error}. "
             "Give a --tracker_dir (and --ckpt_save_path) that this user may write."
         ) from None
-    opened = Trackers(trackers, ids_file=logs / IDS_FILE, kept_ids=kept_ids)
+    opened = Trackers(trackers, ids_file=ids_file, kept_ids=kept_ids)
     opened.keep_ids()
     return opened
 

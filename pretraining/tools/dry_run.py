@@ -10,6 +10,7 @@ what is written (indices that the data does not have yet) goes to a temporary fo
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import textwrap
@@ -40,10 +41,12 @@ from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
 from pretraining.train.build import RunOutline, outline_run
-from pretraining.train.messages import announce
+from pretraining.train.messages import describe_plan
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run import read_prompt, working_together
 from pretraining.train.run_status import StatusKeeper
+
+log = logging.getLogger(__name__)
 
 SLOTS_SHOWN = 16
 """Of the first batch; a summary stands for more."""
@@ -78,9 +81,13 @@ def dry_run(
         if processes.is_main:
             _print(describe_settings(config, resolved, found))
         on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
-        config = without_pending_samples(config, on_rank_zero(lambda: read_rollback(Path(run_path))))
+        config = without_pending_samples(
+            config, on_rank_zero(lambda: read_rollback(None if run_path is None else Path(run_path)))
+        )
         outline = outline_run(config, processes, status, threads, folder)
-        announce(outline)
+        for name, lines in describe_plan(outline).items():
+            for index, line in enumerate(lines):
+                log.info("%-11s %s", "" if index else name, line)
         on_every_rank(end_at_signal)
         on_every_rank(lambda: _print(_describe_next_step(outline)) if processes.is_main else None)
 

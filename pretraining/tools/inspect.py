@@ -64,7 +64,7 @@ def inspect(
     check_config(config)
     asked = config.inspect
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
-        config = without_pending_samples(config, read_rollback(run) if run else None)
+        config = without_pending_samples(config, read_rollback(run))
         inspector = _open(config, state, restored_batch)
     if asked.steps is None:
         _print_slots(config, inspector)

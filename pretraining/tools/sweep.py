@@ -210,7 +210,7 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         chosen = dict(zip(varied, each, strict=True))
         told = [f"{name}={value}" for name, value in chosen.items()]
         try:
-            settings = parse_config(SweepConfig, [*arguments, *told]).sweep
+            settings = parse_config(SweepConfig, [*arguments, *told, "ckpt_save_path=run"]).sweep
         except ConfigError as error:
             problems += [f"{','.join(told)}: {problem}" for problem in error.problems]
         combinations.append(Combination(number, chosen, (*trains, *told)))

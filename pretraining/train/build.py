@@ -205,14 +205,10 @@ def outline_run(
     Raises:
         PretrainError: as `build_run` and what comes before it, as far as that can be told without tensors.
     """
-    run, shape, device = Path(config.checkpoint.ckpt_save_path), resolve_shape(config.model), processes.device
+    shape, device = resolve_shape(config.model), processes.device
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, device))
-    on_rank_zero(lambda: look_at_lease(run))
-    start = find_start_point(config, status)
-    step, goes_back = (start.step, start.going_back) if start is not None else (0, False)
-    on_rank_zero(lambda: check_run_folder(run))
-    on_rank_zero(lambda: status.refuse_crash_loop(run, step, goes_back=goes_back))
+    start = None if config.checkpoint.ckpt_save_path is None else _outline_start(config, status)
     opened = open_data(config, processes, index_folder)
     shard_size = build_run_mesh(config, processes)["shard"].size()
     on_every_rank(lambda: check_memory(config, shape, shard_size, processes))
@@ -224,6 +220,17 @@ def outline_run(
     outline = _outline(config, processes, start, opened, threads, stop_step=None)
     on_rank_zero(lambda: check_trackers(config))
     return outline
+
+
+def _outline_start(config: TrainConfig, status: StatusKeeper) -> CheckpointRef | None:
+    """Find what a run would start from, and check that its folder lets it; a collective call."""
+    run = config.checkpoint.folder
+    on_rank_zero(lambda: look_at_lease(run))
+    start = find_start_point(config, status)
+    step, goes_back = (start.step, start.going_back) if start is not None else (0, False)
+    on_rank_zero(lambda: check_run_folder(run))
+    on_rank_zero(lambda: status.refuse_crash_loop(run, step, goes_back=goes_back))
+    return start
 
 
 def _plan_run(config: TrainConfig, job: Job, mesh: DeviceMesh | None, stop_step: int | None) -> RunPlan:
@@ -255,7 +262,8 @@ def _outline(
 ) -> RunOutline:
     """Finds the place of a run in its data, and its length; a collective call."""
     shape, data = resolve_shape(config.model), opened.training
-    abandoned = on_rank_zero(lambda: unfinished_saves(Path(config.checkpoint.ckpt_save_path)))
+    is_kept = config.checkpoint.ckpt_save_path is not None
+    abandoned = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if is_kept else [])
     restored = start if start is not None and not start.weights_only else None
     told = None
     if restored is not None and threads is not None and processes.device.type == "cpu":
@@ -357,7 +365,6 @@ def build_run_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
 
 def _assemble(plan: RunPlan, job: Job) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
-    run_folder = Path(config.checkpoint.ckpt_save_path)
     stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
     trackers = _open_trackers(plan)
@@ -400,9 +407,8 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         decided_by=_decided_by(plan) if plan.sources else None,
     )
     evaluator.early_stopping.end_if_due(state)
-    profiler = Profiler(
-        config.profiler, run_folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch
-    )
+    folder = Path(config.checkpoint.ckpt_save_path or "")  # without one, there is nothing to profile
+    profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
     return Run(
         state=state,
         context=context,

@@ -37,7 +37,7 @@ def of_what_is_evaluated(config: TrainConfig) -> TrainConfig:
     A collective call. Training would go on in `ckpt_save_path`; here, what is named comes first.
     """
     checkpoint = config.checkpoint
-    path = on_rank_zero(lambda: checkpoint.ckpt_load_path or newest_run_path(checkpoint.ckpt_save_path))
+    path = on_rank_zero(lambda: checkpoint.ckpt_load_path or newest_run_path(str(checkpoint.folder)))
     return replace(config, checkpoint=replace(checkpoint, ckpt_save_path=path, ckpt_load_path=path))
 
 
@@ -72,7 +72,7 @@ def evaluate_only(
         Preempted: a signal came.
     """
     shape, device, manifest = resolve_shape(config.model), processes.device, _start(config, {}).manifest
-    check_same_model(manifest, shape, Path(config.checkpoint.ckpt_save_path))
+    check_same_model(manifest, shape, config.checkpoint.folder)
     on_every_rank(lambda: _check_never_trained_on(config, manifest.data.get("held_out_fraction")))
     if config.run.deterministic:
         use_deterministic_kernels()

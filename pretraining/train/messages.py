@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +28,12 @@ from pretraining.config.training import (
 from pretraining.config.values import Raw, format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
+from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError, Preempted
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.flops import flops_per_token, matmul_parameters
 from pretraining.observability.display import format_seconds
+from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
@@ -46,38 +50,61 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+HEADER = (
+    ("model", "blocks"),
+    ("data", "evaluation"),
+    ("batch", "length"),
+    ("optimizer", "schedule"),
+    ("start", "run folder"),
+)
+"""What each line says that a run begins with; `--dry_run` has a line for each of them, and more."""
+
+
 def announce(plan: RunOutline) -> None:
-    """Logs what is about to be trained, on what data, for how long, and from where."""
+    """Log in a few lines what is about to be trained, on what data, for how long, and from where."""
+    described = describe_plan(plan)
+    for names in HEADER:
+        lines = [line if name == names[0] else f"{name} {line}" for name in names for line in described[name]]
+        log.info("%-11s %s", names[0], "; ".join(lines))
+    for line in described["damaged"]:
+        log.info("%-11s %s", "damaged", line)
+
+
+def describe_plan(plan: RunOutline) -> dict[str, list[str]]:
+    """Return what a run is about to do, as the lines of each name."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     number = torch.get_num_threads()
     threads = f", {count_of(number, 'thread')} each" if processes.device.type == "cpu" else ""
-    lines = [
-        f"model       {name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
-        f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}",
-        *(f"            {line}" for line in _levers(config.parallel, plan.shape.num_hidden_layers)),
-        _describe_data(plan),
-        *_describe_evaluation(plan),
-        f"batch       {plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each",
-        f"length      {count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}",
-        f"optimizer   {_describe_optimizer(config.optimizer)}",
-        f"schedule    {describe_schedule(config.schedule, plan.learning_rate.horizon)}",
-        *_describe_flops(plan),
-        *_describe_start(plan),
-        *(f"            {path} is incomplete: ignored" for path in plan.abandoned),
-        f"run folder  {config.checkpoint.ckpt_save_path}",
-    ]
-    for line in lines:
-        log.info(line)
+    return {
+        "model": [
+            f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
+            f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}"
+        ],
+        "blocks": list(_levers(config.parallel, plan.shape.num_hidden_layers)),
+        "data": [_describe_data(plan)],
+        "evaluation": list(_describe_evaluation(plan)),
+        "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"],
+        "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
+        "optimizer": [_describe_optimizer(config.optimizer)],
+        "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
+        "FLOPs": _describe_flops(plan),
+        "start": list(_describe_start(plan)),
+        "damaged": [
+            *(f"{line}: passed over" for line in (plan.start.passed_over if plan.start is not None else ())),
+            *(f"{path} is incomplete: ignored" for path in plan.abandoned),
+        ],
+        "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is kept"],
+    }
 
 
 def _describe_data(plan: RunOutline) -> str:
     data, packing = plan.data, plan.config.data.packing
     if data is None:
-        return "data        made up"
+        return "made up"
     padded = "" if packing == "stream" else f" (packing {packing}, with padding)"
     return (
-        f"data        {count_of(len(data.datasets), 'dataset')}, {data.training_tokens:,} tokens to train on, "
+        f"{count_of(len(data.datasets), 'dataset')}, {data.training_tokens:,} tokens to train on, "
         f"{data.held_out_tokens:,} held out{padded}"
     )
 
@@ -87,7 +114,7 @@ def _describe_evaluation(plan: RunOutline) -> Iterator[str]:
     if len(names) > 1:
         best_by = plan.config.evaluation.best_by
         decides = f"the loss of {best_by}" if best_by else "the mean over their tokens"
-        yield f"evaluation  {', '.join(names)}; {decides} says which checkpoint is best"
+        yield f"on {', '.join(names)}; {decides} says which checkpoint is best"
 
 
 def _describe_optimizer(optimizer: OptimizerConfig) -> str:
@@ -104,20 +131,17 @@ def _describe_optimizer(optimizer: OptimizerConfig) -> str:
 def _describe_start(plan: RunOutline) -> Iterator[str]:
     start, state = plan.start, plan.state
     if start is None:
-        yield f"start       from initial weights, seed {plan.config.run.seed}"
+        yield f"from initial weights, seed {plan.config.run.seed}"
         return
     if plan.restored is None:
-        yield f"start       at step 0 with the weights of {start.path}"
+        yield f"at step 0 with the weights of {start.path}"
     else:
-        yield f"start       from {start.path}, step {start.manifest.step}"
+        yield f"from {start.path}, step {start.manifest.step}"
         changed = (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config))
-        for change in (*changed, *filter(None, [plan.threads])):
-            yield f"            {change}"
+        yield from (*changed, *filter(None, [plan.threads]))
         yield from _describe_new_schedule(plan, start.manifest)
         if state.stop_step < state.total_steps:
-            yield f"            this invocation ends at step {state.stop_step}"
-    for line in start.passed_over:
-        yield f"            {line}: passed over"
+            yield f"this invocation ends at step {state.stop_step}"
 
 
 def _describe_new_schedule(plan: RunOutline, manifest: Manifest) -> Iterator[str]:
@@ -131,8 +155,8 @@ def _describe_new_schedule(plan: RunOutline, manifest: Manifest) -> Iterator[str
     if (before.schedule, old.horizon) != (plan.config.schedule, new.horizon) and step < plan.state.total_steps:
         was, now = old.at(step, before.optimizer.peak_learning_rate), new.at(step, peak)
         yield (
-            f"            learning rate here {now:.3g}, and {was:.3g} before: the rest is that of a run which had the "
-            "new schedule all along"
+            f"learning rate here {now:.3g}, and {was:.3g} before: the rest is that of a run which had the new schedule "
+            "all along"
         )
 
 
@@ -148,9 +172,9 @@ def _describe_flops(plan: RunOutline) -> list[str]:
         else f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
     )
     return [
-        f"FLOPs       {operations:.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
+        f"{operations:.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
         f"6 x {shape.num_hidden_layers} layers x {shape.num_attention_heads * shape.head_dim} x {seq_length}{less}",
-        f"            {relative}",
+        relative,
     ]
 
 
@@ -167,9 +191,31 @@ def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
         yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
+def describe_speed(observer: Observer, seconds: Sequence[float], processes: Processes) -> str:
+    """Say what a run on made-up data has measured: the median over the steps after the first tenth, of at least three.
+
+    Args:
+        seconds: of each step.
+    """
+    measured = seconds[max(3, math.ceil(len(seconds) / 10)) :]
+    if not measured:
+        return f"speed       not measured: the first 3 steps do not count, and there were {len(seconds)}"
+    step, newest = median(measured), observer.newest
+    faster = newest["step_seconds"] / step  # than in the steps of the last report, whose rates these are
+    rate, gpus = newest["tokens_per_second_per_gpu"] * faster, processes.world_size
+    kind = "GPU" if processes.device.type == "cuda" else "process"
+    mfu = "no MFU, since the peak is not known"
+    if observer.peak_tflops is not None:
+        mfu = f"MFU {newest['mfu'] * faster:.1%} of {observer.peak_tflops:g} TFLOP/s"
+    return (
+        f"speed       {step:#.3g} s/step, the median of {len(measured)} steps; {rate:,.0f} tokens/s per {kind}, "
+        f"{rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"
+    )
+
+
 def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     """Says where everything is, and what to run next; `trained` is whether there was anything left to do."""
-    state, folder = run.state, Path(config.checkpoint.ckpt_save_path)
+    state, is_kept = run.state, config.checkpoint.ckpt_save_path is not None
     if not trained:
         head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
         head += f" It stopped early: {state.early_end}." if state.early_end else ""
@@ -179,7 +225,11 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."
     else:
-        head = f"Stopped at step {state.step} of {state.total_steps}, as asked; the same command goes on from there."
+        head = f"Stopped at step {state.step} of {state.total_steps}, as asked"
+        head += "; the same command goes on from there." if is_kept else "."
+    if not is_kept:
+        return head
+    folder = config.checkpoint.folder
     lines = [
         head,
         f"  checkpoint   {run.checkpoints.newest}",
@@ -203,13 +253,10 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     return "\n".join(lines)
 
 
-def conclude_preempted(state: TrainState) -> Preempted:
+def conclude_preempted(state: TrainState, is_saved: bool) -> Preempted:
     """Says why a run ends before it is done, and how it goes on."""
-    return ending(
-        state.stop,
-        f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): saved; the same command goes on from "
-        "there.",
-    )
+    saved = "saved; the same command goes on from there" if is_saved else "nothing was kept"
+    return ending(state.stop, f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): {saved}.")
 
 
 def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:

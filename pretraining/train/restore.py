@@ -55,11 +55,15 @@ def choose_start_point(
 ) -> CheckpointRef | None:
     """Chooses what a run starts from (None: initial weights), makes its folder and counts the start; a collective call.
 
+    A run without a folder starts from initial weights, and is not counted.
+
     Raises:
         CheckpointError: as `find_start_point`; or the run has crashed there too often.
     """
+    if config.checkpoint.ckpt_save_path is None:
+        return None
     start = find_start_point(config, status, damaged)
-    run, step = Path(config.checkpoint.ckpt_save_path), start.step if start is not None else 0
+    run, step = config.checkpoint.folder, start.step if start is not None else 0
 
     def begin() -> None:
         make_run_folder(run)
@@ -99,7 +103,7 @@ def _checkpoint_to_go_back_to(config: CheckpointConfig, status: StatusKeeper | N
     Raises:
         CheckpointError: the run has no such checkpoint.
     """
-    request, run = config.resume_from_checkpoint, Path(config.ckpt_save_path)
+    request, run = config.resume_from_checkpoint, config.folder
     own = committed_checkpoints(run) if request is not None else []
     if request is None or not own:
         return None  # a run without checkpoints starts from what was named
@@ -148,7 +152,7 @@ def _is_starting(status: StatusKeeper | None) -> bool:
 
 def _warn_of_other_load_path(config: CheckpointConfig, start: CheckpointRef) -> None:
     """Log what a run starts from if `ckpt_load_path` names something else; a restarted job names what it began with."""
-    run, named = Path(config.ckpt_save_path), config.ckpt_load_path
+    run, named = config.folder, config.ckpt_load_path
     if named is None or real_path(Path(named)) in map(real_path, (start.path, run, run / CHECKPOINTS)):
         return
     if is_within(Path(named), run):
@@ -173,7 +177,7 @@ def settle_going_back(config: CheckpointConfig, start: CheckpointRef, status: St
     Raises:
         CheckpointError: a newer one cannot be moved, or it cannot be noted.
     """
-    run = Path(config.ckpt_save_path)
+    run = config.folder
     newer = [path for path in committed_checkpoints(run) if step_of(path) > start.manifest.step]
     aside = set_aside(run, newer)
     for path in newer:
@@ -199,7 +203,7 @@ def _named_in(own: list[Path], request: str) -> Path | None:
 
 def _check_beginning(config: CheckpointConfig, start: CheckpointRef | None) -> None:
     """Raises a CheckpointError unless a run begins as `init_from` says."""
-    run = Path(config.ckpt_save_path)
+    run = config.folder
     if config.init_from == "resume" and start is None:
         raise CheckpointError(
             f"--init_from=resume goes on with a run, and {run} holds no checkpoint: --init_from=auto begins one, "

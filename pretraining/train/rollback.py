@@ -53,8 +53,9 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
     """
     given, config = config, _after_pending_rollback(config)
     run = build_run(config, job)
-    on_rank_zero(lambda: write_config(given))  # without the samples: the same command finds its folder by its settings
-    record_environment(Path(config.checkpoint.ckpt_save_path), run.state.step, job.launcher, job.processes)
+    if config.checkpoint.ckpt_save_path is not None:
+        on_rank_zero(lambda: write_config(given))  # without the samples: the same command finds its folder by these
+        record_environment(config.checkpoint.folder, run.state.step, job.launcher, job.processes)
     had_work = not run.state.stopping or run.evaluator.pending
     furthest, rollbacks = 0, 0
     while (divergence := _train(run)) is not None:
@@ -72,7 +73,7 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
             torch.cuda.empty_cache()
         config = without_samples(config, [divergence.samples])
         rollback = Rollback(divergence.first_step, tuple(config.data.skipped_ranges))
-        dropped = on_rank_zero(partial(_roll_back, Path(config.checkpoint.ckpt_save_path), rollback))
+        dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
         _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
         begin, end = divergence.samples
         away = {"samples": [begin, end - 1], "checkpoints_dropped": [str(path) for path in dropped]}
@@ -101,7 +102,9 @@ def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceErro
 
 def _after_pending_rollback(config: TrainConfig) -> TrainConfig:
     """Do the rest of a rollback that a kill has interrupted; a collective call that raises as `_drop_checkpoints`."""
-    run = Path(config.checkpoint.ckpt_save_path)
+    if config.checkpoint.ckpt_save_path is None:
+        return config
+    run = config.checkpoint.folder
 
     def finish() -> Rollback | None:
         rollback = read_rollback(run)

@@ -43,7 +43,7 @@ from pretraining.distributed.processes import (
 from pretraining.distributed.rendezvous import Patience, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, Interrupted, Preempted
 from pretraining.evaluation.generation import TextSampler
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
@@ -56,7 +56,7 @@ from pretraining.train.build import Job
 from pretraining.train.evaluate_only import Evaluated, evaluate_only, of_what_is_evaluated, print_evaluation
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import describe_peak
-from pretraining.train.messages import conclude, conclude_preempted
+from pretraining.train.messages import conclude, conclude_preempted, describe_speed
 from pretraining.train.preemption import StopRequests
 from pretraining.train.rollback import train_to_the_end
 from pretraining.train.run_status import StatusKeeper
@@ -64,6 +64,8 @@ from pretraining.train.run_status import StatusKeeper
 log = logging.getLogger(__name__)
 
 _MOST_NAMED = 8
+TERMINATED = 143
+"""What shells report for a process that SIGTERM ended."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ class TrainResult:
         best_evaluation_loss: the lowest one of the run so far.
         metrics: the newest number of each name in metrics.jsonl, of this invocation; None is unknown. Rates are those
             of this process, all else is the same in each.
-        run_path: the run's folder.
+        run_path: the run's folder; None if the run keeps nothing.
         checkpoint: the newest one; None where nothing was saved.
-        metrics_file: a JSON object a report.
+        metrics_file: a JSON object a report; None without a folder.
     """
 
     status: Literal["finished", "preempted"]
@@ -92,9 +94,9 @@ class TrainResult:
     evaluation_loss: float | None
     best_evaluation_loss: float | None
     metrics: dict[str, Any] = field(repr=False)
-    run_path: Path
+    run_path: Path | None
     checkpoint: Path | None
-    metrics_file: Path
+    metrics_file: Path | None
 
 
 def train(
@@ -130,6 +132,7 @@ def train(
     events = Events()
     # The status is written last, when an error has been put into words.
     with (
+        nullcontext() if config.checkpoint.ckpt_save_path is not None else _ending_for_good(),
         StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0, events) as status,
         working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
@@ -140,16 +143,19 @@ def train(
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
         config = adopt_separator(config, find_checkpoint(config.checkpoint))
         with (
-            hold_lease(Path(run_path), processes) as lease,
+            nullcontext() if run_path is None else hold_lease(Path(run_path), processes) as lease,
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            job = Job(processes, requests, status, lease, memory, threads, events, layout.launcher, hook, sampler)
+            keeper = None if run_path is None else status
+            job = Job(processes, requests, keeper, lease, memory, threads, events, layout.launcher, hook, sampler)
             run, trained = train_to_the_end(config, job)
         if trained:
             _log_peak(config, run, processes)
+            if run.observer.step_times is not None:
+                log.info(describe_speed(run.observer, run.observer.step_times.seconds, processes))
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-            preempted = conclude_preempted(run.state)
+            preempted = conclude_preempted(run.state, is_saved=run_path is not None)
             preempted.result = _result(run_path, run, "preempted")
             raise preempted
         _finish(config, job, run, trained)
@@ -178,6 +184,18 @@ def evaluate(
         config = adopt_model(of_what_is_evaluated(config))
         config = adopt_separator(config, find_checkpoint(config.checkpoint))
         return evaluate_only(config, processes, requests, hook)
+
+
+@contextmanager
+def _ending_for_good() -> Iterator[None]:
+    """Give a run that keeps nothing, and is told to end, the exit code of a process that SIGTERM ended."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except Preempted as ending:
+        ending.exit_code = TERMINATED
+        raise
 
 
 @contextmanager
@@ -243,7 +261,7 @@ def _log_peak(config: TrainConfig, run: Run, processes: Processes) -> None:
         log.info(describe_peak(config, shape, shard_size, processes.device, measured))
 
 
-def _result(run_path: str, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+def _result(run_path: str | None, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
     state, checkpoints = run.state, run.checkpoints
     return TrainResult(
         status=status,
@@ -254,9 +272,9 @@ def _result(run_path: str, run: Run, status: Literal["finished", "preempted"]) -
         evaluation_loss=checkpoints.evaluation_loss,
         best_evaluation_loss=checkpoints.best_evaluation_loss,
         metrics=dict(run.observer.newest),
-        run_path=Path(run_path),
+        run_path=None if run_path is None else Path(run_path),
         checkpoint=checkpoints.newest,
-        metrics_file=Path(run_path) / LOGS / METRICS_FILE,
+        metrics_file=None if run_path is None else Path(run_path) / LOGS / METRICS_FILE,
     )
 
 

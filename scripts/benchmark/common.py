@@ -103,7 +103,7 @@ def flag_parser(description: str, **numbers: Number) -> argparse.ArgumentParser:
 def read_settings(settings: Sequence[str], processes: int = 1) -> TrainConfig:
     """The configuration of a run; a mistake in it ends the benchmark, and so does a batch that cannot be dealt out."""
     try:
-        config = load_train_config(settings)
+        config = load_train_config(["ckpt_save_path=run", *settings])  # a benchmark puts its own folder there
         plan_batch(config.batch, processes)
     except ConfigError as error:
         sys.exit(f"error: {error}")

@@ -174,7 +174,7 @@ def test_lengths_may_be_given_as_recipes_have_them(tmp_path: Path) -> None:
     )
     made = Trainer(given).config
     assert (made.run.num_steps, made.report.report_interval) == (Duration(3, "steps"), Duration(2000, "steps"))
-    assert Trainer(made).config is made
+    assert Trainer(made).config == made
     with pytest.raises(ConfigError, match="often"):
         Trainer(replace(config, run=replace(config.run, num_steps="often")))
 

@@ -143,7 +143,7 @@ def _check_saves(
         Verdicts, and GiB/s of a save; None where no folder is given.
     """
     path, size = config.checkpoint.ckpt_save_path, None
-    if path == CheckpointConfig.ckpt_save_path:
+    if path is None or path == CheckpointConfig.ckpt_save_path:
         return [], None
     if config.model != ModelConfig():
         shape = resolve_shape(config.model)

@@ -33,7 +33,7 @@ def train(config: TrainConfig, turn: Turn) -> None:
     shape = resolve_shape(config.model)
     if place()[1] == 1:  # it expects what torchrun sets
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone, MASTER_PORT=str(port_of_name(config.checkpoint.ckpt_save_path)))
+        os.environ.update(alone, MASTER_PORT=str(port_of_name(str(config.checkpoint.folder))))
     spec = get_train_spec()
     spec.model_args = {NAME: _arguments_of(shape)}
     spec.build_tokenizer_fn = None

@@ -26,7 +26,7 @@ def config_of(path: Path, *flags: str) -> TrainConfig:
 def start(path: Path, *flags: str, now: datetime = NOW) -> Path:
     """What a start does: settle its folder and keep its settings there."""
     config = config_of(path, *flags)
-    run = Path(settle_run_path(config, now))
+    run = Path(settle_run_path(config, now) or "")
     run.mkdir(parents=True, exist_ok=True)
     written = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(run)))
     (run / "config.yaml").write_text(dump_config(written))

@@ -161,7 +161,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
 )  # fmt: skip
 def test_a_mistake_is_told_with_what_to_write(arguments: list[str], problem: str) -> None:
     if not {"--recipe", "--data_path"} & {argument.partition("=")[0] for argument in arguments}:
-        arguments = [*arguments, "--use_dummy_dataset=true"]
+        arguments = [*arguments, "--use_dummy_dataset=true", "--ckpt_save_path=runs/a"]
     overrides, flags = through_fire(*arguments)
     assert problems_of(*overrides, **flags) == (problem,)
 

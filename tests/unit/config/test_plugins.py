@@ -9,7 +9,7 @@ from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, load_plu
 from pretraining.config.training import OptimizerConfig, ScheduleConfig
 from pretraining.errors import ConfigError
 
-COMMON = ["use_dummy_dataset=true"]
+COMMON = ["use_dummy_dataset=true", "ckpt_save_path=runs/a"]
 
 
 def test_what_the_tables_name_is_there_and_options_are_settings() -> None:

@@ -350,11 +350,11 @@ def test_a_later_start_hides_the_points_that_it_makes_again(tmp_path: Path) -> N
 )
 def test_names_that_no_tracker_reads_are_refused(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_train_config(["use_dummy_dataset=true", *flags], {})
+        load_train_config(["data_path=d", *flags], {})
 
 
 def test_names_may_stay_where_tracking_is_off_and_where_a_class_of_ones_own_reads_them() -> None:
     for tracker in ("none", "my.own:Tracker", "wandb", "tensorboard,mlflow"):
         names = ["tracker_project_name=a", "tracker_run_name=b", "tracker_run_id=c"]
-        config = load_train_config(["use_dummy_dataset=true", f"tracker={tracker}", *names], {})
+        config = load_train_config(["data_path=d", f"tracker={tracker}", *names], {})
         assert config.report.tracker_project_name == "a"

@@ -178,7 +178,15 @@ def test_a_second_request_to_stop_is_ignored(torchrun: ModuleType, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("codes", "saved"),
-    [([75, 75], True), ([0, 75], True), ([130, -15], True), ([75, 1], False), ([75, -9], False), ([-15, -15], False)],
+    [
+        ([75, 75], True),
+        ([143, 143], True),
+        ([0, 75], True),
+        ([130, -15], True),
+        ([75, 1], False),
+        ([75, -9], False),
+        ([-15, -15], False),
+    ],
 )
 def test_a_run_is_saved_where_all_of_its_workers_say_so_or_had_only_begun(
     torchrun: ModuleType, codes: list[int | None], saved: bool

@@ -99,6 +99,7 @@ def test_a_new_run_is_planned_with_the_documents_of_its_first_batch(
         "model       llama",
         "batch       3 sequences",
         "length      4 steps, 384 tokens",
+        "FLOPs       1.966e+05 a token = 6 x 29,696 matmul parameters + 6 x 3 layers x 32 x 32",
     ):
         assert len(lines_of(text, begin)) == 1, text
     assert "start       from initial weights, seed 2023" in text

@@ -72,7 +72,7 @@ def test_each_set_has_loss_perplexity_and_accuracy_and_the_mean_is_over_their_to
 ) -> None:
     run = tmp_path / "run"
     start(run, data)
-    assert "evaluation  first, second, books; the mean over their tokens says which" in capsys.readouterr().out
+    assert "evaluation on first, second, books; the mean over their tokens says which" in capsys.readouterr().out
     for line in evaluations(run):
         for name in ("", *(f"/{each}" for each in SETS)):
             assert 0 < line[f"evaluation_loss{name}"] < 5 and 0 <= line[f"evaluation_token_accuracy{name}"] <= 1

@@ -39,8 +39,6 @@ def test_a_run_says_what_it_trains_and_where_everything_is(tmp_path: Path, capsy
         f"float32, fsdp over 1 x cpu, {torch.get_num_threads()} thread",
         "torch is imported already: it keeps its number of threads",
         "4 steps, 256 tokens",
-        "a token = 6 x 29,696 matmul parameters + 6 x 3 layers x 32 x 32",
-        "no MFU: the peak of a cpu is not known",
         "from initial weights, seed 2023",
         "step 4/4  loss",
         "step 2  evaluation_loss",
@@ -51,6 +49,8 @@ def test_a_run_says_what_it_trains_and_where_everything_is(tmp_path: Path, capsy
         "--num_steps=8",
     ):
         assert part in out, out
+    header = out[: out.index("step 1/4")].splitlines()
+    assert len([line for line in header if "torch is imported" not in line]) <= 8
     assert {path.name for path in run.iterdir()} == {"config.yaml", "run_status.json", "checkpoints", "logs"}
     assert any(path.name.startswith("events.out.tfevents") for path in (run / "logs").iterdir())
 
@@ -280,7 +280,7 @@ def test_the_batch_is_kept_at_a_resume_unless_named(tmp_path: Path, capsys: pyte
     assert "6 sequences a step" in out and "phase 2" not in out
     start(tmp_path, "num_steps=6", "global_batch_size=4")
     out = capsys.readouterr().out
-    assert "4 sequences a step" in out and "phase 2 from step 4: global batch 6 -> 4 sequences\n" in out
+    assert "4 sequences a step" in out and "phase 2 from step 4: global batch 6 -> 4 sequences" in out
     start(tmp_path, "num_steps=7")
     out = capsys.readouterr().out
     assert "4 sequences a step" in out and "phase" not in out
@@ -307,12 +307,12 @@ def test_weights_datasets_and_batch_change_at_a_resume_and_the_length_in_tokens_
     out = capsys.readouterr().out
     assert (
         "phase 2 from step 4: weights first 0.75 -> 0.5, third added at 0.5, second removed; "
-        "global batch 8 -> 5 sequences\n"
+        "global batch 8 -> 5 sequences"
     ) in out
     assert "14 steps, 2,624 tokens" in out  # 1,536 tokens were left: 10 steps of 160
     start(run, *length, "datasets=first,second,third", "weights=1,1,2")
     out = capsys.readouterr().out
-    assert "phase 3 from step 8: weights first 0.5 -> 0.25, second back at 0.25\n" in out and "step 14/14" in out
+    assert "phase 3 from step 8: weights first 0.5 -> 0.25, second back at 0.25" in out and "step 14/14" in out
     assert tokens_seen(run) == [256, 512, 768, 1024, *(1024 + 160 * step for step in range(1, 11))]
     manifest = json.loads((run / "checkpoints" / "step_14_ckp" / "manifest.json").read_text())
     assert (manifest["tokens_seen"], manifest["global_batch_size"]) == (2624, 5)
@@ -348,11 +348,11 @@ def test_a_document_mask_may_change_at_a_resume_and_this_is_said(
     run, common = tmp_path / "run", [f"data_path={data}", "num_steps=6", "sep_token=0"]
     start(run, *common, "run_steps=2")
     start(run, *common, "run_steps=2", "document_mask=true")
-    assert "document_mask was false and is true from here on\n" in capsys.readouterr().out
+    assert "document_mask was false and is true from here on" in capsys.readouterr().out
     start(run, *common, "run_steps=1", "document_mask=true")
     assert "document_mask was" not in capsys.readouterr().out
     start(run, *common)
-    assert "document_mask was true and is false from here on\n" in capsys.readouterr().out
+    assert "document_mask was true and is false from here on" in capsys.readouterr().out
     assert tokens_seen(run) == [64 * step for step in range(1, 7)]
 
 

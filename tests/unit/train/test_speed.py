@@ -1,0 +1,102 @@
+"""Runs on made-up data measure speed, and keep nothing unless a folder is given."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from training_runs import TINY
+
+from pretraining import CheckpointConfig, DataConfig, TrainConfig, Trainer
+from pretraining.cli import main
+from pretraining.config.command_line import load_train_config
+from pretraining.errors import CheckpointError, ConfigError
+
+DUMMY = ["use_dummy_dataset=true", "num_steps=8"]
+WITHOUT_TRACKER = [flag for flag in TINY if not flag.startswith("tracker")]
+SPEED = re.compile(
+    r"^speed +[\d.]+ s/step, the median of (\d+) steps; [\d,]+ tokens/s per process, [\d,]+ in all; no MFU.* peak ",
+    re.M,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_made_up_data_is_measured_each_time_and_nothing_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in ([], [], ["held_out_fraction=0.5", "eval_interval=1", "eval_batches=1"], ["ckpt_save_path=none"]):
+        main(["train", *WITHOUT_TRACKER, *DUMMY, *flags])
+        out = capsys.readouterr().out
+        assert (found := SPEED.search(out)) is not None and found[1] == "5", out
+        reports = [line for line in out.splitlines() if re.match(r"step \d+/", line)]
+        assert len(reports) == 8 and all(" s/step  " in line and len(line) <= 80 for line in reports)
+    assert not list(folder.iterdir())
+
+
+def test_too_few_steps_are_said_to_be_too_few(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", *TINY, *DUMMY, "run_steps=3"])
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_an_explicit_folder_wins_and_trackers_may_have_one_of_their_own(folder: Path) -> None:
+    main(["train", *WITHOUT_TRACKER, *DUMMY, "ckpt_save_path=run"])
+    assert (folder / "run" / "checkpoints" / "step_8_ckp").is_dir()
+    main(["train", *WITHOUT_TRACKER, *DUMMY, "tracker=jsonl", "tracker_dir=curves"])
+    assert len((folder / "curves" / "metrics.jsonl").read_text().splitlines()) == 8
+    assert {path.name for path in folder.iterdir()} == {"run", "curves"}
+
+
+def test_the_rehearsal_and_the_inspection_of_a_run_without_a_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["train", *WITHOUT_TRACKER, *DUMMY, "--dry_run"])
+    main(["inspect", *WITHOUT_TRACKER, *DUMMY, "--step=1"])
+    main(["plan", *WITHOUT_TRACKER, "checkpoint_interval=10", "use_profiler=true"])
+    assert "run folder  none" in capsys.readouterr().out and not list(folder.iterdir())
+
+
+def test_in_python_a_run_without_a_folder_has_no_paths(folder: Path) -> None:
+    assert Trainer(TrainConfig(data=DataConfig(use_dummy_dataset=True))).config.checkpoint.ckpt_save_path is None
+    trainer = Trainer(load_train_config([*WITHOUT_TRACKER, *DUMMY]))
+    result = trainer.train()
+    assert (result.status, result.step) == ("finished", 8)
+    assert (result.run_path, result.checkpoint, result.metrics_file) == (None, None, None)
+    with pytest.raises(CheckpointError, match="ckpt_save_path=None"):
+        trainer.evaluate()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *(
+            "checkpoint_interval=10",
+            "keep_last=2",
+            "ckpt_load_path=runs/a",
+            "resume_from_checkpoint=3",
+            "weights_only=1",
+        ),
+        *("init_from=resume", "max_rollbacks=1", "use_profiler=true", "memory_snapshot=true", "tracker=tensorboard"),
+    ],
+)
+def test_what_needs_a_folder_is_refused_without_one(flag: str) -> None:
+    name = flag.partition("=")[0]
+    for path in ([], ["ckpt_save_path=none"]):
+        with pytest.raises(ConfigError, match=rf"--{name}=.*--ckpt_save_path"):
+            load_train_config([*DUMMY, *path, flag])
+    load_train_config([*DUMMY, "checkpoint_interval=0", "save_best=false"])  # what is off needs none
+
+
+def test_an_evaluation_alone_needs_something_to_evaluate() -> None:
+    common = ["data_path=d", "held_out_fraction=0.1", "eval_only=true", "ckpt_save_path=none"]
+    with pytest.raises(ConfigError, match="--ckpt_load_path"):
+        load_train_config(common)
+    assert load_train_config([*common, "ckpt_load_path=runs/a"]).checkpoint == CheckpointConfig(
+        ckpt_save_path=None, ckpt_load_path="runs/a"
+    )
