@@ -171,7 +171,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> 
     ("flags", "said"),
     [
         (["--eval_only=true", "--held_out_fraction=0.1"], "--dry_run=true shows what a training would do"),
-        (["--optimizer=torch.optim:Adagrad", "--optimizer_options=rate=3"], "--optimizer=torch.optim:Adagrad cannot"),
+        (["--optimizer=torch.optim:Adagrad", "--optimizer_options=rate=3"], "--optimizer=torch.optim:Adagrad fails"),
         (["--schedule=nowhere:Schedule"], "nowhere cannot be imported"),
         (["--tracker=nowhere:Tracker"], "--tracker=nowhere:Tracker: nowhere cannot be imported"),
     ],
