@@ -118,8 +118,7 @@ class LearningRate:
         """Sets every group's rate for the update after `step` finished ones; returns that of the first group."""
         for group in optimizer.param_groups:
             group["lr"] = self.at(step, group[PEAK])
-        rate: float = optimizer.param_groups[0]["lr"]
-        return rate
+        return float(optimizer.param_groups[0]["lr"])
 
 
 def build_learning_rate(
