@@ -44,7 +44,6 @@ from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, ModelConfig, RunConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings
-from pretraining.data.storage.dataset_files import prepared_separator
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.files import exists, from_hub, is_file, is_folder, real_path, run_not_writable, write_atomic
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
@@ -273,7 +272,9 @@ def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
     flag, path = _load_path(config)
     if path is None:
         return flag, []
-    source = from_hub(path, MODEL_FILES, CheckpointError) if flag == LOAD_PATH else Path(path)
+    # A load path that is the save path, too, is a run's folder, and no name on the Hub.
+    may_be_name = flag == LOAD_PATH and path != config.ckpt_save_path
+    source = from_hub(path, MODEL_FILES, CheckpointError) if may_be_name else Path(path)
     if is_checkpoint(source) or is_hugging_face_folder(source):
         return flag, [source]
     found = committed_checkpoints(run_of(source))
@@ -363,8 +364,7 @@ def named_checkpoint(path: str) -> CheckpointRef:
     source = Path(path)
     if is_hugging_face_folder(source) and not is_file(source / MANIFEST):
         raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
-    local = str(source.absolute())  # and no name on the Hub
-    found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=local))
+    found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path))
     assert found is not None  # a load path without a checkpoint is an error
     return found
 
@@ -410,6 +410,8 @@ def adopt_separator(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyT
         ConfigError: datasets name different tokens.
         DataError: a prepare.json cannot be read.
     """
+    from pretraining.data.storage.dataset_files import prepared_separator  # imports NumPy
+
     data = config.data
     if data.sep_token is not None or data.use_dummy_dataset:
         return config

@@ -141,12 +141,12 @@ def train(
         on_every_rank(end_at_signal)
         run_path = on_rank_zero(lambda: settle_run_path(config))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
-        config = adopt_separator(config, find_checkpoint(config.checkpoint))
         with (
             nullcontext() if run_path is None else hold_lease(Path(run_path), processes) as lease,
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
+            config = adopt_separator(config, find_checkpoint(config.checkpoint))
             keeper = None if run_path is None else status
             job = Job(processes, requests, keeper, lease, memory, threads, events, layout.launcher, hook, sampler)
             run, trained = train_to_the_end(config, job)

@@ -53,7 +53,7 @@ SPLITS = ("train", "held_out")
 _BLOCKS_MAPPED = 1024
 """Blocks that a process keeps mapped, over all indices; the system maps 64 KiB or more with each."""
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 3
 MAGIC = b"PTINDEX\0"
 TRAILER = struct.Struct("<QQQ8s")
 DOCUMENT = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("flags", "<u4")])
