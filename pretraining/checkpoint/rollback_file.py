@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from pretraining.checkpoint.manifest import read_document
 from pretraining.config.training import TrainConfig
-from pretraining.data.sampling.mixture import Skipped
 from pretraining.errors import CheckpointError
 from pretraining.files import checked_values, exists, read_json, run_not_writable, with_checksum, write_atomic
 
@@ -41,6 +40,8 @@ class Rollback:
 
     def is_in(self, checkpoint: Path) -> bool:
         """Whether the state of the data in a checkpoint leaves all of the samples out."""
+        from pretraining.data.sampling.mixture import Skipped  # here: `list` does without numpy
+
         try:
             skipped = read_document(checkpoint).data.get("skipped", [])
         except CheckpointError:

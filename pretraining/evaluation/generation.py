@@ -19,7 +19,7 @@ from torch import nn
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.distributed.compile import without_compiling
 from pretraining.distributed.fsdp import reshard_model
-from pretraining.model.attention import KeyValueCache
+from pretraining.model.cache import KeyValueCache
 from pretraining.model.llama import Llama, next_token_logits
 
 LARGEST_LOGIT = 1e30

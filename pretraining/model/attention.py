@@ -6,8 +6,7 @@ H query heads share K key/value heads, H/K queries to each; K = H is plain multi
 Attention may stay inside each document of a row, which costs less: the cost grows with the squares of lengths. A GPU
 takes all documents in one call of a flash kernel for sequences of various lengths; elsewhere each has its own call.
 
-Shapes: B batch, S sequence, D hidden, H query heads, K key/value heads, E head dim; n tokens of one document; T tokens
-in a cache.
+Shapes: B batch, S sequence, D hidden, H query heads, K key/value heads, E head dim; n tokens of one document; T keys.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,9 @@ from torch import Tensor, nn
 
 from pretraining.config.variants import LlamaShape
 from pretraining.model.rope import Rotation, rotate
+
+if TYPE_CHECKING:
+    from pretraining.model.cache import KeyValueCache
 
 
 class DocumentBounds(NamedTuple):
@@ -42,32 +44,7 @@ Documents = tuple[int, ...] | DocumentBounds
 """Documents that lie end to end in the flattened [B * S] tokens, none across two rows: their lengths, or bounds."""
 
 
-class KeyValueCache:
-    """Keys and values of the tokens that a block has seen: generating text computes each of them once.
-
-    Attributes:
-        length: T, how many tokens are in it.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._memory: tuple[Tensor, Tensor] | None = None
-        self.length = 0
-
-    def extend(self, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds keys and values of the next tokens; returns those of all of them, [B, T, K, E] each."""
-        begin, self.length = self.length, self.length + k_BSKE.size(1)
-        assert self.length <= self._capacity
-        if self._memory is None:
-            size = (k_BSKE.size(0), self._capacity, *k_BSKE.shape[2:])
-            self._memory = k_BSKE.new_empty(size), v_BSKE.new_empty(size)
-        for memory, new_BSKE in zip(self._memory, (k_BSKE, v_BSKE), strict=True):
-            memory[:, begin : self.length] = new_BSKE
-        keys, values = self._memory
-        return keys[:, : self.length], values[:, : self.length]
-
-
-Reach = Documents | KeyValueCache | None
+Reach: TypeAlias = "Documents | KeyValueCache | None"
 """What tokens attend to: those before them in their document, in a cache and their row, or (None) in their row."""
 
 
@@ -95,10 +72,10 @@ class Attention(nn.Module):
         q_BSHE, k_BSKE = rotate(q_BSHE, rotation), rotate(k_BSKE, rotation)
         if reach is None:
             mixed_BSHE = causal_attention(q_BSHE, k_BSKE, v_BSKE)
-        elif isinstance(reach, KeyValueCache):
-            mixed_BSHE = cached_attention(q_BSHE, k_BSKE, v_BSKE, reach)
-        else:
+        elif isinstance(reach, tuple):
             mixed_BSHE = document_attention(q_BSHE, k_BSKE, v_BSKE, reach)
+        else:
+            mixed_BSHE = reach.attend(q_BSHE, k_BSKE, v_BSKE)
         out_BSD: Tensor = self.o_proj(mixed_BSHE.flatten(2))  # B S H E -> B S D
         return out_BSD
 
@@ -136,13 +113,6 @@ def has_kernel_for_grouped_heads(device: torch.device, dtype: torch.dtype) -> bo
 def _repeat_heads(x: Tensor, query_heads: int, dim: int) -> Tensor:
     """Repeats each key/value head for all of its query heads."""
     return x.repeat_interleave(query_heads // x.size(dim), dim=dim)
-
-
-def cached_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, cache: KeyValueCache) -> Tensor:
-    """Returns attention of the first tokens of a cache, or of one more, which sees all of them: [B, S, H, E]."""
-    is_first = cache.length == 0
-    assert is_first or q_BSHE.size(1) == 1
-    return causal_attention(q_BSHE, *cache.extend(k_BSKE, v_BSKE), is_causal=is_first)
 
 
 def locate_documents(document_lengths: tuple[int, ...] | None, x: Tensor, head_dim: int) -> Documents | None:

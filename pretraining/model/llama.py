@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape
-from pretraining.model.attention import Attention, KeyValueCache, Reach, locate_documents
+from pretraining.model.attention import Attention, Reach, locate_documents
+from pretraining.model.cache import KeyValueCache
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.model.rope import Rotation, compute_rotation
 
