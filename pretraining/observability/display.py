@@ -194,6 +194,7 @@ def summary(report: Report, devices: int, width: int, shows_step_time: bool = Fa
     parts.append(f"grad {report.grad_norm:#.3g}")
     if report.z_loss > 0:
         parts.append(f"z-loss {report.z_loss:.1e}")
+    parts.append(f"lr {report.learning_rate:.1e}")
     line = f"loss {report.loss:.4f}"
     for part in parts:
         if len(line) + 2 + len(part) <= width:

@@ -56,9 +56,9 @@ def test_durations_read_as_a_person_says_them(seconds: float, text: str) -> None
     assert format_seconds(seconds) == text
 
 
-def test_the_line_shows_loss_rate_mfu_time_left_and_gradient_norm() -> None:
+def test_the_line_shows_loss_rate_mfu_time_left_gradient_norm_and_learning_rate() -> None:
     line = summary(REPORT, 8, 80)
-    assert line == "loss 3.2500  98,765 tok/s  MFU 45.6%  1h 01m left  grad 0.500"
+    assert line == "loss 3.2500  98,765 tok/s  MFU 45.6%  1h 01m left  grad 0.500  lr 3.0e-04"
     assert "  0.500 s/step  98,765 tok/s" in summary(REPORT, 8, 80, shows_step_time=True)
 
 
@@ -163,4 +163,4 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_z_loss_is_shown_where_there_is_some() -> None:
     assert "z-loss" not in summary(REPORT, 1, 80)
-    assert summary(replace(REPORT, z_loss=0.0123), 1, 80).endswith("  z-loss 1.2e-02")
+    assert "  z-loss 1.2e-02" in summary(replace(REPORT, z_loss=0.0123), 1, 80)
