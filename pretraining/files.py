@@ -156,15 +156,19 @@ def check_replaceable(path: Path, beginning: bytes = b"") -> None:
 
 
 def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
-    """Reads a file as a whole.
+    """Reads a file as a whole; an error that may pass is tried again.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
         ValueError: it is larger than such files are.
     """
     check_regular(path)
-    with path.open("rb") as file:
-        content = file.read(largest_bytes + 1)
+
+    def read() -> bytes:
+        with path.open("rb") as file:
+            return file.read(largest_bytes + 1)
+
+    content = with_retries(read, f"reading {path}")
     if len(content) > largest_bytes:
         raise ValueError(f"it has more than {largest_bytes:,} bytes")
     return content
@@ -323,7 +327,7 @@ def flush_folder(folder: Path) -> None:
     """Makes the names in a folder durable: a rename is on disk only once the folder that holds the name is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with_retries(lambda: os.fsync(descriptor), f"flushing {folder}")
     finally:
         os.close(descriptor)
 

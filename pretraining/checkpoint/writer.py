@@ -186,7 +186,7 @@ def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease
             flush_folder(folder.parent)
             replaced.append(_hide(folder))
             temporary = second
-        temporary.rename(folder)
+        with_retries(lambda: temporary.rename(folder), f"renaming {temporary}")
         flush_folder(folder.parent)
     for each in replaced:
         _remove_or_warn(each)

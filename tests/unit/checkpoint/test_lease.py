@@ -110,6 +110,29 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_it(tmp_path: Path
         lease.check()
 
 
+@pytest.mark.parametrize("kept", ["boot", "pid:"])
+def test_this_process_number_in_an_earlier_boot_or_in_another_container_is_no_sign_of_life(
+    tmp_path: Path, kept: str
+) -> None:
+    """Also with the same start time: only this boot and this space of process numbers can tell."""
+    own = Holder.this_process()
+    boot, space = own.machine.split(" ")
+    machine = f"{boot} pid:[1]" if kept == "boot" else f"an-earlier-boot {space}"
+    write(tmp_path, replace(own, machine=machine), seconds_ago=5)
+    waited: list[float] = []
+    now = [1000.0]
+
+    def pause(seconds: float) -> None:
+        waited.append(seconds)
+        now[0] += seconds
+
+    lease = Lease(tmp_path, pause, clock=lambda: now[0])
+    lease.acquire()
+    lease.check()
+    lease.release()
+    assert sum(waited) == pytest.approx(STALE_SECONDS - 5, abs=2)
+
+
 def test_a_lease_from_elsewhere_is_waited_for_until_it_is_stale(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

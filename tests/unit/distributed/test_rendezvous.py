@@ -104,8 +104,14 @@ def test_one_process_of_a_node_says_that_rank_0_is_missing(
     assert caplog.messages[0] == f"waiting for rank 0 at 127.0.0.1:{port} (Connection refused), for 30 s so far"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_is_heard_while_the_others_are_missing(rank: int) -> None:
+def never_connects(store: dist.Store) -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "stage", ["nothing answers", "rank 0 is silent", "ranks are missing", "connections are not made", "others connect"]
+)
+def test_a_signal_is_heard_at_each_stage_of_a_wait_for_others(stage: str) -> None:
     heard = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: heard.set())
 
@@ -114,9 +120,23 @@ def test_a_signal_is_heard_while_the_others_are_missing(rank: int) -> None:
             raise Preempted("told to end")
         signal.raise_signal(signal.SIGTERM)
 
+    (port,) = free_ports(1)
+    patience = Patience(LONG, end_early)
     try:
         with pytest.raises(Preempted):
-            meet(place(rank, port=free_ports(1)[0]), lambda store: None, Patience(LONG, end_early))
+            if stage == "nothing answers":
+                meet(place(1, port=port), never_connects, patience)
+            elif stage == "rank 0 is silent":
+                store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+                meet(place(1, port=port), never_connects, patience)
+                del store
+            elif stage == "ranks are missing":
+                meet(place(0, port=port), never_connects, patience)
+            elif stage == "connections are not made":
+                meet(place(0, world_size=1, port=port), never_connects, patience)
+            else:  # this one is, and waits for the other
+                store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+                connect_all(store, place(0, port=port), lambda store: None, patience)
     finally:
         signal.signal(signal.SIGTERM, before)
 
