@@ -93,9 +93,8 @@ class StandIn:
         path.chmod(0o755)
 
     def train_with(self, program: Path) -> None:
-        """Has train.sh start this program with its arguments alone: no flags of its block, and it is no demo."""
-        self.edit_block(WHOLE_BLOCK, "")
-        text = f"import runpy, sys\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
+        """Has train.sh start this program with the last of its arguments alone: the others are the demo's."""
+        text = f"import runpy, sys\ndel sys.argv[1:-1]\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
         (self.root / "main_training.py").write_text(text)
 
     def edit_block(self, pattern: str, replacement: str) -> None:
