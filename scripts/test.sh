@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Set up, then lint, check types and run the tests, in three processes, since tests wait as much as they compute.
-# Arguments go to pytest (-n 0: in one process):
+# Set up, then lint, check types and run the tests, in four processes, since tests wait as much as they compute.
+# Arguments go to pytest (-n 0: in one process). CONTRIBUTING.md says which test is in which tier:
 #
-#   bash scripts/test.sh
+#   bash scripts/test.sh                 # the quick tier
 #   bash scripts/test.sh tests/unit -k layout
-#   bash scripts/test.sh -m slow       # with foreign tools, which it installs
+#   bash scripts/test.sh -m thorough     # matrices of layouts, many kills, real SLURM and MPI
+#   bash scripts/test.sh -m slow         # with foreign tools, which it installs
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=dev
-[[ " $* " != *" slow "* ]] || extras=dev,slow
+[[ " $* " != *" -m slow "* ]] || extras=dev,slow
 # shellcheck source=scripts/setup.sh
 source scripts/setup.sh "$extras"
 
@@ -17,4 +18,4 @@ unset PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which need n
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"

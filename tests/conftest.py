@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from slurm_cluster import SlurmCluster, reason_to_skip
 from xdist.scheduler import LoadFileScheduling
 
+TESTS = Path(__file__).parent
 USING_SLURM = ("faults/test_slurm.py", "distributed/test_launchers.py", "distributed/test_prepare.py")
 
 # No test says how fast it is: a machine may stand still for seconds. What passes once passes again: property tests draw
@@ -37,6 +38,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         if "torch" in sys.modules:
             patch.setattr("torch.cuda.is_available", lambda: False)
         return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start processes or train come first: one of their files at the end would leave workers idle."""
+    items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "unit") or "train" in item.nodeid, reverse=True)
 
 
 @pytest.hookimpl(optionalhook=True)

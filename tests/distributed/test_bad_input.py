@@ -104,6 +104,7 @@ def test_a_mistake_is_one_message_and_status_one(
     assert_one_error(capsys.readouterr().err, fragments, workplace)
 
 
+@pytest.mark.thorough
 def test_every_process_of_a_job_ends_and_one_speaks(workplace: Path) -> None:
     lines = [command_line(workplace, flags) for flags, _ in MISTAKES.values()]
     jobs = json.dumps(list(zip(free_ports(len(lines)), lines, strict=True)))
@@ -118,6 +119,7 @@ def test_every_process_of_a_job_ends_and_one_speaks(workplace: Path) -> None:
             assert fragment.format(root=workplace) in done.stderr, name
 
 
+@pytest.mark.thorough
 def test_a_bad_token_is_named_with_its_file_row_and_sample_by_the_rank_that_met_it(workplace: Path) -> None:
     flags = command_line(workplace, [f"--data_path={workplace / 'beyond'}"])
     done = run_distributed(ROOT / "main_training.py", 2, flags, check=False)

@@ -13,6 +13,8 @@ from pretraining.config.commands import ExportConfig
 from pretraining.tools.export import export
 from pretraining.tools.verify_checkpoints import faults_of
 
+pytestmark = pytest.mark.thorough
+
 # A global batch and matrices that three processes do not divide evenly.
 COMMON = ["global_batch_size=6", "batch_size=2", "num_steps=8", "tie_word_embeddings=true"]
 

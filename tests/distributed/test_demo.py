@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, run_command
 
+pytestmark = pytest.mark.thorough
+
 VOCABULARY = 4096
 STEPS = 60
 

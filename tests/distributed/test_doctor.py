@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from forked import run_forked
 
 WORKER = Path(__file__).parent / "doctor_worker.py"
 
 
+@pytest.mark.thorough
 def test_slow_ranks_are_named_by_what_is_slow_about_them(tmp_path: Path) -> None:
     flags = ["--json", f"--disk_path={tmp_path}", "--disk_mib=1", "--message_mib=1", "--slow_factor=3"]
     done = run_forked(WORKER, 3, [*flags, f"--ckpt_save_path={tmp_path}/run"], check=False)

@@ -13,6 +13,8 @@ from training_runs import TINY, events_of, train_runs, write_dataset, write_two_
 
 from pretraining.data.tokenizer import train_tokenizer
 
+pytestmark = pytest.mark.thorough
+
 SETS = ("first", "second", "books")
 WORKER = Path(__file__).parent / "training_worker.py"
 

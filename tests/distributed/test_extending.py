@@ -11,6 +11,8 @@ import pytest
 from helpers import ROOT, free_ports, run_command
 from training_runs import TINY
 
+pytestmark = pytest.mark.thorough
+
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 FLAGS = [
     "optimizer=my_optimizers:Lion",

@@ -22,6 +22,7 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @needs_torchao
 def test_two_processes_learn_as_one_does_and_leave_it_a_checkpoint(data_path: Path, tmp_path: Path) -> None:
     """Micro-batches are the same sequences in both, so scales are those of the same tensors."""
@@ -44,6 +45,7 @@ def test_two_processes_learn_as_one_does_and_leave_it_a_checkpoint(data_path: Pa
         assert losses_of(tmp_path / f"{scaling}_stopped") == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_every_process_is_refused_with_the_same_words(data_path: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failure:
         train_runs(2, data_path, [[*COMMON, "float8=rowwise", f"ckpt_save_path={tmp_path}/run"]])

@@ -101,15 +101,18 @@ def mpirun(kind: str) -> str:
 # Without a cluster
 
 
+@pytest.mark.thorough
 def test_one_process_is_a_job_of_its_own() -> None:
     (report,) = reports(run_command([sys.executable, REPORT]).stdout)
     assert (report["launcher"], report["world_size"], report["total"]) == ("single", 1, 1)
 
 
+@pytest.mark.thorough
 def test_torchrun() -> None:
     assert_two_processes_met(run_distributed(REPORT, processes=2).stdout, "torchrun")
 
 
+@pytest.mark.thorough
 def test_ranks_set_by_hand() -> None:
     script = f"RANK=0 {sys.executable} {REPORT} & RANK=1 {sys.executable} {REPORT} && wait $!"
     port = str(20000 + os.getpid() % 10000)
@@ -117,6 +120,7 @@ def test_ranks_set_by_hand() -> None:
     assert_two_processes_met(done.stdout, "environment")
 
 
+@pytest.mark.thorough
 def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
     """It adds --local-rank to the flags."""
     launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--standalone"]
@@ -127,18 +131,21 @@ def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
 # MPI
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_mpirun(kind: str) -> None:
     done = run_command([mpirun(kind), "-n", "2", sys.executable, REPORT], HERE)
     assert_two_processes_met(done.stdout, kind)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_mpirun_through_a_shell_in_between(kind: str) -> None:
     done = run_command([mpirun(kind), "-n", "2", "bash", "-c", f"{sys.executable} {REPORT}; true"], HERE)
     assert_two_processes_met(done.stdout, kind)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_the_script_for_mpi_trains(kind: str, tmp_path: Path) -> None:
     environment = {**HERE, "NPROC": "2", "MPIRUN": mpirun(kind)}
@@ -149,17 +156,20 @@ def test_the_script_for_mpi_trains(kind: str, tmp_path: Path) -> None:
 # SLURM
 
 
+@pytest.mark.thorough
 def test_srun_with_a_task_a_process(slurm: SlurmCluster) -> None:
     done = slurm.run(["srun", "-n", "2", sys.executable, REPORT])
     assert_two_processes_met(done.stdout, "slurm")
 
 
+@pytest.mark.thorough
 def test_srun_with_torchrun_inside(slurm: SlurmCluster) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = slurm.run(["srun", "-n", "1", *torchrun, REPORT])
     assert_two_processes_met(done.stdout, "torchrun")
 
 
+@pytest.mark.thorough
 def test_python_in_a_batch_script_is_one_process_though_the_job_has_two_tasks(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -169,12 +179,14 @@ def test_python_in_a_batch_script_is_one_process_though_the_job_has_two_tasks(
     assert (report["launcher"], report["world_size"]) == ("single", 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_mpirun_inside_a_slurm_job(slurm: SlurmCluster, kind: str) -> None:
     done = slurm.run(["salloc", "-n", "2", mpirun(kind), "-n", "2", sys.executable, REPORT], HERE)
     assert_two_processes_met(done.stdout, kind)
 
 
+@pytest.mark.thorough
 def test_srun_trains_with_a_task_a_process(slurm: SlurmCluster, tmp_path: Path) -> None:
     slurm.run(["srun", "-n", "2", sys.executable, MAIN, stub_file(tmp_path)])
     assert_the_stub_trained(tmp_path)
@@ -186,6 +198,7 @@ def submit_training(slurm: SlurmCluster, output: Path, flags: list[str], tasks: 
     return slurm.submit([*options, "scripts/train.slurm", *flags], {**HERE, "NPROC": "2"})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_the_script_for_slurm_trains_one_job_with_a_task_per_node_and_with_one_per_process(
     slurm: SlurmCluster, tmp_path: Path, tasks: int
@@ -197,6 +210,7 @@ def test_the_script_for_slurm_trains_one_job_with_a_task_per_node_and_with_one_p
     assert "over 2 x cpu" in output
 
 
+@pytest.mark.thorough
 def test_a_job_with_a_wrong_flag_fails_and_says_so_once(slurm: SlurmCluster, tmp_path: Path) -> None:
     state = submit_training(slurm, tmp_path / "output", ["--use_dummy_dataset=true", "--modle_variant=tiny"])
     output = (tmp_path / "output").read_text()

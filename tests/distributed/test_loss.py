@@ -18,6 +18,7 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_two_datasets(tmp_path_factory.mktemp("data"))
 
 
+@pytest.mark.thorough
 def test_chunks_change_no_loss_whatever_the_strategy(data_path: Path, tmp_path: Path) -> None:
     flags = [*GOLDEN_RUN, "loss_chunk_tokens=5"]
     runs = [[*flags, f"sharding_strategy={each}", f"ckpt_save_path={tmp_path}/{each}"] for each in STRATEGIES]
@@ -27,6 +28,7 @@ def test_chunks_change_no_loss_whatever_the_strategy(data_path: Path, tmp_path: 
         assert losses_of(tmp_path / strategy) == pytest.approx(golden, rel=1e-4), strategy
 
 
+@pytest.mark.thorough
 def test_a_tied_head_with_z_loss_learns_the_same_on_any_layout(data_path: Path, tmp_path: Path) -> None:
     flags = ["num_steps=6", "tie_word_embeddings=true", "z_loss_weight=0.01", "loss_chunk_tokens=5"]
     flags += ["global_batch_size=4", "batch_size=1", "held_out_fraction=0.1", "eval_interval=2", "eval_batches=1"]

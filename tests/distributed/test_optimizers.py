@@ -10,6 +10,8 @@ from training_runs import losses_of, train_runs, write_two_datasets
 
 from pretraining.config.plugins import OPTIMIZERS
 
+pytestmark = pytest.mark.thorough
+
 RUN = ["num_steps=8", "global_batch_size=6", "batch_size=2", "warmup_steps=2"]
 WHOLE_MATRICES = "muon"
 WHOLE_NORM = "normalized_sgdm"

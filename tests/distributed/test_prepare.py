@@ -13,6 +13,8 @@ from slurm_cluster import SlurmCluster
 from pretraining.config.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = """\
 import sys
 from pretraining.cli import main

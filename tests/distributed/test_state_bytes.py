@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked
+from tiers import first_quick
 
 WORKER = Path(__file__).with_name("state_bytes_worker.py")
 STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2")
 OPTIMIZERS = ("adamw", "nadam", "rmsprop", "sgd", "sgdm", "normalized_sgdm", "muon")
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", first_quick(1, 2, 4, quick=2))
 def test_every_strategy_and_optimizer_takes_what_is_estimated(processes: int) -> None:
     group = ["hsdp_group_size=2"] if processes == 4 else []
     cases = [[f"sharding_strategy={each}", *(group * each.startswith("hsdp"))] for each in STRATEGIES]

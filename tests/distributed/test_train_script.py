@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, free_ports, heed_interrupts, plain_environment, run_command
 from stand_in import StandIn
+from tiers import first_quick
 
 CHOICE = "--use_dummy_dataset=true"
 
@@ -33,7 +34,7 @@ def said_of_the_end(stderr: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 7), (signal.SIGINT, 128 + signal.SIGINT), (signal.SIGUSR1, 7)]
+    ("number", "code"), first_quick((signal.SIGTERM, 7), (signal.SIGINT, 128 + signal.SIGINT), (signal.SIGUSR1, 7))
 )
 def test_every_process_gets_the_signal_once(stand_in: StandIn, number: signal.Signals, code: int) -> None:
     """What the processes make of it is the exit code, but for an interrupt."""
@@ -71,13 +72,14 @@ def test_torchrun_does_not_begin_where_its_script_is_gone(tmp_path: Path) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
 
 
-@pytest.mark.parametrize("code", [0, 1, 75])
+@pytest.mark.parametrize("code", first_quick(75, 0, 1))
 def test_the_exit_code_of_the_processes_is_returned_and_nothing_is_added(stand_in: StandIn, code: int) -> None:
     done = train(stand_in, EXIT_CODE=str(code))
     assert done.returncode == code
     assert said_of_the_end(done.stderr) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("code", "starts"), [("1", 3), ("75", 1), ("130", 1)])
 def test_a_run_that_fails_is_started_again_and_one_that_was_told_to_end_is_not(
     stand_in: StandIn, code: str, starts: int
@@ -87,6 +89,7 @@ def test_a_run_that_fails_is_started_again_and_one_that_was_told_to_end_is_not(
     assert sum(call.startswith("main ") for call in stand_in.calls()) == starts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("time_is_over", "starts"), [(False, 3), (True, 1)])
 def test_where_machines_come_and_go_only_a_time_limit_keeps_a_run_that_was_told_to_end_from_going_on(
     stand_in: StandIn, time_is_over: bool, starts: int
@@ -101,6 +104,7 @@ def test_where_machines_come_and_go_only_a_time_limit_keeps_a_run_that_was_told_
     assert sum(call.startswith("main ") for call in stand_in.calls()) == starts
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_killed_is_named(stand_in: StandIn) -> None:
     done = train(stand_in, "--killed=1", "--wait")
     assert done.returncode == 128 + signal.SIGKILL
@@ -113,6 +117,7 @@ def torchrun(*arguments: str | Path, **variables: str) -> subprocess.CompletedPr
     return run_command(command, variables, check=False)
 
 
+@pytest.mark.thorough
 def test_a_wrong_flag_is_one_error_of_the_whole_job() -> None:
     done = torchrun("--standalone", "--nproc-per-node=2", ROOT / "main_training.py", "--modle_variant=tiny")
     assert done.returncode == 1
@@ -122,6 +127,7 @@ def test_a_wrong_flag_is_one_error_of_the_whole_job() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_torchruns_own_errors_are_shown() -> None:
     done = torchrun("--nproc-per-node=two", ROOT / "main_training.py")
     assert done.returncode == 1
@@ -131,6 +137,7 @@ def test_torchruns_own_errors_are_shown() -> None:
     assert done.stderr.startswith("usage: torchrun")
 
 
+@pytest.mark.thorough
 def test_machines_that_do_not_meet_are_an_error_that_is_shown() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -14,6 +14,8 @@ from forked import run_forked
 from helpers import ROOT, free_ports, run_command
 from training_runs import TINY, write_two_datasets
 
+pytestmark = pytest.mark.thorough
+
 WORKER = Path(__file__).with_name("trainer_worker.py")
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 

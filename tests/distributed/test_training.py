@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiers import first_quick
 from training_runs import GOLDEN_RUN, losses_of, reports_of, train_runs, write_two_datasets
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
@@ -28,7 +29,7 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_two_datasets(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("processes", LAYOUTS)
+@pytest.mark.parametrize("processes", first_quick(*sorted(LAYOUTS), quick=2))
 def test_the_loss_curve_is_the_golden_one_on_every_layout(processes: int, data_path: Path, tmp_path: Path) -> None:
     runs = {strategy: tmp_path / strategy for strategy in LAYOUTS[processes]}
     settings = []
@@ -77,6 +78,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_any_number_of_processes_and_any_strategy(data_path: Path, tmp_path: Path) -> None:
     kinds = {"plain": [], "masked": ["document_mask=true"]}
     common = ["num_steps=12", "batch_size=2"]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, run_command
 
+pytestmark = pytest.mark.thorough
+
 NOT_THE_CHECKOUT = {"PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -108,6 +108,7 @@ def test_files_that_no_rank_loads_wholly_are_compared_too(tmp_path: Path) -> Non
         assert said.count("passed over") == 1
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_was_named_itself_is_refused_and_a_run_without_a_good_one_too(tmp_path: Path) -> None:
     flags = [*FLAGS, "num_steps=4"]
     run_job(tmp_path, [[*flags, f"ckpt_save_path={tmp_path / 'run'}"]])

@@ -12,6 +12,8 @@ from faulty_runs import checkpoints_of, status_of
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 from training_runs import TINY
 
+pytestmark = pytest.mark.thorough
+
 TORCHRUN = [sys.executable, str(ROOT / "scripts" / "torchrun.py"), "--standalone", "--nproc-per-node=2"]
 ENDLESS = ["use_dummy_dataset=true", "num_steps=1000000", "report_interval=5"]
 

@@ -9,16 +9,17 @@ import pytest
 from forked import start_forked
 from guarded_runs import start_without_launcher
 from helpers import PATIENCE_SECONDS
+from tiers import first_quick
 from training_runs import write_two_datasets
 
 RUN = ["num_steps=1000000", "report_interval=0"]
 HUNG = 124
 
 # Longer than a busy machine takes for a step, or for a start.
-STEP, START = "hang_timeout=20s", "first_step_timeout=30s"
+STEP, START = "hang_timeout=10s", "first_step_timeout=30s"
 
 
-@pytest.mark.parametrize("stopped", [1, 0])
+@pytest.mark.parametrize("stopped", first_quick(1, 0))
 def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")
     flags = [*RUN, STEP, "first_step_timeout=600s", f"ckpt_save_path={tmp_path / 'run'}"]
@@ -43,10 +44,10 @@ def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path
 
 @pytest.mark.parametrize(
     ("fault", "timeouts", "steps_done"),
-    [
+    first_quick(
         ("hang_while_reading", [STEP, "first_step_timeout=600s"], 2),
         ("hang_at_the_first_read", ["hang_timeout=600s", START], 0),
-    ],
+    ),
 )
 def test_a_read_that_hangs_is_named_by_all(fault: str, timeouts: list[str], steps_done: int, tmp_path: Path) -> None:
     data = write_two_datasets(tmp_path / "data")

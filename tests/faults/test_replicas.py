@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from guarded_runs import train_with_faults
+from tiers import first_quick
 from training_runs import write_two_datasets
 
 RUN = ["num_steps=8", "replica_check_interval=2", "report_interval=0", "batch_size=1"]
@@ -13,10 +14,10 @@ RUN = ["num_steps=8", "replica_check_interval=2", "report_interval=0", "batch_si
 
 @pytest.mark.parametrize(
     ("processes", "strategy", "named"),
-    [
+    first_quick(
         (3, ["sharding_strategy=ddp"], {1: [0, 2]}),
         (4, ["sharding_strategy=hsdp", "hsdp_group_size=2"], {1: [3], 3: [1]}),
-    ],
+    ),
 )
 def test_the_rank_whose_weights_differ_is_named_by_all(
     processes: int, strategy: list[str], named: dict[int, list[int]], tmp_path: Path

@@ -40,6 +40,7 @@ def batches_of(run: Path) -> dict[int, list[int]]:
     return {step: sorted(made[max(made)]) for step, made in sorted(attempts.items())}
 
 
+@pytest.mark.thorough
 def test_a_job_goes_on_by_itself_where_a_rank_was_killed(whole: Path, tmp_path: Path) -> None:
     runs = job([("killed at first", [f"ckpt_save_path={tmp_path}", "checkpoint_interval=3"])])
     run_command([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", WORKER, runs])
@@ -48,6 +49,7 @@ def test_a_job_goes_on_by_itself_where_a_rank_was_killed(whole: Path, tmp_path: 
     assert_same_tensors(tmp_path / "checkpoints" / "step_8_ckp", whole / "checkpoints" / "step_8_ckp")
 
 
+@pytest.mark.thorough
 def test_a_crash_loop_stops_and_says_how_to_go_on(tmp_path: Path) -> None:
     flags = [f"ckpt_save_path={tmp_path}", "checkpoint_interval=3", "max_starts_without_progress=1"]
     runs = job([("fails", flags)])
@@ -60,6 +62,7 @@ def test_a_crash_loop_stops_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert status_of(tmp_path)["starts"] == 2 and checkpoints_of(tmp_path) == {"step_3_ckp"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "code", "goes_on_from"),
     [("loses its node", 128 + signal.SIGKILL, 2), ("its node is told to leave", 75, None)],

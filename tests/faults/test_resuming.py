@@ -64,6 +64,7 @@ def test_row_28_any_number_of_workers_and_steps_in_flight_resumes_bit_for_bit(da
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.thorough
 def test_row_29_what_cannot_go_on_is_refused_with_the_difference_and_what_can_is_said(
     data: list[str], tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_the_time_in_a_path_is_the_same_on_every_rank_and_the_same_again_for_a_r
     assert [len(losses_of(folder)) for folder in folders] == [4, 4, 4]  # interrupted and gone on with, anew, changed
 
 
+@pytest.mark.thorough
 def test_a_run_that_went_back_and_is_killed_three_times_goes_on_by_the_same_command_from_where_it_was(
     data: list[str], tmp_path: Path
 ) -> None:

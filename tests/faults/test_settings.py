@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from faults.forked_job import Ended, run_job
+from tiers import first_quick
 
 FLAGS = ["recipe=recipe.yaml", "num_steps=2", "checkpoint_interval=0"]
 
@@ -21,12 +22,12 @@ def run_with_recipes(tmp_path: Path, recipes: list[str]) -> list[Ended]:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [
+    first_quick(
         ("adam_beta2", ("0.95", "0.999")),  # these would train on
         ("skip_samples", ("[]", "[0-3]")),
         ("sharding_strategy", ("fsdp", "ddp")),  # this would hang
         ("tokenizer_path", ("null", "tokenizer.json")),  # paths may differ, but not whether there is one
-    ],
+    ),
 )
 def test_row_45_different_settings_are_one_error_that_names_ranks_and_values(
     name: str, values: tuple[str, str], tmp_path: Path
@@ -39,6 +40,7 @@ def test_row_45_different_settings_are_one_error_that_names_ranks_and_values(
     assert "learning_rate" not in error and not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_many_different_settings_are_counted(tmp_path: Path) -> None:
     names = ["seed", "gc_interval", "spike_window", "spike_threshold", "eval_batches", "eval_interval"]
     names += ["max_skipped_steps", "max_rollbacks", "min_length", "sample_tokens"]

@@ -72,6 +72,7 @@ def busy_loops() -> Iterator[None]:
             loop.wait()
 
 
+@pytest.mark.thorough
 def test_beside_busy_programs_threads_wait_asleep_and_compute_the_same(tmp_path: Path) -> None:
     shared, alone = tmp_path / "shared", tmp_path / "alone"
     flags = ("cpu_threads=2", "hidden_size=128", "intermediate_size=256", "seq_length=128")

@@ -6,8 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from faulty_runs import checkpoints_of, status_of
 from slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.thorough
 
 
 def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_is_cancelled(

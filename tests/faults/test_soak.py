@@ -42,6 +42,7 @@ def test_the_same_with_other_processes_at_each_start_ends_equal_to_rounding(
     assert_ended_equal(capsys.readouterr().out, tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_by_itself_is_told_and_kept(tmp_path: Path) -> None:
     with pytest.raises(
         SystemExit, match=r"BROKEN: .*reference, which nothing was done to, ended with \[1, 1\]"
@@ -65,6 +66,7 @@ def test_what_it_cannot_do_is_refused(flag: str, message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_start_that_hangs_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

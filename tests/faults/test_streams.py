@@ -9,6 +9,7 @@ import pytest
 from faulty_runs import EIGHT_STEPS, assert_same_tensors, checkpoints_of, status_of
 from forked import start_forked
 from helpers import PATIENCE_SECONDS, ROOT
+from tiers import first_quick
 from training_runs import losses_of
 
 WORKER = ROOT / "tests" / "faults" / "streams_worker.py"
@@ -43,7 +44,7 @@ def test_a_run_outlives_its_readers(tmp_path: Path, fault: str, progress: str) -
     assert "Traceback" not in stdout + stderr
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", first_quick(1, 2))
 def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
     codes, _, stderr = train("Ctrl-C", tmp_path / "run", processes=processes)
     assert codes == {130} and "Traceback" not in stderr
@@ -67,6 +68,7 @@ def test_ctrl_c_twice_leaves_at_once(tmp_path: Path) -> None:
     assert (status["reason"], status["starts_without_progress"]) == ("interrupted (Ctrl-C)", 0)
 
 
+@pytest.mark.thorough
 def test_reports_after_a_stop_between_two_are_those_of_the_run_that_was_not_stopped(tmp_path: Path) -> None:
     flags = ("report_interval=4", "checkpoint_interval=1", "held_out_fraction=0")
     train("nothing", tmp_path / "whole", *flags, processes=2)

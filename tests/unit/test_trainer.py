@@ -71,6 +71,7 @@ def test_metrics_of_a_subclass_are_in_reports_and_evaluations_by_set(tmp_path: P
     assert found["sets"]["second"]["custom/hits"] == pytest.approx(found["sets"]["second"]["token_accuracy"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("levers", [{"use_torch_compile": True}, {"fsdp_activation_checkpointing": True}])
 def test_hidden_states_come_from_compiled_and_checkpointed_blocks_too(tmp_path: Path, levers: dict[str, bool]) -> None:
     class Norms(Trainer):

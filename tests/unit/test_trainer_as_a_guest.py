@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
+from tiers import first_quick
 from trainers import SETTINGS, WithHits, metrics_of, trainer
 from training_runs import losses_of
 
@@ -101,6 +102,7 @@ def test_a_run_leaves_the_switches_of_torch_and_the_environment_as_they_were(
     assert (seen[0], seen[-1]) == ((True, before + 1, True), (False, before, False))
 
 
+@pytest.mark.thorough
 def test_a_run_after_one_that_failed_finds_nothing_of_it(tmp_path: Path) -> None:
     class Failing(WithHits):
         def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def test_a_run_after_one_that_failed_finds_nothing_of_it(tmp_path: Path) -> None
     assert result.status == "finished" and json.loads((tmp_path / "run" / "run_status.json").read_text())["starts"] == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", first_quick(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +266,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_goes_on_after_its_runs_is_as_it_was_and_ends_as_always(tmp_path: Path) -> None:
     """As a notebook's: no terminal, torch imported before. The interpreter's own end must find nothing to wait for."""
     done = subprocess.run(
@@ -281,6 +284,7 @@ def test_a_process_that_goes_on_after_its_runs_is_as_it_was_and_ends_as_always(t
     assert any(line.startswith("step 4/4  loss") for line in lines)
 
 
+@pytest.mark.thorough
 def test_torch_is_imported_with_as_many_threads_as_a_command_would_have(tmp_path: Path) -> None:
     program = (
         "import json, os, sys; from pretraining import Trainer; assert 'torch' not in sys.modules; "

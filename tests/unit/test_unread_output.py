@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
+from tiers import first_quick
 from training_runs import TINY
 
 # Measures a moment; of the other commands nothing is changed.
@@ -71,7 +72,7 @@ def run_unread(command: list[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+@pytest.mark.parametrize("command", first_quick(*COMMANDS, quick=2), indirect=True)
 def test_a_reader_that_has_gone_is_nothing_to_talk_about(command: list[str]) -> None:
     code, said = run_unread(command)
     assert "Traceback" not in said and "error" not in said and "written" not in said
@@ -79,7 +80,7 @@ def test_a_reader_that_has_gone_is_nothing_to_talk_about(command: list[str]) -> 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("command", COMMANDS, indirect=True)
+@pytest.mark.parametrize("command", first_quick(*COMMANDS, quick=2), indirect=True)
 def test_output_that_finds_no_room_is_one_error(command: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -95,6 +96,7 @@ def test_output_that_finds_no_room_is_one_error(command: list[str]) -> None:
     assert done.stderr.count("cannot be written") == 1 and done.returncode == 1
 
 
+@pytest.mark.thorough
 def test_a_sweep_goes_on_where_nobody_reads(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, "sweep", *DUMMY, "--seed=1,2", f"--sweep_path={tmp_path}/sweep"]
     code, said = run_unread(command)

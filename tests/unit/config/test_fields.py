@@ -189,6 +189,7 @@ BatchConfig(batch_size="two")  # refused
 """
 
 
+@pytest.mark.thorough
 def test_mypy_refuses_a_wrong_default_and_a_misspelt_choice(tmp_path: Path) -> None:
     (tmp_path / "declarations.py").write_text(DECLARATIONS)
     command = [sys.executable, "-m", "mypy", str(tmp_path / "declarations.py")]  # with the checkout's cache

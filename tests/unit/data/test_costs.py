@@ -103,6 +103,7 @@ def test_a_state_is_as_small_at_any_step(config: DataConfig) -> None:
     assert sizes[1] < sizes[0] + 60
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("workers", "batches"), [(0, 20_000), (2, 3_000)])
 def test_memory_is_flat_over_any_number_of_batches(tmp_path: Path, workers: int, batches: int) -> None:
     """Hundreds of passes, all caches long full, files opened and closed again and again."""

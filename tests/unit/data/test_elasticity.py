@@ -77,6 +77,7 @@ def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list
     return batches, states
 
 
+@pytest.mark.thorough
 @settings(max_examples=25)
 @given(STAGES)
 @example([(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)])

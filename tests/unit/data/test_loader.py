@@ -231,6 +231,7 @@ print("taken")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("threads_are", ["idle", "hanging"])
 def test_a_loader_that_is_left_open_does_not_disturb_the_end_of_the_program(threads_are: str) -> None:
     ended = subprocess.run(

@@ -31,6 +31,7 @@ print(kept, pages[-1] < 100)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
 @pytest.mark.parametrize(
     ("choice", "said"),

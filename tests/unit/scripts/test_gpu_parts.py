@@ -40,6 +40,7 @@ def test_every_test_of_a_gpu_is_in_the_part_of_tests() -> None:
     assert named == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
 
 
+@pytest.mark.thorough
 def test_pytest_takes_its_flags() -> None:
     words = [word for word in PARTS["tests"][0].arguments.split() if not word.endswith(".py")]
     command = [sys.executable, "-m", *words, "--collect-only", "tests/gpu/test_loss.py"]

@@ -82,6 +82,7 @@ def test_torchtitan_must_be_there_and_have_a_gpu(monkeypatch: pytest.MonkeyPatch
     assert against_torchtitan.obstacle(config) is None
 
 
+@pytest.mark.thorough
 def test_the_trainer_has_no_checkpointing_of_some_blocks() -> None:
     pytest.importorskip("accelerate")
     done = race("compare.against_trainer", "--fsdp_activation_checkpointing=true", "--selective_checkpointing=op")

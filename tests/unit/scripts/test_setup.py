@@ -161,6 +161,7 @@ def test_a_conda_environment_is_used_where_one_is_active(stand_in: StandIn) -> N
     assert f"{stand_in.environment} is ready" in done.stderr
 
 
+@pytest.mark.thorough
 def test_without_an_active_environment_dot_venv_is_made(stand_in: StandIn) -> None:
     """A real venv; its pip is taken away so that nothing is installed into it."""
     wrapper = stand_in.root / "python-here"

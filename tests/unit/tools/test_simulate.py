@@ -15,6 +15,8 @@ from helpers import run_command
 
 from pretraining.cli import main
 
+pytestmark = pytest.mark.thorough
+
 WORKER = Path(__file__).with_name("simulate_worker.py")
 SMALL = (
     *("model_variant=tiny", "hidden_size=64", "intermediate_size=176", "num_attention_heads=4"),

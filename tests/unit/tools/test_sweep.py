@@ -90,6 +90,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_is_a_row_and_only_what_has_not_ended_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_run_that_fails_is_a_row_and_only_what_has_not_ended_is_trained(
     assert "sweep.csv" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     command = [sys.executable, "-m", "pretraining", "sweep", *TINY, "seed=1,2", "processes=2", f"sweep_path={folder}"]

@@ -156,6 +156,7 @@ def test_the_best_checkpoint_is_that_of_the_set_that_decides(
     assert (run / "checkpoints" / "best").resolve().name == "step_6_ckp"
 
 
+@pytest.mark.thorough
 def test_a_run_stops_early_and_says_so_and_goes_on_when_it_is_told_to(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

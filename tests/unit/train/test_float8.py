@@ -47,6 +47,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.thorough
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 def test_float8_learns_as_bfloat16_does_and_saves_the_same_tensors(
@@ -66,6 +67,7 @@ def test_float8_learns_as_bfloat16_does_and_saves_the_same_tensors(
         }
 
 
+@pytest.mark.thorough
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 def test_a_float8_run_resumes_bit_for_bit(tmp_path: Path, data: Path) -> None:
@@ -78,6 +80,7 @@ def test_a_float8_run_resumes_bit_for_bit(tmp_path: Path, data: Path) -> None:
     assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
 
 
+@pytest.mark.thorough
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 def test_float8_may_be_switched_on_and_off_at_every_start(

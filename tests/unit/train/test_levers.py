@@ -37,6 +37,7 @@ def start(run: Path, *flags: str) -> None:
     main(["train", *common, "use_dummy_dataset=true", f"ckpt_save_path={run}", *flags])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_run_may_change_its_levers_at_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path / "plain")
@@ -106,6 +107,7 @@ def test_blocks_are_not_compiled_anew_for_the_documents_of_each_step(
     assert "cpu, float32, head size 8" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("levers", [[], COMPILED, [*COMPILED, *PER_OPERATION]], ids=["plain", "compiled", "op"])
 def test_one_kernel_for_all_documents_trains_as_a_call_a_document(levers: list[str], tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_an_order_is_a_permutation_at_every_length() -> None:
         assert len(order) == size and (np.bincount(order, minlength=size) == 1).all()
 
 
+@pytest.mark.thorough
 def test_the_documents_of_a_pass_are_a_permutation_at_every_length() -> None:
     for size in (*range(1, 5001), *AROUND_POWERS_OF_TWO):
         documents = EqualLengths(size, 1)
@@ -100,6 +101,7 @@ def test_the_documents_of_a_pass_are_a_permutation_at_every_length() -> None:
         assert (np.bincount(spans.documents[:size], minlength=size) == 1).all(), size
 
 
+@pytest.mark.thorough
 def test_the_shards_of_a_round_are_a_permutation_at_every_number_of_shards() -> None:
     for shards in (*range(1, 5001), *(size for size in AROUND_POWERS_OF_TWO if size < 2**18)):
         visited, numbers = SampleOrder(np.full(shards, 8), 8, (3, 4)).samples(2 * shards, 3 * shards)

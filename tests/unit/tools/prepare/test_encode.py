@@ -150,6 +150,7 @@ def test_an_interruption_ends_all_processes_at_once_and_the_next_call_goes_on(
     assert contents(Path(config.output_path)) == contents(Path(there))
 
 
+@pytest.mark.thorough
 def test_workers_do_not_outlive_a_killed_call(config: PrepareConfig) -> None:
     program = f"""
 import os, signal

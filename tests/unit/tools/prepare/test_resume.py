@@ -58,6 +58,7 @@ def whole_files(config: PrepareConfig) -> dict[str, int]:
     return {name: (there / name).stat().st_ino for name in names} if there.exists() else {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["before", "after", "writing"])
 def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: str) -> None:
     wanted = expected(config)

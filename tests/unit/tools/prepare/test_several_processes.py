@@ -97,6 +97,7 @@ def test_a_finished_dataset_ends_all_at_once(config: PrepareConfig) -> None:
     assert contents(Path(finished.output_path)) == wanted
 
 
+@pytest.mark.thorough
 def test_a_job_that_was_killed_goes_on_with_another_number_of_processes(config: PrepareConfig) -> None:
     wanted = expected(config)
     done = start(config, 3, kill_after=(12, 4, 3))
@@ -109,6 +110,7 @@ def test_a_job_that_was_killed_goes_on_with_another_number_of_processes(config: 
     assert contents(Path(config.output_path)) == wanted
 
 
+@pytest.mark.thorough
 def test_one_that_fails_ends_the_others_with_a_message(config: PrepareConfig) -> None:
     lines = json_lines(TEXTS).splitlines(keepends=True)
     lines[10] = b"nonsense\n"  # in the second unit, which rank 1 takes
