@@ -17,12 +17,12 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # The flags of your runs: remove the # of a line to pass it. Paths, datasets and weights are examples; the other lines
-# show what a run does without them.
+# show what a run with AdamW does without them.
 FLAGS=(
     #--model_variant=7b
     #--ckpt_load_path=/shared/runs/7b
     #--ckpt_save_path=/shared/runs/7b
-    #--use_dummy_dataset=false
+    #--use_dummy_dataset=true         # speed without data
     #--data_path=/data/tokens
     #--datasets=web,code,books
     #--weights=6,3,1
@@ -136,19 +136,24 @@ if ! gives "recipe config model_variant data_path datasets use_dummy_dataset" ${
     fi
 fi
 
-# Of a setting that is given twice, in whatever spelling, the command line's counts.
+# Of a setting that is given twice, in whatever spelling or by another of its names, the command line's counts.
 arguments=()
 for flag in ${FLAGS[@]+"${FLAGS[@]}"}; do
     name=${flag%%=*}
-    gives "${name#--}" "$@" || arguments+=("$flag")
+    name=${name#--}
+    for names in "num_steps max_tokens" "sep_token eos_token" "hsdp_group_size sharding_group_size" \
+        "tracker report_to" "keep_last save_total_limit"; do
+        [[ " $names " != *" $name "* ]] || name=$names
+    done
+    gives "$name" "$@" || arguments+=("$flag")
 done
 arguments+=("$@")
 
-if [[ -n ${SLURM_STEP_NUM_TASKS:-} ]]; then # a task of srun
+if [[ -n ${SLURM_STEP_NUM_TASKS:-} && -z ${SLURM_PTY_PORT:-} ]]; then # a task of srun, and no shell for a person
     if [[ $SLURM_STEP_NUM_TASKS != "$SLURM_STEP_NUM_NODES" ]]; then # one per process: they find each other
         exec python "$root/main_training.py" "${arguments[@]}"
     fi
-    NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-}}
+    [[ -n ${CUDA_VISIBLE_DEVICES+set} ]] || NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-}}
     NNODES=$SLURM_STEP_NUM_NODES
     NODE_RANK=$SLURM_NODEID
     JOB_ID=${JOB_ID:-$SLURM_JOB_ID.$SLURM_STEP_ID}
@@ -156,8 +161,8 @@ if [[ -n ${SLURM_STEP_NUM_TASKS:-} ]]; then # a task of srun
 from os import environ
 from pretraining.launch.layout import first_node, port_of_slurm_step
 job, step = (int(environ[f'SLURM_{name}_ID']) for name in ('JOB', 'STEP'))
-print(first_node(environ['SLURM_STEP_NODELIST']), port_of_slurm_step(job, step))")
-    MASTER_ADDR=${MASTER_ADDR:-$first_node}
+print(environ.get('MASTER_ADDR') or first_node(environ['SLURM_STEP_NODELIST']), port_of_slurm_step(job, step))")
+    MASTER_ADDR=$first_node
     MASTER_PORT=${MASTER_PORT:-$port}
 fi
 

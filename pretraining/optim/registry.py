@@ -79,6 +79,8 @@ def own_arguments(config: OptimizerConfig) -> dict[str, Any]:
         ConfigError: the signature has neither name for a setting that was given, or there is no such optimizer.
     """
     make = load_plugin("optimizer", config.optimizer)
+    if not callable(make):
+        raise ConfigError(f"--optimizer={config.optimizer} is no torch.optim.Optimizer, but a {type(make).__name__}")
     try:
         signature = inspect.signature(make).parameters
     except ValueError:  # written in C: it takes or refuses what it is called with

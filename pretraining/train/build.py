@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.checkpoint.lease import Lease, look_at_lease
 from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, unfinished_saves
-from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder
+from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder, write_config
 from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -149,10 +149,18 @@ class RunPlan(RunOutline):
     optimizer: torch.optim.Optimizer
 
 
-def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, stop_step: int | None = None) -> Run:
+def build_run(
+    config: TrainConfig,
+    job: Job,
+    *,
+    given: TrainConfig | None = None,
+    mesh: DeviceMesh | None = None,
+    stop_step: int | None = None,
+) -> Run:
     """Puts a run together and restores what it starts from; a collective call.
 
     Args:
+        given: what goes into the run's folder as its settings, once nothing is refused any more; None = nothing.
         mesh: of an earlier run with the same settings; None = make one.
         stop_step: where this invocation ends; None = as the settings say.
 
@@ -173,6 +181,8 @@ def build_run(config: TrainConfig, job: Job, *, mesh: DeviceMesh | None = None, 
     if plan.start is None:  # late: mistakes in the settings of the data need not wait for it
         initialize_parameters(plan.parameters, plan.shape, config.run.seed, processes.device)
     run = _assemble(plan, job)
+    if given is not None:
+        on_rank_zero(lambda: write_config(given))
     on_every_rank(job.stop_requests.end_before_training)
     if plan.start is not None and plan.start.going_back:
         start = plan.start

@@ -20,9 +20,11 @@ from pretraining.config.variants import resolve_shape
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.errors import ConfigError, DamagedError
+from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate
+from pretraining.files import from_hub
 from pretraining.launch.terminal import print_text
+from pretraining.model.hf import MODEL_FILES
 from pretraining.model.init import parameter_name
 from pretraining.observability.custom_metrics import MetricsHook, custom_metrics
 from pretraining.observability.scores import format_perplexity
@@ -37,7 +39,13 @@ def of_what_is_evaluated(config: TrainConfig) -> TrainConfig:
     A collective call. Training would go on in `ckpt_save_path`; here, what is named comes first.
     """
     checkpoint = config.checkpoint
-    path = on_rank_zero(lambda: checkpoint.ckpt_load_path or newest_run_path(str(checkpoint.folder)))
+
+    def find() -> str:
+        if checkpoint.ckpt_load_path is not None:
+            return str(from_hub(checkpoint.ckpt_load_path, MODEL_FILES, CheckpointError))
+        return newest_run_path(str(checkpoint.folder))
+
+    path = on_rank_zero(find)
     return replace(config, checkpoint=replace(checkpoint, ckpt_save_path=path, ckpt_load_path=path))
 
 

@@ -33,7 +33,6 @@ from pretraining.checkpoint.rollback_file import (
     without_samples,
     write_rollback,
 )
-from pretraining.checkpoint.start_point import write_config
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
@@ -52,9 +51,8 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
     its DivergenceError.
     """
     given, config = config, _after_pending_rollback(config)
-    run = build_run(config, job)
+    run = build_run(config, job, given=given)  # without the samples: the same command finds its folder by these
     if config.checkpoint.ckpt_save_path is not None:
-        on_rank_zero(lambda: write_config(given))  # without the samples: the same command finds its folder by these
         record_environment(config.checkpoint.folder, run.state.step, job.launcher, job.processes)
     had_work = not run.state.stopping or run.evaluator.pending
     furthest, rollbacks = 0, 0

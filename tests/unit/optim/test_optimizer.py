@@ -213,6 +213,7 @@ def test_an_optimizer_that_breaks_the_contract_is_refused(options: tuple[str, ..
         ("no_such_package:Name", "no_such_package cannot be imported"),
         ("torch.optim:NoSuch", "torch.optim has no NoSuch"),
         ("builtins:dict", "is no torch.optim.Optimizer, but a dict"),
+        ("math:pi", "is no torch.optim.Optimizer, but a float"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(name: str, said: str) -> None:

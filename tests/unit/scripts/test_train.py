@@ -108,7 +108,7 @@ def lines_of_block(stand_in: StandIn) -> list[str]:
 
 def test_the_block_shows_the_defaults_of_a_real_run(stand_in: StandIn) -> None:
     lines = lines_of_block(stand_in)
-    examples = ("ckpt_", "data_path=", "datasets=", "weights=", "tokenizer_path=")
+    examples = ("ckpt_", "data_path=", "datasets=", "weights=", "tokenizer_path=", "use_dummy_dataset=")
     shown = values_of(load_train_config([line for line in lines if not line.startswith(examples)] + ["data_path=d"]))
     defaults = values_of(load_train_config(["data_path=d"]))
     named = {"model_variant": "7b", "learning_rate": OptimizerConfig().peak_learning_rate}  # none means these
@@ -268,6 +268,13 @@ def test_several_machines_that_are_not_told_where_to_meet_do_not_start(
 
 # Under srun
 
+
+def test_another_name_of_a_setting_wins_over_the_block_too(stand_in: StandIn) -> None:
+    stand_in.edit_block(WHOLE_BLOCK, "    --num_steps=1000\n    --eos_token=0\n    --data_path=/data\n")
+    train(stand_in, "--max_tokens=5B", "--sep_token=2")
+    assert stand_in.calls()[0] == "main --data_path=/data --max_tokens=5B --sep_token=2"
+
+
 STEP = {
     **{"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[03-04]"},
     **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_GPUS_ON_NODE": "8"},
@@ -297,9 +304,15 @@ def train_in_step(stand_in: StandIn, variables: Mapping[str, str]) -> None:
 )
 def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: dict[str, str], meeting: str) -> None:
     (stand_in.root / "pretraining").symlink_to(ROOT / "pretraining")
-    step = {**STEP, **variables}
+    step = {**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", **variables}
     train_in_step(stand_in, {**step, "SLURM_STEP_NUM_TASKS": step["SLURM_STEP_NUM_NODES"]})
     assert stand_in.calls() == [f"torchrun {meeting} {stand_in.root}/main_training.py {CHOICE}"]
+
+
+def test_a_shell_for_a_person_is_a_machine_of_its_own(stand_in: StandIn) -> None:
+    """`srun --pty bash`, whatever tasks its step has."""
+    train_in_step(stand_in, {**STEP, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "40000", "NPROC": "2"})
+    assert stand_in.calls()[0].startswith("torchrun --standalone --nproc-per-node=2 ")
 
 
 def test_each_of_several_tasks_of_a_node_is_a_process(stand_in: StandIn) -> None:

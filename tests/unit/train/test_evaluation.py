@@ -200,6 +200,20 @@ def test_what_cannot_be_evaluated_is_refused(
     assert re.search(message, refusal(tmp_path / "run", data, capsys, *more))
 
 
+def test_a_name_on_the_hub_is_evaluated(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        return str(tmp_path / "nothing")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    said = refusal(tmp_path / "run", data, capsys, "eval_only=true", "ckpt_load_path=someone/model")
+    assert asked == ["someone/model"] and str(tmp_path / "nothing") in said
+
+
 def test_documents_that_the_run_was_trained_on_are_not_evaluated_as_held_out(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

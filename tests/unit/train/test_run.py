@@ -16,10 +16,12 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.data.batch import StepBatch
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import Preempted
 from pretraining.launch.terminal import escape_controls
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.trackers import TrackedRun
-from pretraining.train import loop
+from pretraining.train import build, loop
+from pretraining.train.preemption import StopRequests
 from pretraining.train.step import StepContext
 
 
@@ -415,6 +417,29 @@ def test_a_time_limit_ends_a_run_with_the_resumable_exit_code(
     assert said.startswith("Preempted before the next step (the time limit is near)")
     start(tmp_path, "time_limit=0s")
     assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "finished"
+
+
+def test_a_job_that_ends_once_it_is_put_together_finds_its_folder_by_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assemble, told = build._assemble, list[str]()
+
+    def assemble_and_tell(*arguments: Any) -> Any:
+        told.append("to end")
+        return assemble(*arguments)
+
+    def told_to_end(self: StopRequests) -> None:
+        if told:
+            raise Preempted("told to end")
+
+    monkeypatch.setattr(build, "_assemble", assemble_and_tell)
+    monkeypatch.setattr(StopRequests, "end_before_training", told_to_end)
+    for _ in range(2):
+        told.clear()
+        with pytest.raises(SystemExit):
+            start(tmp_path / "run.{timestamp}")
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "run_status.json").read_text())["starts"] == 2
 
 
 def test_a_time_limit_shorter_than_a_start_is_refused_in_the_end(
