@@ -67,14 +67,14 @@ def try_groups(mesh: DeviceMesh) -> None:
 
         def look(name: str = name, until: float = until) -> None:
             if time.monotonic() > until:
-                raise _silent(f"{name} of the mesh gave no answer within {FIRST_ANSWER_SECONDS:.0f} s")
+                raise _first_collective_failed(f"{name} of the mesh gave no answer within {FIRST_ANSWER_SECONDS:.0f} s")
 
         found, size = attend(add_up, Patience(), look), dist.get_world_size(group)
         if found != size:
-            raise _silent(f"{size} ones, added up over {name} of the mesh, are {found:g}")
+            raise _first_collective_failed(f"{size} ones, added up over {name} of the mesh, are {found:g}")
 
 
-def _silent(fault: str) -> LaunchError:
+def _first_collective_failed(fault: str) -> LaunchError:
     error = LaunchError(
         f"the processes have met, but their first collective failed: {fault}. `pretrain doctor`, started as this job "
         "is, measures the links; NCCL_DEBUG=INFO shows what NCCL tries"
