@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,17 +20,20 @@ TORCHRUN = [sys.executable, str(ROOT / "scripts" / "torchrun.py"), "--standalone
 ENDLESS = ["use_dummy_dataset=true", "num_steps=1000000", "report_interval=5"]
 
 
-def test_sigterm_ends_a_run_that_keeps_nothing_for_good(tmp_path: Path) -> None:
+@contextmanager
+def training(flags: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Yield the launcher of a job that has begun to train in a folder."""
+    command, pipe = [*TORCHRUN, str(ROOT / "main_training.py"), *flags], subprocess.PIPE
     with subprocess.Popen(
-        [*TORCHRUN, str(ROOT / "main_training.py"), *TINY, *ENDLESS[:2]],
-        env=plain_environment(),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, env=plain_environment(), cwd=folder, stdout=pipe, stderr=pipe, text=True
     ) as launcher:
         assert launcher.stdout is not None
         assert any(line.startswith("step 5/") for line in launcher.stdout), "the run has ended"
+        yield launcher
+
+
+def test_sigterm_ends_a_run_that_keeps_nothing_for_good(tmp_path: Path) -> None:
+    with training([*TINY, *ENDLESS[:2]], tmp_path) as launcher:
         launcher.send_signal(signal.SIGTERM)
         output, errors = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 143 and "Preempted at step" in errors and "saved" not in errors
@@ -38,15 +43,7 @@ def test_sigterm_ends_a_run_that_keeps_nothing_for_good(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("whom", "number"), [("one process", signal.SIGTERM), ("the launcher", signal.SIGUSR1)])
 def test_a_signal_ends_the_job_saved_and_resumable(whom: str, number: signal.Signals, tmp_path: Path) -> None:
     flags = [*(flag for flag in TINY if not flag.startswith("report")), *ENDLESS, f"ckpt_save_path={tmp_path}"]
-    with subprocess.Popen(
-        [*TORCHRUN, str(ROOT / "main_training.py"), *flags],
-        env=plain_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
-        assert launcher.stdout is not None
-        assert any(line.startswith("step 5/") for line in launcher.stdout), "the run has ended"
+    with training(flags, tmp_path) as launcher:
         if whom == "the launcher":
             launcher.send_signal(number)
         else:
