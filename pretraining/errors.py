@@ -6,12 +6,19 @@ bug in this project and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
 class PretrainError(Exception):
     """Base of all errors that a user can cause and mend.
+
+    Args:
+        text: what happened, and what to do.
+        path: the file or folder that the error is about; the message begins with it.
+        row: the document of that file.
 
     Attributes:
         rank: the one process that failed; None where several fail alike.
@@ -22,6 +29,17 @@ class PretrainError(Exception):
     rank: int | None = None
     is_everywhere: bool = False
     exit_code: int = 1
+
+    def __init__(self, text: str = "", *, path: str | Path | None = None, row: int | None = None) -> None:
+        place = "" if path is None else f"{path}: " if row is None else f"{path}, row {row}: "
+        super().__init__(place + text)
+        self.path = None if path is None else Path(path)
+        self.row = row
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of the settings that the message gives as flags, in its order."""
+        return tuple(dict.fromkeys(re.findall(r"(?<!\S)[`'(]*--([a-z]\w*)", str(self))))
 
 
 class ConfigError(PretrainError):
