@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 from pretraining import __version__
 from pretraining.config.command_line import parse_config, resolve_config, value_given, value_on_command_line
 from pretraining.config.commands import (
-    CompletionConfig,
     DoctorConfig,
     ExportConfig,
     ImportConfig,
@@ -145,7 +144,7 @@ def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def report_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Writes a page about runs."""
     config = parse_config(PageConfig, overrides, flags)
-    from pretraining.tools.report.report import report
+    from pretraining.tools.report import report
 
     report(config)
 
@@ -222,14 +221,6 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         sys.exit(FAILED)
 
 
-def completion_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Prints the script that completes commands in a shell."""
-    config = parse_config(CompletionConfig, overrides, flags)
-    from pretraining.tools.completion import completion_script
-
-    print(completion_script(config.shell, {name: (root, purpose) for name, (_, root, purpose) in COMMANDS.items()}))
-
-
 COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type, str]] = {
     "train": (train_command, TrainConfig, "train a model"),
     "prepare": (prepare_command, PrepareConfig, "turn text into token files; trains a tokenizer where none is given"),
@@ -244,8 +235,9 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type,
     "translate": (translate_command, TranslateConfig, "turn another system's file of settings into a recipe"),
     "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
     "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
-    "completion": (completion_command, CompletionConfig, "print the script that completes commands in bash or zsh"),
 }
+
+REMOVED_COMMANDS = {"completion": "`pretrain COMMAND --help` lists the flags"}
 
 # Of commands that change something.
 AFTER_INTERRUPTION = {
@@ -374,7 +366,8 @@ def _explain_commands(name: str, wants_help: bool) -> NoReturn:
     if not name or (wants_help and name.startswith("-")):
         _print(text)
         sys.exit(0)
-    print(f"error: unknown command {name!r}. {text}", file=sys.stderr)
+    removed = f": it is gone, {REMOVED_COMMANDS[name]}" if name in REMOVED_COMMANDS else ""
+    print(f"error: unknown command {name!r}{removed}. {text}", file=sys.stderr)
     sys.exit(FAILED)
 
 

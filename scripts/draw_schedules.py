@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from pretraining.config.training import ScheduleConfig
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Duration, TokenSchedule
-from pretraining.tools.pictures import draw_schedules
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "schedules.svg"
 STEPS = 1000
@@ -38,8 +39,18 @@ def examples() -> dict[str, LearningRate]:
 
 
 def main(path: Path) -> None:
-    """Writes the picture."""
-    draw_schedules(examples(), path)
+    """Write the picture: learning rates as shares of their peaks."""
+    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, schedule in examples().items():
+        axes.plot(
+            [step / STEPS for step in range(STEPS)], [schedule.at(step, 1.0) for step in range(STEPS)], label=name
+        )
+    axes.set_xlabel("share of the run")
+    axes.set_ylabel("learning rate / peak")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,15 @@ INSTEAD = {
     ),
 }
 
+REMOVED = {
+    "simulate": "--simulate is gone: the estimate of `pretrain plan` equals the simulated step within 0.1%",
+    "picture": "--picture is gone here: plot the output of --json=true, or the sweep's sweep.csv",
+    "collect": "--collect is gone: the sweep's own command prints the table once every run has ended",
+    "retry_failed": "--retry_failed is gone: remove the folder of a failed run to start it again",
+    "print_slurm": '--print_slurm is gone: give --only="$SLURM_ARRAY_TASK_ID" in a job array',
+}
+"""Settings that commands had once, and what to use now."""
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -163,6 +172,8 @@ class Reader(Generic[T]):
         sections = sections_of(self.root)
         if (instead := INSTEAD.get(name.removesuffix("_size"))) and issubclass(self.root, TrainConfig):
             return instead
+        if name in REMOVED and setting is None:
+            return REMOVED[name]
         if setting is not None:
             return f"{name} is a setting of {setting.section}" if setting.section else f"write {name} without a section"
         if not section and name in sections:

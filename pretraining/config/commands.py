@@ -269,15 +269,9 @@ class PlanSettings:
         "a table of what fits, the fastest first, of all strategies, groups, kinds of checkpointing and micro-batches, "
         "with the global batch of the settings",
     )
-    simulate: bool = setting(
-        False,
-        "take a step of the real model on GPUs that are not there, in this process and without memory, and show what "
-        "each part takes beside the estimate. It takes seconds to a minute",
-    )
     optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
         None, "bytes a parameter that an optimizer of your own keeps; none = 8, as AdamW"
     )
-    picture: str | None = setting(None, "a picture of memory and time, .png or .svg (extra report); not with search")
     json: bool = setting(False, "one JSON object in place of the table; with search, one a line")
 
 
@@ -293,14 +287,9 @@ class PlanConfig(TrainConfig):
 class SweepSettings:
     """Which runs, and where. All other settings are those of training, and each may be given several values."""
 
-    sweep_path: str = setting("runs/sweep", "folder of the sweep: a folder a run, sweep.csv and sweep.png")
+    sweep_path: str = setting("runs/sweep", "folder of the sweep: a folder per run, and sweep.csv")
     processes: PositiveInt = setting(1, "processes of each run, one a GPU, on this machine (torchrun)")
     only: NonNegativeInt | None = setting(None, "train this combination alone, counted from 0; none = all")
-    collect: bool = setting(False, "train nothing: write table and picture of what there is")
-    retry_failed: bool = setting(False, "start runs that ended with an error again")
-    print_slurm: bool = setting(
-        False, "train nothing: print a SLURM script that makes each combination a job of an array"
-    )
 
 
 @dataclass(frozen=True)
@@ -334,13 +323,6 @@ class VerifyConfig:
     )
     token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one a core")
-
-
-@dataclass(frozen=True)
-class CompletionConfig:
-    """Print the script that makes a shell complete commands, flags and values; docs/launching.md says where it goes."""
-
-    shell: Literal["bash", "zsh"] = required("whose script; also as the first word", first_word=True)
 
 
 @dataclass(frozen=True)

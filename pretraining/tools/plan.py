@@ -2,7 +2,6 @@
 
     settings + GPUs -> mesh, batch -> memory of a GPU (estimate/memory.py) -> fits?
                                    -> time of a step (estimate/step_time.py) -> tokens/s, days, GPU-hours
-                    -> with `simulate`: memory of a step that is taken without devices (simulate.py)
 
 With `search`, the same for every strategy, group, checkpointing and micro-batch that fits, the fastest first. All of
 them learn the same: the global batch is that of the settings.
@@ -13,8 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.commands import PlanConfig
@@ -23,24 +20,19 @@ from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import ALL_BLOCKS, ParallelConfig, ShardingStrategy
 from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
+from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
 from pretraining.text import count_of
-from pretraining.tools.pictures import check_picture
-
-if TYPE_CHECKING:
-    from pretraining.tools.simulate import SimulatedMemory  # which imports torch
 
 ROOM = 0.9
 """Share of a GPU's memory that a search fills: allocators keep reserves, and the estimate may be wrong."""
 CHECKPOINTING = ("none", "op", "1/2", "full")
 """What a search tries of activation checkpointing."""
 LARGEST_MICRO_BATCH_TOKENS = 2**16
-SHORTEST = 128
-"""Tokens of a sequence that is worth training on, where longer ones do not fit."""
 SHOWN = 15
 """Lines of a search's table."""
 
@@ -86,16 +78,7 @@ def plan(config: PlanConfig) -> None:
         ConfigError: GPUs do not make groups, nothing fits, or flags ask for what does not go together.
     """
     asked, shape = config.plan, resolve_shape(config.model)
-    cluster = _cluster(config)
-    if asked.search and asked.simulate:
-        raise ConfigError("--simulate=true takes a step of one layout, and --search=true tries many: leave one out")
-    if asked.search and asked.picture is not None:
-        raise ConfigError(
-            f"--picture={asked.picture} draws one layout, and --search=true tries many: leave one out, or draw a row "
-            "of the table by its flags"
-        )
-    if asked.picture is not None:
-        check_picture(Path(asked.picture))  # first: a simulation takes a minute
+    cluster = cluster_of(config)
     if asked.search:
         plans = search(config, shape, cluster)
         if not plans:
@@ -105,39 +88,11 @@ def plan(config: PlanConfig) -> None:
         else:
             print("\n".join(_table(config, shape, cluster, plans)))
         return
-    chosen, simulated = simulate_plan(config) if asked.simulate else (make_plan(config, shape, cluster), None)
+    chosen = make_plan(config, shape, cluster)
     if asked.json:
-        document = as_document(config, shape, chosen)
-        print(json.dumps(document if simulated is None else {**document, "simulated": simulated.as_document()}))
+        print(json.dumps(as_document(config, shape, chosen)))
     else:
         print("\n".join(_account(config, shape, cluster, chosen)))
-        if simulated is not None:
-            print("\n".join(_comparison(config, shape, chosen, simulated)))
-    if asked.picture is not None:
-        _draw(chosen, Path(asked.picture))
-
-
-def _draw(chosen: Plan, path: Path) -> None:
-    from pretraining.tools.pictures import draw_plan, picture_errors
-
-    memory = chosen.memory
-    there = {**_parts(memory), "gradients": memory.gradients - memory.later_gradients}
-    with picture_errors(path):
-        draw_plan(there, chosen.memory_bytes, asdict(chosen.step), path)
-
-
-def simulate_plan(config: PlanConfig) -> tuple[Plan, SimulatedMemory]:
-    """Works out a plan, and takes a step of it on GPUs that are not there; errors as `plan` and `simulate`."""
-    from pretraining.tools.simulate import simulate  # here, since it imports torch
-
-    if config.parallel.mixed_precision is False:
-        raise ConfigError(
-            "--simulate=true takes its step in bfloat16, and --mixed_precision=false asks for float32: leave one out"
-        )
-    shape = resolve_shape(config.model)
-    chosen = make_plan(config, shape, _cluster(config))
-    mesh = (config.plan.gpus // chosen.shard_size, chosen.shard_size)
-    return chosen, simulate(config, shape, chosen.batch, mesh)
 
 
 def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
@@ -268,7 +223,8 @@ def _strategies(cluster: Cluster) -> Iterator[tuple[ShardingStrategy, int | None
         group *= 2
 
 
-def _cluster(config: PlanConfig) -> Cluster:
+def cluster_of(config: PlanConfig) -> Cluster:
+    """Return the GPUs that a plan is for."""
     asked = config.plan
     gpu: Gpu = GPUS[asked.gpu]
     return Cluster(
@@ -330,8 +286,6 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Pl
     room = chosen.memory.total / chosen.memory_bytes
     verdict = "fits" if room <= ROOM else "may fit, with little room" if chosen.fits else "does not fit"
     yield f"memory      {_gib(chosen.memory.total)} of {_gib(chosen.memory_bytes)} a GPU, {room:.0%}: {verdict}"
-    if not chosen.fits:
-        yield f"            too large: {_too_large(config, chosen)}"
     for name, size in _parts(chosen.memory).items():
         yield f"  {name.replace('_', ' '):16}{_gib(size):>12}"
     if chosen.memory.later_gradients:
@@ -370,66 +324,10 @@ def _run(config: PlanConfig, cluster: Cluster, chosen: Plan) -> str:
     )
 
 
-def _too_large(config: PlanConfig, chosen: Plan) -> str:
-    """Names the part that takes most of the memory, and the flags that make it smaller."""
-    memory, parallel = chosen.memory, chosen.parallel
-    parts = {
-        "activations": memory.activations,
-        "the logits of the loss": memory.loss,
-        "what is gathered of parameters and gradients": memory.gathered,
-        "parameters, gradients and optimizer": memory.state - memory.later_gradients,
-    }
-    name = max(parts, key=parts.__getitem__)
-    helps = {
-        "a smaller --batch_size": name == "activations" and chosen.batch.micro_batch_size > 1,
-        "--fsdp_activation_checkpointing=true": name == "activations" and not parallel.fsdp_activation_checkpointing,
-        "--selective_checkpointing=1": name == "activations" and _checkpointing(parallel) not in ("none", "full"),
-        "a shorter --seq_length": name == "activations",
-        "a smaller --loss_chunk_tokens": name == "the logits of the loss",
-        "--sharding_strategy=fsdp": "gradients" in name and config.plan.gpus > 1 and chosen.shard_size == 1,
-        "more --gpus": "optimizer" in name and parallel.sharding_strategy in ("fsdp", "zero2"),
-        "larger groups (--hsdp_group_size)": "optimizer" in name and parallel.sharding_strategy.startswith("hsdp"),
-        "a smaller model": "gradients" in name,
-    }
-    return f"{name}, {_gib(parts[name])}; what helps: {', '.join(flag for flag, does in helps.items() if does)}"
-
-
 def _parts(memory: MemoryEstimate) -> dict[str, int]:
     parts = asdict(memory)
     parts.pop("later_gradients")
     return parts
-
-
-def _comparison(config: PlanConfig, shape: LlamaShape, chosen: Plan, simulated: SimulatedMemory) -> Iterator[str]:
-    """Yields the lines about a simulation."""
-    depths, layers = simulated.depths, shape.num_hidden_layers
-    yield f"simulated   rank 0 of {config.plan.gpus}; most in {simulated.peak_moment}"
-    if len(depths) > 1:
-        yield f"            blocks are alike: {depths[0]} and {depths[1]} of {layers} were, the rest follows on a line"
-    if config.parallel.use_torch_compile:
-        yield "            --use_torch_compile=true is not simulated: compiled blocks keep less"
-    yield f"  {'':18}{'estimated':>12}{'simulated':>12}{'difference':>12}"
-    for name, estimated, found in compare(chosen.memory, simulated):
-        yield f"  {name:18}{_gib(estimated):>12}{_gib(found):>12}{difference(estimated, found):>12}"
-
-
-def compare(memory: MemoryEstimate, simulated: SimulatedMemory) -> Iterator[tuple[str, int, int]]:
-    """Yields what each part takes by the estimate and in the simulation: the state wholly, the rest at the peak."""
-    largest, at_peak = simulated.largest, simulated.at_peak
-    yield "parameters", memory.parameters, largest["parameters"]
-    yield "gradients", memory.gradients, largest["gradients"]
-    yield "optimizer state", memory.optimizer_state, largest["optimizer_state"]
-    yield "gathered", memory.gathered, at_peak["gathered"]
-    yield "activations, loss", memory.activations + memory.loss, at_peak["activations"]
-    yield "at the peak", memory.total - memory.runtime, simulated.total
-
-
-def difference(estimated: int, found: int) -> str:
-    """Writes how much larger an estimate is than what was found; nothing is where nothing was found."""
-    if not found:
-        return "-"
-    share = round(estimated / found - 1, 3)
-    return f"{share:+.1%}" if share else "0.0%"
 
 
 def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[Plan]) -> Iterator[str]:
@@ -502,40 +400,26 @@ def _checkpointing(parallel: ParallelConfig) -> str:
 
 
 def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
-    state = MASTER_BYTES * 2 * parameter_count(shape) + _optimizer_bytes(config, shape)
-    room = round(ROOM * cluster.gpu.memory_gib * 2**30)
-    where = f"nothing fits on {cluster.gpus} x {config.plan.gpu}"
-    if state > cluster.gpus * room:
-        return (
-            f"{where}: parameters, gradients and optimizer alone take {_gib(state)}, which is {-(-state // room)} GPUs "
-            "full. Give more --gpus or a smaller model"
-        )
-    length = config.data.seq_length
-    while length >= SHORTEST and _least(config, shape, cluster, length).memory.total > room:
-        length //= 2
-    least = _least(config, shape, cluster).memory
-    needed = f"with the layout that takes least needs {_gib(least.total)} a GPU, and a search fills {_gib(room)}"
-    if length < SHORTEST:
-        return f"{where}: a single sequence {needed}. Give more --gpus or a smaller model"
-    if length == config.data.seq_length:
-        return (
-            f"{where} with --global_batch_size={config.batch.global_batch_size}: its micro-batches need room for "
-            f"gradients to add up in. Give --global_batch_size={cluster.gpus} or less, or more --gpus"
-        )
-    activations = _gib(least.activations + least.loss)
-    return (
-        f"{where}: one sequence of {config.data.seq_length:,} tokens {needed}. {activations} are activations, "
-        f"which more --gpus do not make smaller: give --seq_length={length} or less, or a smaller model"
-    )
-
-
-def _least(config: PlanConfig, shape: LlamaShape, cluster: Cluster, seq_length: int | None = None) -> Plan:
-    """Returns the layout that takes least memory, with one sequence at a time and no accumulation."""
+    """Return what would fit instead, from the layout that shards most, with one sequence at a time."""
     batch = replace(config.batch, batch_size=1, global_batch_size=None, grad_accum_steps=None)
-    data = replace(config.data, seq_length=seq_length or config.data.seq_length)
-    config = replace(config, batch=batch, data=data)
-    plans = (make_plan(replace(config, parallel=parallel), shape, cluster) for parallel in _layouts(config, cluster))
-    return min(plans, key=lambda each: each.memory.total)
+    parallel = replace(
+        config.parallel,
+        sharding_strategy="fsdp",
+        fsdp_activation_checkpointing=True,
+        selective_checkpointing=ALL_BLOCKS,
+    )
+    advice = memory_advice(
+        replace(config, batch=batch, parallel=parallel),
+        shape,
+        shard_size=cluster.gpus,
+        compute_bytes=_compute_bytes(config),
+        device_type="cuda",
+        limit_bytes=ROOM * cluster.gpu.memory_gib * 2**30,
+    )
+    where = f"nothing fits on {cluster.gpus} x {config.plan.gpu}"
+    if config.batch.global_batch_size is not None:
+        where += f" with --global_batch_size={config.batch.global_batch_size}"
+    return f"{where}. What would fit: {'; '.join(advice) or 'a smaller model'}"
 
 
 def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:

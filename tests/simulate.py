@@ -10,27 +10,25 @@ keeps its input alone, and the loss has a GPU's chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
+from fake_devices import PARTS, Bytes, fake_processes, track_step, without_memory
 from torch import Tensor, nn
 
 from pretraining.config.batch_plan import BatchPlan
-from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import PER_OPERATION, TrainConfig, share_of_blocks
 from pretraining.config.variants import LlamaShape
 from pretraining.data.batch import MicroBatch, StepBatch
-from pretraining.errors import ConfigError
 from pretraining.model.init import parameter_name
 from pretraining.model.llama import Llama
 from pretraining.model.loss import choose_chunk_tokens
 from pretraining.optim.registry import build_optimizer
 from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TokenSchedule
-from pretraining.tools.fake_devices import PARTS, Bytes, fake_processes, track_step, without_memory
 from pretraining.train.build import build_model
 from pretraining.train.step import StepContext, train_step
 
@@ -63,10 +61,6 @@ class SimulatedMemory:
         """At the peak."""
         return sum(self.at_peak.values())
 
-    def as_document(self) -> dict[str, object]:
-        """Returns it as JSON has it."""
-        return {**asdict(self), "total": self.total}
-
 
 def simulate(
     config: TrainConfig, shape: LlamaShape, batch: BatchPlan, mesh_shape: tuple[int, int], *, device_type: str = "cuda"
@@ -83,40 +77,17 @@ def simulate(
         mesh_shape: devices along the axes (replicate, shard).
         device_type: "cuda", or "cpu" for what a CPU would take.
 
-    Raises:
-        ConfigError: the settings name what cannot be simulated: float8, or an optimizer of the user's own; or this
-            PyTorch lacks what simulates.
     """
-    _check_known(config)
     config = _as_simulated(config, shape, device_type)
     depths = _depths(config, shape.num_hidden_layers)
     steps = []
     for depth in depths:
         of_depth = replace(shape, num_hidden_layers=depth)
-        try:
-            steps.append(_moments(config, of_depth, batch, mesh_shape, device_type))
-        except ImportError as error:
-            raise ConfigError(
-                f"--simulate=true needs parts of PyTorch that {torch.__version__} does not have ({error}): take one of "
-                "the versions that setup.py names, or leave out --simulate"
-            ) from error
+        steps.append(_moments(config, of_depth, batch, mesh_shape, device_type))
     moments = steps[0] if len(steps) == 1 else _extended(steps, depths, shape.num_hidden_layers)
     peak_moment = max(moments, key=lambda moment: sum(moments[moment].values()))
     largest = {part: max(each[part] for each in moments.values()) for part in PARTS}
     return SimulatedMemory(largest, moments[peak_moment], peak_moment, depths)
-
-
-def _check_known(config: TrainConfig) -> None:
-    if config.parallel.float8 is not None:
-        raise ConfigError(
-            f"--float8={config.parallel.float8} cannot be simulated: its products need a GPU. Leave it out, it changes "
-            "nothing of what is kept from step to step; or leave out --simulate"
-        )
-    if config.optimizer.optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"--optimizer={config.optimizer.optimizer} cannot be simulated: an optimizer of your own is tried on "
-            f"numbers, and a simulation has none. Take one of {', '.join(OPTIMIZERS)}, or leave out --simulate"
-        )
 
 
 def _as_simulated(config: TrainConfig, shape: LlamaShape, device_type: str) -> TrainConfig:

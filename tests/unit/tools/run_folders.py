@@ -15,50 +15,22 @@ TINY = [
     *("use_dummy_dataset=true", "model_variant=tiny", "hidden_size=16", "num_attention_heads=2", "num_hidden_layers=1"),
     *("vocab_size=64", "seq_length=16", "batch_size=2", "num_steps=40"),
 ]
-TOKENS_A_STEP = 32
 
 
 def written(seconds: int) -> str:
-    return f"2026-11-20T{10 + seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}Z"
+    return f"2026-11-20T10:{seconds // 60 % 60:02d}:{seconds % 60:02d}Z"
 
 
 def training_report(step: int, **values: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl, with a second a step."""
-    return {
-        "step": step,
-        "time": written(step),
-        "tokens_seen": step * TOKENS_A_STEP,
-        "loss": 4.0 + 4.0 / (1 + step),
-        "perplexity": 50.0,
-        "z_loss": 0.0,
-        "token_accuracy": 0.1,
-        "loss/web": 4.1,
-        "learning_rate": 1e-3,
-        "learning_rate_group_0": 1e-3,
-        "grad_norm": 1.0,
-        "param_norm": 10.0,
-        "skipped_updates": 0,
-        "step_seconds": 0.5,
-        "tokens_per_second_per_gpu": 64.0,
-        "tokens_per_second_per_gpu_overall": 60.0,
-        "mfu": None,
-        "data_share": 0.25,
-        "memory_gib": 1.0,
-        "time_left_seconds": 60.0,
-        **values,
-    }
+    """A line of metrics.jsonl, with a second per step."""
+    at = {"step": step, "time": written(step), "tokens_seen": step * 32}
+    numbers = {"loss": 4.0 + 4.0 / (1 + step), "z_loss": 0.0, "learning_rate": 1e-3, "learning_rate_group_0": 1e-3}
+    return {**at, **numbers, "grad_norm": 1.0, "tokens_per_second_per_gpu": 64.0, "mfu": None, **values}
 
 
 def evaluation_report(step: int, loss: float, **values: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "time": written(step),
-        "tokens_seen": step * TOKENS_A_STEP,
-        "evaluation_loss": loss,
-        "evaluation_perplexity": math.exp(loss),
-        "evaluation_loss/web": loss,
-        **values,
-    }
+    at = {"step": step, "time": written(step), "tokens_seen": step * 32}
+    return {**at, "evaluation_loss": loss, "evaluation_perplexity": math.exp(loss), **values}
 
 
 def event(name: str, at: int, /, **details: Any) -> dict[str, Any]:
@@ -76,26 +48,22 @@ def write_run(folder: Path, *overrides: str, status: str = "finished", shift: fl
     reports.insert(10, evaluation_report(20, 4.5 + shift))
     reports.append(evaluation_report(40, 4.2 + shift))
     write_lines(folder / "logs" / "metrics.jsonl", reports)
-    write_lines(
-        folder / "logs" / "events.jsonl",
-        [
-            event("start", 0, number=1),
-            event("phase", 0, global_batch_size=2, weights={"dummy": 1}),
-            event("skip", 7, reason="loss or gradient is not finite", in_a_row=1),
-            event("evaluation", 20, evaluation_loss=4.5),
-            event("checkpoint", 20, kind="interval", path="runs/a/checkpoints/step_20_ckp"),
-            event("restart", 20, number=2, previous_status="killed", previous_reason=""),
-            event("end", 40, status="finished", reason="40 of 40 steps are done"),
-        ],
-    )
+    events = [
+        event("start", 0, number=1),
+        event("phase", 0, global_batch_size=2, weights={"dummy": 1}),
+        event("skip", 7, reason="loss or gradient is not finite", in_a_row=1),
+        event("checkpoint", 20, kind="interval", path="runs/a/checkpoints/step_20_ckp"),
+        event("restart", 20, number=2, previous_status="killed", previous_reason=""),
+        event("end", 40, status="finished", reason="40 of 40 steps are done"),
+    ]
+    write_lines(folder / "logs" / "events.jsonl", events)
     (folder / "config.yaml").write_text(dump_config(load_train_config([*TINY, *overrides])))
     values = {"status": status, "step": 40, "reason": "40 of 40 steps are done", "starts": 2}
     values |= {"starts_without_progress": 0, "started_at_step": 20, "updated": "2026-11-20T10:00:40+00:00"}
     (folder / "run_status.json").write_text(json.dumps(values))
     starts = [
-        {"time": written(second), "step": second, "command": "pretrain train", "processes": processes}
-        | {"git": {"commit": "abc", "dirty": False}, "packages": {"torch": torch, "numpy": "2.3"}}
-        for second, processes, torch in ((0, 1, "2.12"), (20, 2, "2.13"))
+        {"time": written(second), "step": second, "command": "pretrain train", "packages": {"torch": torch}}
+        for second, torch in ((0, "2.12"), (20, "2.13"))
     ]
     (folder / "logs" / "environment.json").write_text(json.dumps(starts))
     return folder

@@ -1,0 +1,87 @@
+"""Settings that take less memory, each with what it takes: for plans, refusals and out-of-memory errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pretraining.config.training import ModelConfig, TrainConfig
+from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count, resolve_shape
+from pretraining.estimate.memory import estimate_memory
+
+SHORTEST = 128
+"""Tokens of a sequence that is worth training on."""
+MOST_DOUBLINGS = 10
+"""Of the devices."""
+
+Change = tuple[str, TrainConfig, LlamaShape, int]
+"""Flags, the settings with them, the model's shape, and the devices that share one copy of the model."""
+
+
+def memory_advice(
+    config: TrainConfig,
+    shape: LlamaShape,
+    *,
+    shard_size: int,
+    compute_bytes: int,
+    device_type: str,
+    limit_bytes: float | None = None,
+) -> list[str]:
+    """Return flags that make a run smaller, each with the memory that one process would then take.
+
+    Args:
+        config: the settings.
+        shape: dimensions of the model.
+        shard_size: devices that share one copy of the model.
+        compute_bytes: bytes of a value in the precision that blocks compute in.
+        device_type: "cpu" or "cuda".
+        limit_bytes: only what takes no more than this; None is anything that takes less than now.
+    """
+
+    def total_of(of: TrainConfig, its_shape: LlamaShape, devices: int) -> int:
+        return estimate_memory(
+            of, its_shape, shard_size=devices, compute_bytes=compute_bytes, device_type=device_type
+        ).total
+
+    limit = total_of(config, shape, shard_size) - 1 if limit_bytes is None else limit_bytes
+    found = []
+    for changes in _changes(config, shape, shard_size, device_type):
+        for flags, changed, its_shape, devices in changes:
+            if (total := total_of(changed, its_shape, devices)) <= limit:
+                found.append(f"{flags} (about {total / 2**30:,.1f} GiB)")
+                break
+    return found
+
+
+def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_type: str) -> Iterator[Iterator[Change]]:
+    """Yield changes of one kind each, the smallest change of a kind first."""
+    batch, parallel, length = config.batch, config.parallel, config.data.seq_length
+    halves = [batch.batch_size >> times for times in range(1, batch.batch_size.bit_length())]
+    lengths = [length >> times for times in range(1, length.bit_length()) if length >> times >= SHORTEST]
+    yield (
+        (f"--batch_size={half}", replace(config, batch=replace(batch, batch_size=half)), shape, shard_size)
+        for half in halves
+    )
+    if not parallel.fsdp_activation_checkpointing:
+        recomputing = replace(parallel, fsdp_activation_checkpointing=True)
+        yield iter([("--fsdp_activation_checkpointing=true", replace(config, parallel=recomputing), shape, shard_size)])
+    if config.loss.loss_chunk_tokens == 0:
+        chunked = replace(config, loss=replace(config.loss, loss_chunk_tokens=None))
+        yield iter([("--loss_chunk_tokens=none", chunked, shape, shard_size)])
+    sharded = replace(config, parallel=replace(parallel, sharding_strategy="fsdp"))
+    noun = "GPUs" if device_type == "cuda" else "machines"
+    yield (
+        (f"{devices} {noun} with --sharding_strategy=fsdp", sharded, shape, devices)
+        for devices in (shard_size * 2**doublings for doublings in range(1, MOST_DOUBLINGS + 1))
+    )
+    yield (
+        (f"--seq_length={half}", replace(config, data=replace(config.data, seq_length=half)), shape, shard_size)
+        for half in lengths
+    )
+    variants = {name: resolve_shape(ModelConfig(model_variant=name, vocab_size=shape.vocab_size)) for name in VARIANTS}
+    counts = sorted(((parameter_count(each), name) for name, each in variants.items()), reverse=True)
+    yield (
+        (f"--model_variant={name}", config, variants[name], shard_size)
+        for count, name in counts
+        if count < parameter_count(shape)
+    )

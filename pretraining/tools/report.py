@@ -1,0 +1,342 @@
+"""A page about a run, or about several side by side: `pretrain report`.
+
+    runs' folders --read_runs--> RunRecord each --draw, tables--> report.html, one file that needs no network
+
+Curves are SVG by matplotlib, with an axis of steps for one run and of tokens for several. Whatever comes from a file is
+escaped. Folders are only read, so a run that is under way may be looked at.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretraining.config.commands import PageConfig
+from pretraining.config.fields import settings_of
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import format_value
+from pretraining.errors import ConfigError
+from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
+from pretraining.observability.display import format_seconds
+from pretraining.tools.run_records import Columns, RunRecord, number_of, read_runs, seconds_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+log = logging.getLogger(__name__)
+
+PAGE = "report.html"
+BUCKETS = 300
+MOST_ROWS, MOST_MARKS = 200, 12
+MARKED = ("restart", "rollback", "phase")
+INK = "#123456"  # becomes the page's own colour of text, light or dark
+
+STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 75rem; margin: auto; padding: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); gap: 1rem; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; }
+div.scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; }
+td, th { text-align: left; padding: 0.2rem 0.8rem 0.2rem 0; border-bottom: 1px solid #8885; vertical-align: top; }
+td { overflow-wrap: anywhere; min-width: 4rem; font-variant-numeric: tabular-nums; white-space: pre-wrap; }
+"""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Numbers that share axes.
+
+    Attributes:
+        numbers: names in metrics.jsonl, as a pattern.
+    """
+
+    title: str
+    unit: str
+    numbers: str
+
+
+PLOTS = (
+    Plot("Loss", "nats per token", r"loss|evaluation_loss(/.*)?"),
+    Plot("Training loss by dataset", "nats per token", r"loss/.*"),
+    Plot("Token accuracy", "share", r"token_accuracy|evaluation_token_accuracy(/.*)?"),
+    Plot("Learning rate", "", r"learning_rate(_group_\d+)?"),
+    Plot("Gradient norm", "", r"grad_norm"),
+    Plot("Skipped updates", "", r"skipped_updates"),
+    Plot("Tokens per second and device", "", r"tokens_per_second_per_gpu"),
+    Plot("MFU", "share", r"mfu"),
+    Plot("Waiting for data", "share of the time", r"data_share"),
+    Plot("Peak memory", "GiB", r"memory_gib"),
+)
+
+
+def report(config: PageConfig) -> None:
+    """Write the page, and the picture of the losses if one is asked for.
+
+    Raises:
+        ConfigError: a folder is no run, an ending is wrong, or matplotlib is missing.
+        DataError: a file cannot be written.
+    """
+    if not config.run_path:
+        raise ConfigError("--run_path is empty: name a run's folder")
+    picture = None if config.picture is None else Path(config.picture)
+    if picture is not None and picture.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--picture={picture} must end in .png or .svg")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ConfigError("pretrain report needs matplotlib: pip install 'pretraining[report]'") from None
+    runs = read_runs(config.run_path)
+    default = runs[0].path / PAGE if len(runs) == 1 else Path(PAGE)
+    path = Path(config.output_path) if config.output_path else default
+    if is_folder(path) or path.suffix != ".html":
+        raise ConfigError(f"--output_path={path} must be a file that ends in .html")
+    _write(path, render(runs).encode("utf-8", "replace"))
+    for run in runs:
+        for note in run.notes:
+            log.info("%s: %s", run.name, note)
+    log.info("page: %s; open it in a browser", path)
+    if picture is not None:
+        _write(picture, _draw(PLOTS[0], runs, {}, picture.suffix[1:]))
+        log.info("picture: %s", picture)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with output_errors(path):
+        check_replaceable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
+
+
+def render(runs: Sequence[RunRecord]) -> str:
+    """Return the page of at least one run."""
+    title = escape(", ".join(run.name for run in runs))
+    notes = "".join(f"<li>{escape(run.name)}: {escape(note)}</li>" for run in runs for note in run.notes)
+    colours: dict[str, str] = {}
+    figures = [_figure(plot, runs, colours) for plot in (*PLOTS, *_custom_plots(runs))]
+    sections = [
+        ("", f"<ul>{notes}</ul>" if notes else ""),
+        ("Summary", _table(_summary(runs))),
+        ("Curves", f'<div class="plots">{"".join(figures)}</div>' if any(figures) else "No report can be drawn yet."),
+        ("Mixture", _table(_mixture(runs))),
+        ("Events", _table(_events(runs))),
+        ("Settings that differ" if len(runs) > 1 else "Settings that are not defaults", _table(_settings(runs))),
+        ("What changed between starts", _table(_changes(runs))),
+    ]
+    body = "".join(f"<h2>{heading}</h2>{content}" if heading else content for heading, content in sections if content)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}: report</title><style>{STYLE}</style></head><body><h1>{title}</h1>{body}"
+        f"<p>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by pretrain report.</p></body></html>\n"
+    )
+
+
+def _table(rows: Iterable[Sequence[object]]) -> str:
+    """Return a table whose first row is its head; nothing if no other row follows."""
+    head, *body = rows
+    cells = ["".join(f"<th>{escape(str(cell))}</th>" for cell in head)]
+    cells += ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in body]
+    rows_of = "".join(f"<tr>{each}</tr>" for each in cells)
+    return f'<div class="scroll"><table>{rows_of}</table></div>' if body else ""
+
+
+# Curves
+
+
+def _custom_plots(runs: Sequence[RunRecord]) -> list[Plot]:
+    """Return a plot of each metric of the user's own, in training and in evaluations."""
+    names = dict.fromkeys(
+        match[1]
+        for run in runs
+        for name in (*run.training, *run.evaluations)
+        if (match := re.match(r"(?:evaluation_)?(custom/[^/]*)", name))
+    )
+    return [Plot(name.partition("/")[2], "", rf"(evaluation_)?{re.escape(name)}(/.*)?") for name in names]
+
+
+def _figure(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str]) -> str:
+    """Return a plot as HTML; nothing if no run has one of its numbers."""
+    if not any(True for run in runs for _ in _curves(plot, run, "step")):
+        return ""
+    svg = _draw(plot, runs, colours, "svg", INK).decode()
+    return f"<figure>{svg[svg.index('<svg') :].replace(INK, 'currentColor')}</figure>"
+
+
+def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: str, ink: str = "black") -> bytes:
+    """Return a plot as "svg" or "png".
+
+    Args:
+        colours: by label, for all plots of a page: what is new is added.
+        ink: colour of text and axes. With `INK` the background is transparent.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    axis = "step" if len(runs) == 1 else "tokens_seen"
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "text.parse_math": False}):
+        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        for run in runs:
+            for name, x, y in _curves(plot, run, axis):
+                label = _label(name) if len(runs) == 1 else f"{run.name}: {_label(name)}"
+                colour = colours.setdefault(label, f"C{len(colours) % 10}")
+                marker = "." if name.startswith("evaluation_") or len(x) == 1 else None
+                axes.plot(x, y, label=label, color=colour, marker=marker, linewidth=1.0)
+            _mark(axes, run, axis, len(runs) > 1, ink)
+        axes.set_title(plot.title, color=ink)
+        axes.set_xlabel("tokens" if len(runs) > 1 else "step", color=ink)
+        axes.set_ylabel(plot.unit, color=ink)
+        axes.tick_params(colors=ink)
+        axes.grid(alpha=0.25)
+        for spine in axes.spines.values():
+            spine.set_color(ink)
+        if len(axes.get_legend_handles_labels()[1]) > 1:
+            axes.legend(fontsize="small", labelcolor=ink, framealpha=0.0)
+        content = io.BytesIO()
+        metadata = {"Date": None} if form == "svg" else None
+        figure.savefig(content, format=form, transparent=ink == INK, metadata=metadata, dpi=150)
+    return content.getvalue()
+
+
+def _curves(plot: Plot, run: RunRecord, axis: str) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
+    """Yield name, x and y of a plot's numbers, without those that are 0 throughout or repeat another."""
+    drawn: list[NDArray[Any]] = []
+    for reports in (run.training, run.evaluations):
+        for name in reports:
+            if re.fullmatch(plot.numbers, name):
+                x, y = reports[axis], reports[name]
+                is_known = np.isfinite(x) & np.isfinite(y)
+                x, y = x[is_known], y[is_known]
+                if y.any() and not any(np.array_equal(y, other) for other in drawn):
+                    drawn.append(y)
+                    yield name, *thin(x, y)
+
+
+def _label(name: str) -> str:
+    """Return what a curve is called: the dataset or set if the name ends in one."""
+    if name.removeprefix("evaluation_").startswith("custom/"):
+        name = name.replace("custom/", "", 1)
+    of, _, part = name.partition("/")
+    return part or ("evaluation" if of.startswith("evaluation_") else "training")
+
+
+def thin(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the points of a curve that a plot can show: first, last, lowest and highest of each bucket."""
+    if len(y) <= 4 * BUCKETS:
+        return x, y
+    edges = np.linspace(0, len(y), BUCKETS + 1).astype(int)
+    kept = {0, len(y) - 1}
+    for begin, end in itertools.pairwise(edges):
+        kept |= {int(begin + y[begin:end].argmin()), int(begin + y[begin:end].argmax())}
+    places = sorted(kept)
+    return x[places], y[places]
+
+
+def _mark(axes: Axes, run: RunRecord, axis: str, is_named: bool, ink: str) -> None:
+    """Draw a line at the newest restarts, rollbacks and changes of the mixture."""
+    marked = [each for each in run.events if each.get("event") in MARKED and number_of(each["step"]) > 0]
+    steps, positions = run.training["step"], run.training[axis]
+    for event in marked[-MOST_MARKS:]:
+        place = np.searchsorted(steps, event["step"])
+        if place < len(steps) and np.isfinite(positions[place]):
+            axes.axvline(positions[place], color=ink, linewidth=0.6, linestyle=":")
+            text = f"{run.name}: {event['event']}" if is_named else event["event"]
+            across = axes.get_xaxis_transform()
+            axes.text(positions[place], 0.98, text, transform=across, rotation=90, va="top", size=6, color=ink)
+
+
+# Tables: the first row is the head
+
+
+def _summary(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
+    yield ("run", "state", "steps", "tokens", "time", "training loss", "evaluation loss", "tokens/s/device", "MFU")
+    for run in runs:
+        training, evaluations = run.training, run.evaluations
+        times = [seconds_of(event.get("time")) for event in run.events] + [*training["time"], *evaluations["time"]]
+        known = [each for each in times if math.isfinite(each)]
+        yield (
+            run.name,
+            f"{run.state}: {run.reason}" if run.reason else run.state,
+            _format(training.last("step"), ",.0f"),
+            _format(training.last("tokens_seen"), ",.0f"),
+            format_seconds(max(known) - min(known)) if known else "",
+            _last_and_best(training, "loss"),
+            _last_and_best(evaluations, "evaluation_loss"),
+            _format(_median(training["tokens_per_second_per_gpu"]), ",.0f"),
+            _format(_median(training["mfu"]), ".1%"),
+        )
+
+
+def _last_and_best(reports: Columns, name: str) -> str:
+    values = reports[name]
+    if not np.isfinite(values).any():
+        return ""
+    best = int(np.nanargmin(values))
+    return f"{reports.last(name):.4f} (best {values[best]:.4f} at step {reports['step'][best]:,.0f})"
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else math.nan
+
+
+def _format(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else ""
+
+
+def _mixture(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
+    yield ("run", "steps", "dataset", "asked", "realised", "samples")
+    for run in runs:
+        for part in run.mixture:
+            steps = f"{part.first_step:,} to {part.end_step:,}"
+            yield run.name, steps, part.dataset, f"{part.asked:.2%}", f"{part.realised:.2%}", f"{part.samples:,}"
+
+
+def _events(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
+    yield ("run", "time (UTC)", "step", "event", f"details (the newest {MOST_ROWS} events of a run)")
+    for run in runs:
+        for event in run.events[-MOST_ROWS:]:
+            details = {name: value for name, value in event.items() if name not in ("step", "time", "event")}
+            told = ", ".join(f"{name}={value}" for name, value in details.items() if value not in (None, ""))
+            yield run.name, event.get("time", ""), event["step"], event.get("event", ""), told
+
+
+def _settings(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
+    columns = {run.name: run.settings for run in runs if run.settings}
+    if len(runs) == 1:
+        defaults = settings_of(TrainConfig).values()
+        columns["default"] = {f"{each.section}.{each.name}": format_value(each.default) for each in defaults}
+    yield ("setting", *columns)
+    for name in dict.fromkeys(name for settings in columns.values() for name in settings):
+        values = [settings.get(name, "") for settings in columns.values()]
+        if len(set(map(_canonical, values))) > 1 and (len(runs) > 1 or values[-1]):
+            yield name, *values
+
+
+def _canonical(text: str) -> str:
+    """Return a number with an exponent in one form: YAML has 1.0e-08 where Python has 1e-08."""
+    try:
+        return str(float(text)) if "e" in text.lower() else text
+    except ValueError:
+        return text
+
+
+def _changes(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
+    yield ("run", "start", "at step", "what", "before", "from here on")
+    for run in runs:
+        for number, (before, now) in enumerate(itertools.pairwise(run.environments), 2):
+            for name in dict.fromkeys((*before, *now)):
+                if name not in ("time", "step") and before.get(name) != now.get(name):
+                    yield run.name, number, now.get("step", ""), name, before.get(name, ""), now.get(name, "")

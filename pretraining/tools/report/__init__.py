@@ -1,1 +1,0 @@
-"""`pretrain report`: a page about runs, from what their folders hold."""

@@ -1,0 +1,162 @@
+"""`pretrain report`: one page that shows what a run's folder holds; no text of a file becomes HTML."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ROOT, plain_environment
+from unit.tools.run_folders import evaluation_report, event, training_report, write_lines, write_run
+
+from pretraining.cli import main
+from pretraining.config.command_line import parse_config
+from pretraining.config.commands import PageConfig
+from pretraining.errors import ConfigError, DataError
+from pretraining.tools.report import PLOTS, render, report, thin
+from pretraining.tools.run_records import read_runs
+
+pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'pretraining[report]'")
+
+
+def page_of(*folders: Path) -> str:
+    return render(read_runs([str(folder) for folder in folders]))
+
+
+def cells_of(page: str, heading: str) -> list[list[str]]:
+    """The rows of the table under a heading."""
+    after = page.partition(f"<h2>{heading}</h2>")[2].partition("</table>")[0]
+    return [re.findall("<t[dh]>(.*?)</t[dh]>", row) for row in after.split("</tr>")[:-1]]
+
+
+def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "a"))
+    _, row = cells_of(page, "Summary")
+    assert row[:4] == ["a", "finished: 40 of 40 steps are done", "40", "1,280"]
+    assert row[5:7] == ["4.1000 (best 4.1000 at step 40)", "4.2000 (best 4.2000 at step 40)"]
+    titles = [plot.title for plot in PLOTS if f">{plot.title}</text>" in page]
+    assert titles == ["Loss", "Learning rate", "Gradient norm", "Tokens per second and device"]
+    assert ">restart<" in page and page.count("<svg") == 4
+    events = cells_of(page, "Events")
+    assert [each[3] for each in events[1:]] == ["start", "phase", "skip", "checkpoint", "restart", "end"]
+    assert ["a", "2", "20", "packages.torch", "2.12", "2.13"] in cells_of(page, "What changed between starts")
+    settings = {row[0]: row[1:] for row in cells_of(page, "Settings that are not defaults")}
+    assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
+
+
+def test_a_page_of_several_runs_has_what_differs(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "a"), write_run(tmp_path / "b", "learning_rate=2e-3", shift=0.5))
+    assert cells_of(page, "Settings that differ")[1:] == [["optimizer.learning_rate", "none", "0.002"]]
+    assert ">a: training<" in page and ">b: evaluation<" in page and ">b: restart<" in page and ">tokens<" in page
+
+
+def test_a_set_keeps_its_colour_in_all_plots(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    values = {f"{name}/{part}": 1.0 + n for n, part in enumerate(("x", "y")) for name in ("loss", "custom/mine")}
+    lines = [training_report(step, **{k: v + step for k, v in values.items()}) for step in (1, 2)]
+    lines.append(evaluation_report(2, 3.0, **{"evaluation_loss/x": 3.5, "evaluation_loss/y": 2.5}))
+    write_lines(run / "logs" / "metrics.jsonl", lines)
+    figures = page_of(run).split("<figure>")[1:]
+    of_y = [re.findall(r"stroke: (#\w+)", figure.partition('id="legend_1"')[2])[-1] for figure in figures[:2]]
+    assert of_y[0] == of_y[1] and any(">mine<" in figure for figure in figures)
+
+
+def test_texts_of_files_are_no_html_and_no_formula(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a<b>")
+    write_lines(run / "logs" / "events.jsonl", [event("<script>alert(1)</script>", 3, text="$x^2$ <img src=x>")])
+    write_lines(run / "logs" / "metrics.jsonl", [training_report(1, **{"loss/<i>$\\frac{": 3.0})])
+    (run / "run_status.json").write_text(json.dumps({"status": "failed", "reason": "<b>"}))
+    page = page_of(run)
+    assert not re.search(r"<(script|img|b|i)\b", page)
+
+
+def test_a_run_that_has_reported_nothing_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {model_variant: tiny}\n")
+    page = page_of(tmp_path)
+    assert "No report can be drawn yet." in page and "There is no logs/metrics.jsonl." in page
+
+
+def test_a_long_curve_keeps_its_spikes_and_the_page_stays_small(tmp_path: Path) -> None:
+    steps = np.arange(50_000.0)
+    values = np.sin(steps / 999)
+    values[[7, 31_007]] = 99.0, -99.0
+    x, y = thin(steps, values)
+    assert len(x) <= 602 and x[0] == 0 and x[-1] == 49_999 and (y[x == 7], y[x == 31_007]) == (99.0, -99.0)
+    short = thin(steps[:9], values[:9])
+    assert short[0].tolist() == steps[:9].tolist()
+    write_run(tmp_path)
+    write_lines(tmp_path / "logs" / "metrics.jsonl", (training_report(step) for step in range(1, 20_000)))
+    assert len(page_of(tmp_path)) < 1_000_000
+
+
+def test_pages_and_pictures_go_where_they_are_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    main(["report", str(run)])
+    main(["report", str(run), str(write_run(tmp_path / "b"))])
+    main(["report", str(run), "--output_path=new/page.html", "--picture=new/loss.svg"])
+    main(["report", str(run), "--output_path=new/page.html", "--picture=loss.png"])
+    assert all(Path(each).exists() for each in ("a/report.html", "report.html", "new/page.html"))
+    assert "<svg" in Path("new/loss.svg").read_text() and Path("loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_are_words_or_a_comma_list_and_folders_of_a_sweep_keep_their_commas(tmp_path: Path) -> None:
+    odd = tmp_path / "rate=1,optimizer=adamw"
+    odd.mkdir()
+
+    def read(*words: str, **flags: str) -> tuple[str, ...]:
+        return parse_config(PageConfig, words, flags).run_path
+
+    assert read("a", "b", output_path="x") == ("a", "b")
+    assert read("a,b", "c") == read(run_path="a,b,c") == ("a", "b", "c")
+    assert read(str(odd), "c", "output_path=x") == (str(odd), "c")
+    for words, flags in ((("a,,b",), {}), (("a", "b"), {"run_path": "c"})):
+        with pytest.raises(ConfigError, match=r"run_path|a,,b"):
+            read(*words, **flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"run_path": ()},
+        {"run_path": ("{0}/gone",)},
+        {"output_path": "{0}"},
+        {"output_path": "{0}/a/logs/metrics.jsonl"},
+        {"picture": "loss.pdf"},
+    ],
+)
+def test_what_cannot_be_is_one_error_and_nothing_is_written(tmp_path: Path, flags: dict[str, object]) -> None:
+    run = write_run(tmp_path / "a")
+    given: dict[str, object] = {"run_path": (str(run),)}
+    for name, value in flags.items():
+        given[name] = value.format(tmp_path) if isinstance(value, str) else tuple(v.format(tmp_path) for v in value)  # type: ignore[attr-defined]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as error:
+        report(PageConfig(**given))  # type: ignore[arg-type]
+    assert error.value.settings == tuple(flags)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_nothing_but_an_earlier_page_is_replaced(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (tmp_path / "link.html").symlink_to(run / "config.yaml")
+    for place in (tmp_path / "link.html", run / "config.yaml" / "page.html"):
+        with pytest.raises(DataError, match="cannot be written"):
+            report(PageConfig((str(run),), output_path=str(place)))
+
+
+def test_a_missing_package_is_one_error_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pretraining\[report\]"):
+        report(PageConfig((str(write_run(tmp_path / "a")),)))
+
+
+def test_a_page_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from pretraining.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "report", str(write_run(tmp_path / "a"))]
+    done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,145 @@
+"""What is read of a run's folder: all of a whole one, and of a damaged one what is left, with a note."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from unit.tools.run_folders import training_report, write_lines, write_run
+
+from pretraining.checkpoint import lease
+from pretraining.errors import ConfigError
+from pretraining.observability import environment
+from pretraining.tools import run_records
+from pretraining.tools.run_records import Columns, mixture_of, read_run, read_runs
+
+
+def test_a_whole_run_is_read_without_a_note(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path), "a")
+    assert run.notes == [] and (run.state, run.reason) == ("finished", "40 of 40 steps are done")
+    assert len(run.training) == 20 and run.evaluations["evaluation_loss"].tolist() == [4.5, 4.2]
+    assert [each["event"] for each in run.events[:3]] == ["start", "phase", "skip"]
+    assert run.settings["model.hidden_size"] == "16"
+    assert [record["packages.torch"] for record in run.environments] == ["2.12", "2.13"]
+    assert np.diff(run.training["time"]).tolist() == [2.0] * 19
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_folders_of_earlier_versions_are_read(form: str) -> None:
+    run = read_run(ROOT / "tests" / "golden" / "run" / form, "a")
+    assert run.state in ("finished", "preempted") and np.isfinite(run.training.last("loss"))
+    assert {part.dataset for part in run.mixture} == {"first", "second"}
+    assert all(abs(part.asked - part.realised) * part.samples <= 2 for part in run.mixture)
+
+
+def test_columns_have_a_row_per_report() -> None:
+    columns = Columns()
+    columns.add({"step": 1, "loss": 2.0, "text": "x", "huge": 10**400})
+    columns.add({"step": 2, "mfu": 0.5, "loss": None})
+    assert list(columns) == ["step", "loss", "mfu"] and columns["step"].tolist() == [1.0, 2.0]
+    assert columns["loss"][0] == 2.0 and math.isnan(columns["loss"][1]) and math.isnan(columns["mfu"][0])
+    assert columns.last("loss") == 2.0 and math.isnan(columns.last("none")) and len(columns["none"]) == 2
+
+
+def test_a_folder_of_nothing_but_settings_is_a_run_that_has_reported_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "whole")
+    (tmp_path / "config.yaml").write_text((tmp_path / "whole" / "config.yaml").read_text())
+    run = read_runs([str(tmp_path)])[0]
+    assert run.state == "unknown" and run.settings and len(run.training) == 0 and len(run.notes) == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run_status.json", "{"),
+        ("run_status.json", '{"status": 3}'),
+        ("logs/metrics.jsonl", "nothing\n"),
+        ("logs/metrics.jsonl", '{"step": 1, '),
+        ("logs/metrics.jsonl", '{"loss": 1}\n'),
+        ("logs/events.jsonl", '{"event": "start"}\n'),
+        ("logs/environment.json", "{}"),
+        ("logs/environment.json", "[1]"),
+        ("logs/environment.json", "["),
+        ("config.yaml", "a: ["),
+    ],
+)
+def test_a_damaged_file_costs_what_it_holds_and_a_note(tmp_path: Path, file: str, content: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / file).write_text(content)
+    run = read_run(tmp_path, "a")
+    is_empty_list = content == "{}"  # nothing is lost
+    assert is_empty_list or any(Path(file).name in note for note in run.notes), run.notes
+    others = (run.settings, run.events, len(run.training), run.environments)
+    assert sum(not each for each in others) <= 1
+
+
+@pytest.mark.parametrize("file", ["logs/metrics.jsonl", "logs/events.jsonl", "logs/environment.json", "config.yaml"])
+def test_folders_and_pipes_in_the_place_of_files_are_notes(tmp_path: Path, file: str) -> None:
+    for number, make in enumerate((os.mkdir, os.mkfifo)):
+        folder = write_run(tmp_path / str(number))
+        (folder / file).unlink()
+        make(folder / file)
+        assert any(note.startswith(file) for note in read_run(folder, "a").notes)
+
+
+def test_a_run_that_says_running_was_killed_unless_its_lease_is_fresh(tmp_path: Path) -> None:
+    write_run(tmp_path, status="running")
+    assert (read_run(tmp_path, "a").state, read_run(tmp_path, "a").reason) == ("killed", "")
+    held = tmp_path / "lease.json"
+    held.write_text("{}")
+    assert read_run(tmp_path, "a").state == "running"
+    os.utime(held, (time.time() - 61, time.time() - 61))
+    assert read_run(tmp_path, "a").state == "killed"
+
+
+def test_names_of_files_are_those_that_training_writes() -> None:
+    assert (run_records.LEASE_FILE, run_records.LEASE_STALE_SECONDS) == (lease.LEASE, lease.STALE_SECONDS)
+    assert run_records.ENVIRONMENT_FILE == environment.ENVIRONMENT_FILE
+
+
+def test_what_is_no_run_is_refused_with_all_problems_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as raised:
+        read_runs([str(tmp_path / name) for name in ("gone", "file")])
+    assert len(raised.value.problems) == 2 and raised.value.settings == ("run_path",)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / parent / "a") for parent in ("x", "y")]
+    assert [run.name for run in read_runs([str(folder) for folder in folders])] == [str(folder) for folder in folders]
+
+
+def test_damaged_lines_between_others_are_dropped(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [training_report(1), training_report(2)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n[1]\n{"step": NaN}\n{"step": 3}\n')
+    notes: list[str] = []
+    steps = [line["step"] for line in run_records.read_lines(tmp_path / "metrics.jsonl", notes)]
+    assert steps == [1, 2, 3] and len(notes) == 1 and "3 damaged lines" in notes[0]
+
+
+def test_the_realised_mixture_is_counted_from_the_state_of_the_data(tmp_path: Path) -> None:
+    first = {"first_step": 0, "first_sample": 0, "global_batch_size": 10, "weights": {"code": 1, "web": 3}}
+    data = {"phases": [{**first, "base_counts": {"code": 0, "web": 0}}], "skipped": [], "next_sample": 100}
+    manifest: Any = SimpleNamespace(step=10, data=data)
+    code, web = mixture_of(manifest)
+    assert (code.dataset, code.asked, code.samples, code.realised) == ("code", 0.25, 25, 0.25)
+    assert (web.samples, web.first_step, web.end_step) == (75, 0, 10)
+    manifest.data = {}
+    assert mixture_of(manifest) == []
+
+
+def test_a_damaged_checkpoint_costs_the_mixture_alone(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "step_40_ckp"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    run = read_run(tmp_path, "a")
+    assert run.mixture == [] and len(run.training) == 20
