@@ -81,7 +81,7 @@ def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_typ
     variants = {name: resolve_shape(ModelConfig(model_variant=name, vocab_size=shape.vocab_size)) for name in VARIANTS}
     counts = sorted(((parameter_count(each), name) for name, each in variants.items()), reverse=True)
     yield (
-        (f"--model_variant={name}", config, variants[name], shard_size)
+        (f"--model_variant={name} --vocab_size={shape.vocab_size}", config, variants[name], shard_size)
         for count, name in counts
         if count < parameter_count(shape)
     )

@@ -63,6 +63,7 @@ def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str
         (["help"], 0, "out", "pretrain prepare"),
         ([], 0, "out", "Commands:"),
         (["trian"], 1, "err", "unknown command 'trian'"),
+        (["completion"], 1, "err", "it is gone"),
     ],
 )
 def test_without_a_command_the_commands_are_listed(

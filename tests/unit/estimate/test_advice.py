@@ -1,0 +1,60 @@
+"""Advice on memory: each line is a change of its own, and with its flags the estimate is what the line says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pretraining.config.command_line import load_train_config
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import resolve_shape
+from pretraining.estimate.advice import memory_advice
+from pretraining.estimate.memory import estimate_memory
+
+BASE = ["use_dummy_dataset=true", "model_variant=1b", "batch_size=8", "loss_chunk_tokens=0"]
+
+
+def load(*flags: str) -> TrainConfig:
+    return load_train_config([*BASE, *flags])
+
+
+def gib(config: TrainConfig, shard_size: int = 1, device_type: str = "cuda") -> float:
+    shape = resolve_shape(config.model)
+    options = {"shard_size": shard_size, "compute_bytes": 2, "device_type": device_type}
+    return estimate_memory(config, shape, **options).total / 2**30  # type: ignore[arg-type]
+
+
+def advice(config: TrainConfig, limit_gib: float | None, device_type: str = "cuda") -> dict[str, float]:
+    limit = None if limit_gib is None else limit_gib * 2**30
+    shape = resolve_shape(config.model)
+    lines = memory_advice(config, shape, shard_size=1, compute_bytes=2, device_type=device_type, limit_bytes=limit)
+    matches = [re.fullmatch(r"(.*) \(about ([\d,.]+) GiB\)", line) for line in lines]
+    return {match[1]: float(match[2].replace(",", "")) for match in matches if match}
+
+
+@pytest.mark.parametrize("limit_gib", [None, 60.0, 40.0, 20.0, 0.1])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_what_is_advised_takes_what_it_says_and_fits(limit_gib: float | None, device_type: str) -> None:
+    config = load()
+    found = advice(config, limit_gib, device_type)
+    for flags, told in found.items():
+        assert told <= (gib(config, 1, device_type) if limit_gib is None else limit_gib)
+        if flags.startswith("--"):
+            assert told == pytest.approx(gib(load(*flags[2:].split(" --")), 1, device_type), abs=0.06)
+        else:
+            sharded = replace(config, parallel=replace(config.parallel, sharding_strategy="fsdp"))
+            assert told == pytest.approx(gib(sharded, int(flags.split()[0]), device_type), abs=0.06)
+    assert bool(found) == (limit_gib != 0.1)
+
+
+def test_each_kind_of_change_comes_once_and_as_small_as_does() -> None:
+    names = [flags.partition("=")[0] for flags in advice(load(), None)]
+    assert names == [
+        *("--batch_size", "--fsdp_activation_checkpointing", "--loss_chunk_tokens"),
+        *("2 GPUs with --sharding_strategy", "--seq_length", "--model_variant"),
+    ]
+    small = load("batch_size=1", "fsdp_activation_checkpointing=true", "loss_chunk_tokens=none", "seq_length=128")
+    assert [flags.partition("=")[0] for flags in advice(small, None)] == names[3:4] + names[5:]
+    assert "2 machines with --sharding_strategy=fsdp" in advice(load(), None, "cpu")
