@@ -215,7 +215,7 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     config = parse_config(DoctorConfig, overrides, flags)
     layout = resolve_layout(os.environ)
     set_threads(config.run.cpu_threads, layout)  # as training does
-    from pretraining.tools.doctor.doctor import doctor
+    from pretraining.tools.doctor import doctor
 
     if doctor(config, layout) == "bad":
         sys.exit(FAILED)

@@ -1,17 +1,16 @@
-"""One process of `pretrain doctor` with something wrong: rank 1 multiplies slowly, and the links of rank 2 are slow."""
+"""One process of `pretrain doctor` with something wrong: rank 1 multiplies slowly, and rank 2 is slow to be reached."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from pretraining.cli import main
 from pretraining.launch.program import run_as_program
-from pretraining.tools.doctor import measure
+from pretraining.tools import doctor
 
 
 def finding(function: Callable[..., object], found: float) -> Callable[..., float]:
@@ -26,11 +25,8 @@ def finding(function: Callable[..., object], found: float) -> Callable[..., floa
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    measure.MATMUL_SIZES["cpu"] = (128,)
-    measure.copy_bytes = lambda device, local_world_size: 2**20
-    measure.BUDGET_SECONDS = 0.05
-    copies = measure._measure_copies
-    measure._measure_copies = lambda device, size: [replace(rate, value=1.0) for rate in copies(device, size)]
-    measure.matmul_tflops = finding(measure.matmul_tflops, 0.05 if os.environ["RANK"] == "1" else 1.0)
-    measure.exchange_seconds = finding(measure.exchange_seconds, 0.1 if os.environ["RANK"] == "2" else 0.001)
+    doctor.MATMUL_SIZE["cpu"], doctor.COPY_BYTES["cpu"] = 128, 2**20
+    doctor.BUDGET_SECONDS = 0.05
+    doctor.matmul_tflops = finding(doctor.matmul_tflops, 0.05 if os.environ["RANK"] == "1" else 1.0)
+    doctor.exchange_seconds = finding(doctor.exchange_seconds, 0.1 if os.environ["RANK"] == "2" else 0.001)
     run_as_program(lambda: main(["doctor", *sys.argv[1:]]))

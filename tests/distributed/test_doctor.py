@@ -14,20 +14,15 @@ WORKER = Path(__file__).parent / "doctor_worker.py"
 @pytest.mark.thorough
 def test_slow_ranks_are_named_by_what_is_slow_about_them(tmp_path: Path) -> None:
     flags = ["--json", f"--disk_path={tmp_path}", "--disk_mib=1", "--message_mib=1", "--slow_factor=3"]
-    done = run_forked(WORKER, 3, [*flags, f"--ckpt_save_path={tmp_path}/run"], check=False)
-    output = done.stdout
-    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-    slow = "\n".join(found["slow"])
-    host = found["ranks"][0]["host"]
-    for dtype in ("bfloat16", "float32"):
-        assert f"rank 1 on {host} is slow: matmul {dtype} 128 " in slow
-    assert f"rank 2 on {host} is slow: all its links are " in slow
-    assert f"rank 0 on {host} is slow: matmul" not in slow and "the link between" not in slow
-    assert [(link["one"], link["other"]) for link in found["links"]] == [(0, 1), (0, 2), (1, 2)]
-    assert {each["name"] for each in found["collectives"]} == {"all-reduce", "all-gather", "reduce-scatter"}
-    assert [len(rank["rates"]) for rank in found["ranks"]] == [5, 3, 3]  # one of a machine measures the disk
-    assert not list(tmp_path.iterdir())
-    verdicts = {check["found"]: check["verdict"] for check in found["checks"] if check["item"] == "speed"}
-    assert set(verdicts) == set(found["slow"]) and set(verdicts.values()) == {"bad"}
+    done = run_forked(WORKER, 3, [*flags, f"--ckpt_save_path={tmp_path}/run", "--model_variant=tiny"], check=False)
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    slow = {
+        (row["check"], row["found"].partition(" on ")[0]) for row in found["rows"] if "times slower" in row["found"]
+    }
+    assert slow >= {(f"matmul {dtype} 128", "rank 1") for dtype in ("bfloat16", "float32")}
+    assert ("messages to the next rank", "rank 2") in slow and ("matmul float32 128", "rank 0") not in slow
+    readings = [[reading["check"] for reading in rank["readings"]] for rank in found["ranks"]]
+    assert readings[0][-3:] == ["all-reduce", "all-reduce of 1 KiB", "messages to the next rank"]
+    assert ["disk read" in each for each in readings] == [True, False, False]  # one rank of a machine
     assert found["verdict"] == "bad" and done.returncode == 1 and "Traceback" not in done.stderr
-    assert found["save_gib_per_second"] > 0
+    assert any(row["check"] == "saves" for row in found["rows"]) and not list(tmp_path.iterdir())

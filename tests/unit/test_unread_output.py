@@ -18,10 +18,9 @@ PROGRAM = """
 import sys
 from pretraining.cli import run_console_script
 if sys.argv[1] == "doctor":
-    from pretraining.tools.doctor import measure
-    measure.MATMUL_SIZES["cpu"] = (32,)
-    measure.BUDGET_SECONDS = 0.001
-    measure.copy_bytes = lambda device, local_world_size: 2**20
+    from pretraining.tools import doctor
+    doctor.MATMUL_SIZE["cpu"], doctor.COPY_BYTES["cpu"] = 32, 2**20
+    doctor.BUDGET_SECONDS = 0.001
 run_console_script()
 """
 DUMMY = [*(f"--{setting}" for setting in TINY), "--use_dummy_dataset", "--num_steps=2"]

@@ -1,0 +1,442 @@
+"""`pretrain doctor`: measures the machines that a run would use, and says what is normal and what to do.
+
+    each rank: versions, cores, device, disk --+
+    all ranks: all-reduce, neighbours, saves --+--> Reading each --judge--> Row each: check, verdict, what to do
+
+All ranks measure at the same time, as they train. A rank is named if it is slower than the median of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from pretraining.checkpoint.writer import plan_save
+from pretraining.config.commands import DoctorConfig
+from pretraining.config.training import CheckpointConfig
+from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.distributed.parallelize import compute_dtype
+from pretraining.distributed.processes import (
+    Processes,
+    gather_from_every_rank,
+    join_processes,
+    on_every_rank,
+    on_rank_zero,
+)
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.estimate.devices import peak_tflops
+from pretraining.estimate.memory import MASTER_BYTES, optimizer_state_bytes
+from pretraining.files import is_folder
+from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.machine import machine_memory, usable_cores
+from pretraining.text import count_of, format_table
+
+Verdict = Literal["good", "look at", "bad"]
+
+GIB, MIB = 2.0**30, 2**20
+MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
+MESSAGE_MIB = {"cpu": 16, "cuda": 256}
+REPEATS, BUDGET_SECONDS = 5, 0.3
+SAVE_SECONDS, SAVED_TENSOR_BYTES = 8, 2**24
+BAD_TIMES = 3.0
+"""How many times slower than the others is bad, rather than worth a look."""
+LOW_SHARE_OF_PEAK, SLOW_DISK_GIB, SLOW_BFLOAT16 = 0.4, 0.1, 1.5
+CLOCK_SKEW_SECONDS, BAD_SKEW_SECONDS = 1.0, 30.0  # a lease is stale after 60
+HOT_CELSIUS = 88.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A number that one rank measured; the higher, the better.
+
+    Attributes:
+        normal: what is normal, in words; empty if only the other ranks can tell.
+        verdict: by what is normal.
+        advice: what to do if it is not.
+    """
+
+    check: str
+    value: float
+    unit: str
+    normal: str = ""
+    verdict: Verdict = "good"
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the result. `found` is the median over ranks, or what is unusual about some."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    normal: str = ""
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank measured. `clock` is its machine's, in seconds, at the same moment on all ranks."""
+
+    host: str
+    versions: dict[str, str]
+    readings: list[Reading]
+    clock: float
+
+
+def doctor(config: DoctorConfig, layout: ProcessLayout) -> Verdict:
+    """Measure and print, in every process of a job; return the worst verdict, the same in all.
+
+    Raises:
+        ConfigError: a folder cannot be used.
+    """
+    place = (layout.rank, layout.world_size, layout.local_rank, layout.local_world_size)
+    with join_processes(*place, layout.as_environment(), parallel=config.parallel) as processes:
+        _barrier()
+        clock = time.time()
+        ranks = gather_from_every_rank(lambda: _examine(config, processes, clock))
+        for rank, more in enumerate(gather_from_every_rank(lambda: _measure_links(config, processes))):
+            ranks[rank].readings.extend(more)
+        saves = _measure_saves(config, ranks)
+        rows = [*_same_versions(ranks), *_clocks(ranks), *_judge(ranks, config.doctor.slow_factor), *saves]
+        worst: Verdict = next(each for each in ("bad", "look at", "good") if any(row.verdict == each for row in rows))
+        if processes.is_main:
+            documents = {"verdict": worst, "rows": [*map(asdict, rows)], "ranks": [*map(asdict, ranks)]}
+            text = "\n".join(_table(ranks, rows))
+            print(json.dumps(documents) if config.doctor.json else text, flush=True)
+    return worst
+
+
+# What each rank measures by itself
+
+
+def _examine(config: DoctorConfig, processes: Processes, clock: float) -> RankReport:
+    device, asked = processes.device, config.doctor
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    versions = {"Python": platform.python_version(), "torch": torch.__version__, "device": name}
+    if device.type == "cuda":
+        versions["CUDA"] = str(torch.version.cuda or torch.version.hip)
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    readings = [_cores(processes.local_world_size), _memory(processes.local_world_size)]
+    readings += _matmuls(device, name, compute_dtype(config.parallel, device) == torch.bfloat16)
+    readings += _copies(device)
+    if device.type == "cuda":
+        readings += _gpu_health(str(torch.cuda.get_device_properties(device).uuid))
+    if asked.disk_path is not None and processes.local_rank == 0:
+        readings += _disk(Path(asked.disk_path), asked.disk_mib, f".pretrain_doctor_{processes.rank}_{os.getpid()}")
+    return RankReport(socket.gethostname(), versions, readings, clock)
+
+
+def _cores(processes: int) -> Reading:
+    cores, threads = usable_cores(), torch.get_num_threads()
+    is_bad, is_crowded = cores < processes, cores < threads * processes
+    advice = "ask for more cores (--cpus-per-task)" if is_bad else f"set OMP_NUM_THREADS={max(1, cores // processes)}"
+    verdict: Verdict = "bad" if is_bad else "look at" if is_crowded else "good"
+    normal = f"at least {processes} processes x {threads} threads"
+    return Reading("cores", cores, "cores", normal, verdict, advice)
+
+
+def _memory(processes: int) -> Reading:
+    memory = machine_memory()
+    verdict: Verdict = "good" if memory.available > 2**28 * processes else "bad"
+    normal = "0.25 GiB per process, and the model"
+    return Reading("host memory", memory.available / GIB, "GiB", normal, verdict, "end what else runs, or ask for more")
+
+
+def _matmuls(device: torch.device, name: str, is_chosen: bool) -> Iterator[Reading]:
+    size, rates = MATMUL_SIZE[device.type], {}
+    for dtype in (torch.bfloat16, torch.float32):
+        rates[dtype] = matmul_tflops(device, dtype, size)
+    half, full = rates[torch.bfloat16], rates[torch.float32]
+    peak, verdict, normal = peak_tflops(name), "good", ""
+    advice = "look at its clocks, and for other programs on it (nvidia-smi)"
+    if peak is not None:
+        verdict = "good" if half >= LOW_SHARE_OF_PEAK * peak else "look at"
+        normal = f"at least {LOW_SHARE_OF_PEAK:.0%} of the peak of {peak:g}"
+    elif full > SLOW_BFLOAT16 * half:
+        verdict, normal = "look at" if is_chosen else "good", f"not below float32, which is {full:.3g}"
+        advice = "train in float32: --mixed_precision=false"
+    yield Reading(f"matmul bfloat16 {size}", half, "TFLOP/s", normal, verdict, advice)  # type: ignore[arg-type]
+    yield Reading(f"matmul float32 {size}", full, "TFLOP/s")
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Return the rate of a product of two square matrices, 2 x size^3 operations."""
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(one)
+    return 2 * size**3 / seconds_of(lambda: torch.mm(one, other, out=out), device) / 1e12
+
+
+def _copies(device: torch.device) -> Iterator[Reading]:
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine_memory().total // 16
+    size = min(COPY_BYTES[device.type], max(MIB, room // 8))
+    # Written first: untouched memory is one page of zeros to the system, and that page is in the cache.
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    yield Reading("memory copy", 2 * size / GIB / seconds_of(lambda: target.copy_(source), device), "GiB/s")
+    if device.type == "cuda":
+        host = torch.ones(size // 4, dtype=torch.uint8).pin_memory()
+        piece = source[: len(host)]
+        for name, to, of in (("host to device", piece, host), ("device to host", host, piece)):
+            copy = partial(to.copy_, of, non_blocking=True)
+            yield Reading(name, len(host) / GIB / seconds_of(copy, device), "GiB/s")
+
+
+def _gpu_health(uuid: str) -> Iterator[Reading]:
+    """Yield what nvidia-smi knows of a GPU; nothing if there is no nvidia-smi."""
+    query = "temperature.gpu,ecc.errors.uncorrected.volatile.total"
+    command = ["nvidia-smi", f"--id=GPU-{uuid.removeprefix('GPU-')}", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return
+    heat, errors = (float(word) if word.strip().isdigit() else 0.0 for word in done.stdout.split(","))
+    is_hot = heat >= HOT_CELSIUS
+    yield Reading(
+        "GPU room to heat", HOT_CELSIUS - heat, "°C", "above 0", "look at" if is_hot else "good", "cool the machine"
+    )
+    yield Reading("GPU memory errors", -errors, "", "0", "bad" if errors else "good", "reset the GPU, or replace it")
+
+
+def _disk(folder: Path, mib: int, name: str) -> Iterator[Reading]:
+    """Write a file with fsync and read it again past the page cache.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    path, block = folder / name, os.urandom(MIB)
+    try:
+        began = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(mib):
+                file.write(block)
+            os.fsync(file.fileno())
+        written = time.perf_counter() - began
+        with path.open("rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):  # a hint: a system that ignores it reads from memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            while file.read(MIB):
+                pass
+        read = time.perf_counter() - began
+    except OSError as error:
+        raise ConfigError(
+            f"--disk_path={folder} cannot be written and read ({error}): name another folder, or give --disk_path=none"
+        ) from None
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    for check, seconds in (("disk write + fsync", written), ("disk read", read)):
+        rate = mib / 1024 / seconds
+        verdict: Verdict = "good" if rate >= SLOW_DISK_GIB else "look at"
+        normal = f"at least {SLOW_DISK_GIB:g} GiB/s"
+        yield Reading(check, rate, "GiB/s", normal, verdict, "keep data and checkpoints on another disk")
+
+
+# What ranks measure together
+
+
+def _measure_links(config: DoctorConfig, processes: Processes) -> list[Reading]:
+    """Measure the all-reduce, and messages to the next rank and to the next machine; a collective call."""
+    if processes.world_size == 1:
+        return []
+    device, ranks = processes.device, processes.world_size
+    size = (config.doctor.message_mib or MESSAGE_MIB[device.type]) * MIB
+    sent = torch.zeros(size // 4, device=device)
+    received = torch.empty_like(sent)
+    seconds = seconds_of(lambda: dist.all_reduce(sent), device, together=True)
+    bus = size / GIB / seconds * 2 * (ranks - 1) / ranks  # what each link carries, as nccl-tests counts
+    found = [Reading("all-reduce", bus, "GiB/s of bus")]
+    small = torch.zeros(256, device=device)
+    calls = 1 / seconds_of(lambda: dist.all_reduce(small), device, together=True)
+    found.append(Reading("all-reduce of 1 KiB", calls, "per second"))
+    shifts = {"next rank": 1, "next machine": processes.local_world_size}
+    for name, shift in shifts.items():
+        if shift % ranks and (name == "next rank" or 1 < shift < ranks):
+            seconds = exchange_seconds(sent, received, processes.rank, ranks, shift)
+            found.append(Reading(f"messages to the {name}", size / GIB / seconds, "GiB/s"))
+    return found
+
+
+def exchange_seconds(sent: torch.Tensor, received: torch.Tensor, rank: int, ranks: int, shift: int) -> float:
+    """Return the seconds of a message to rank + shift and one from rank - shift, at the same time."""
+
+    def exchange() -> None:
+        to, of = (rank + shift) % ranks, (rank - shift) % ranks
+        operations = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, of)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return seconds_of(exchange, sent.device, together=True)
+
+
+def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Row]:
+    """Save a checkpoint, or some seconds' worth of one, where --ckpt_save_path says; a collective call.
+
+    It is written by the code of training. The values are those of one buffer, so that no memory of that size is needed.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    path = config.checkpoint.ckpt_save_path
+    if path is None or path == CheckpointConfig.ckpt_save_path:
+        return []
+    shape = resolve_shape(config.model)
+    size = MASTER_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
+    places = (Path(path).absolute(), *Path(path).absolute().parents)
+    folder = on_rank_zero(lambda: next(place for place in places if is_folder(place)))
+    free = on_rank_zero(lambda: shutil.disk_usage(folder).free)
+    disk = next((each.value for rank in ranks for each in rank.readings if each.check.startswith("disk write")), 0.0)
+    written = min(size, free // 2, max(config.doctor.disk_mib * MIB, int(disk * GIB * SAVE_SECONDS)))
+    pieces = max(1, written // SAVED_TENSOR_BYTES)
+    buffer = torch.randint(256, (max(1, written // pieces),), dtype=torch.uint8)
+    plan = plan_save({f"layers.{number}.weight": buffer for number in range(pieces)})
+    where = on_rank_zero(lambda: _temporary_folder(folder))
+    try:
+        _barrier()
+        began = time.perf_counter()
+        on_every_rank(lambda: plan.write(where))
+        rate = buffer.nbytes * pieces / GIB / _slowest(time.perf_counter() - began)
+    except CheckpointError as error:
+        raise ConfigError(f"--ckpt_save_path={path}: no checkpoint can be saved in {folder} ({error})") from None
+    finally:
+        on_rank_zero(lambda: shutil.rmtree(where, ignore_errors=True))
+    verdict: Verdict = "bad" if free < size else "look at" if free < 3 * size else "good"
+    room = f"{free / GIB:,.1f} GiB free, {size / GIB:,.2f} a checkpoint"
+    saves = f"{rate:.3g} GiB/s: {size / GIB / rate:,.1f} s a checkpoint"
+    return [
+        Row("room for checkpoints", verdict, room, "three checkpoints", "make room, or give --keep_last=1"),
+        Row("saves", "look at" if size / GIB / rate > 300 else "good", saves, "below 5 minutes", "a faster disk"),
+    ]
+
+
+def _temporary_folder(folder: Path) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=".pretrain_doctor_", dir=folder))
+    except OSError as error:
+        raise ConfigError(f"--ckpt_save_path: no checkpoint can be saved in {folder} ({error})") from None
+
+
+# Verdicts
+
+
+def _same_versions(ranks: Sequence[RankReport]) -> Iterator[Row]:
+    for name in ranks[0].versions:
+        values = [rank.versions.get(name, "none") for rank in ranks]
+        places = ", ".join(f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))
+        is_same = len(set(values)) == 1
+        found = values[0] if is_same else places
+        yield Row(name, "good" if is_same else "bad", found, "the same on all ranks", "make them the same")
+
+
+def _clocks(ranks: Sequence[RankReport]) -> Iterator[Row]:
+    skew = max(rank.clock for rank in ranks) - min(rank.clock for rank in ranks)
+    verdict: Verdict = "bad" if skew > BAD_SKEW_SECONDS else "look at" if skew > CLOCK_SKEW_SECONDS else "good"
+    if len(ranks) > 1:
+        yield Row("clocks", verdict, f"{skew:.2f} s apart", f"at most {CLOCK_SKEW_SECONDS:g} s apart", "use NTP")
+
+
+def _judge(ranks: Sequence[RankReport], factor: float) -> Iterator[Row]:
+    """Yield a row for each check, and one for each rank that is unusual or slow."""
+    by_check: dict[str, dict[int, Reading]] = {}
+    for rank, report in enumerate(ranks):
+        for reading in report.readings:
+            by_check.setdefault(reading.check, {})[rank] = reading
+    for check, readings in by_check.items():
+        values = {rank: reading.value for rank, reading in readings.items()}
+        first = next(iter(readings.values()))
+        median = statistics.median(values.values())
+        yield Row(check, "good", f"{median:.3g} {first.unit}".strip(), first.normal)
+        for rank, reading in readings.items():
+            where = f"rank {rank} on {ranks[rank].host}: {reading.value:.3g} {reading.unit}".strip()
+            if reading.verdict != "good":
+                yield Row(check, reading.verdict, where, reading.normal, reading.advice)
+        for rank, times in find_slow(values, factor).items():
+            verdict: Verdict = "bad" if times >= BAD_TIMES else "look at"
+            where = f"rank {rank} on {ranks[rank].host}: {values[rank]:.3g} {first.unit}, {times:.1f} times slower"
+            advice = "leave the machine out, or look for what else runs there"
+            yield Row(check, verdict, where, f"like the others' {median:.3g}", advice)
+
+
+def find_slow(values: dict[int, float], factor: float) -> dict[int, float]:
+    """Return the ranks that are `factor` times slower than the median of the others, with how many times."""
+    found = {}
+    for rank, value in values.items():
+        others = [other for each, other in values.items() if each != rank]
+        if others and value > 0 and value * factor <= (median := statistics.median(others)):
+            found[rank] = median / value
+    return found
+
+
+def _table(ranks: Sequence[RankReport], rows: Sequence[Row]) -> Iterator[str]:
+    hosts = len({rank.host for rank in ranks})
+    yield f"{count_of(len(ranks), 'process')} on {count_of(hosts, 'machine')}"
+    head = ["check", "verdict", "found", "normal"]
+    yield from format_table([head, *([row.check, row.verdict, row.found, row.normal] for row in rows)])
+    for verdict in ("bad", "look at"):
+        for row in rows:
+            if row.verdict == verdict:
+                yield f"{verdict}: {row.check}: {row.found}: {row.advice}"
+    if all(row.verdict == "good" for row in rows):
+        yield "all good"
+
+
+# Timing
+
+
+def seconds_of(function: Callable[[], object], device: torch.device, together: bool = False) -> float:
+    """Return the seconds of a call: the median of `REPEATS` runs of calls that take about `BUDGET_SECONDS` in all.
+
+    The median, not the best: a device that is slow now and then is slow in training.
+
+    Args:
+        device: that the function works on.
+        together: all ranks measure at once and make the same number of calls, as collectives need.
+    """
+
+    def run(calls: int) -> float:
+        _synchronize(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        _synchronize(device)
+        return time.perf_counter() - began
+
+    run(1)  # chooses algorithms, makes buffers and connections
+    calls = 1
+    while calls < 2**14 and (_slowest(run(calls)) if together else run(calls)) <= BUDGET_SECONDS / REPEATS / 2:
+        calls *= 2
+    return statistics.median(run(calls) for _ in range(REPEATS)) / calls
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _barrier() -> None:
+    """Wait until all ranks are here; over the hosts, so that no device is asked."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def _slowest(seconds: float) -> float:
+    everyone = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
+    return everyone.item()

@@ -1,1 +1,0 @@
-"""Measures the machines before a run: `pretrain doctor`."""
