@@ -21,7 +21,8 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
 from pretraining.errors import ConfigError, OutOfMemoryError
-from pretraining.estimate.memory import LOGITS_AT_ONCE, MASTER_BYTES, optimizer_state_bytes
+from pretraining.estimate.advice import memory_advice
+from pretraining.estimate.memory import MASTER_BYTES, optimizer_state_bytes
 from pretraining.launch.machine import machine_memory, resident_bytes
 from pretraining.observability.profiler import TRACES
 from pretraining.progress import TrainState
@@ -147,75 +148,27 @@ def _explain(error: Exception, config: TrainConfig, processes: Processes, watch:
             f"Parameters, gradients and the optimizer's state of this model take {format_bytes(needed)} over all ranks "
             "that share them."
         )
-    advice = advise(config, use, processes.world_size, watch.shard_size, processes.device)
-    lines += ["What would help, by what it saves (estimates):", *(f"  {line}" for line in advice)]
+    advice = advise(config, use, watch.shard_size, processes.device)
+    lines += ["What takes less, by the estimate before a run:", *(f"  {line}" for line in advice)]
     lines += _snapshot(config, processes)
     return "\n".join(lines)
 
 
-def advise(config: TrainConfig, use: MemoryUse, world_size: int, shard_size: int, device: torch.device) -> list[str]:
-    """Returns flags that save memory, the one that saves most first, each with what it saves on this rank.
-
-    One copy of the model is shared by `shard_size` of `world_size` ranks.
-    """
-    found = [*_smaller_batch(config, use), *_less_kept(config, use, device)]
-    found += _more_sharding(config.parallel.sharding_strategy, use, world_size, shard_size)
-    lines = [f"{text}: about {format_bytes(saved)} less" for saved, text in sorted(found, reverse=True) if saved > 0]
+def advise(config: TrainConfig, use: MemoryUse, shard_size: int, device: torch.device) -> list[str]:
+    """Return flags that take less memory, each with the estimate of a process that has them."""
+    lines = memory_advice(
+        config,
+        resolve_shape(config.model),
+        shard_size=shard_size,
+        compute_bytes=compute_dtype(config.parallel, device).itemsize,
+        device_type=device.type,
+    )
     if use.reserved is not None and use.reserved - use.allocated > use.total // 10:
         lines.append(
             f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: the allocator holds "
             f"{format_bytes(use.reserved - use.allocated)} in pieces that did not fit"
         )
-    lines.append(f"--seq_length={config.data.seq_length // 2}: shorter rows, and another model in the end")
     return lines
-
-
-Advice = Iterator[tuple[float, str]]
-"""Bytes that something saves, and what it is."""
-
-
-def _smaller_batch(config: TrainConfig, use: MemoryUse) -> Advice:
-    now = config.batch.batch_size
-    if now > 1:
-        steady = " (with --global_batch_size=<as now> the updates stay the same)"
-        text = f"--batch_size={now // 2} in place of {now}{steady if config.batch.global_batch_size is None else ''}"
-        yield use.rest * (1 - (now // 2) / now), text
-
-
-def _less_kept(config: TrainConfig, use: MemoryUse, device: torch.device) -> Advice:
-    """Estimates what flags save of the activations that forward keeps for backward."""
-    shape, dtype = resolve_shape(config.model), compute_dtype(config.parallel, device)
-    tokens = config.batch.batch_size * config.data.seq_length
-    # The logits stand outside the blocks: as computed, in float32, and their gradient.
-    bytes_a_token = shape.vocab_size * (dtype.itemsize + 8)
-    logits = tokens * bytes_a_token
-    in_a_chunk = min(tokens, LOGITS_AT_ONCE // shape.vocab_size) * bytes_a_token
-    if config.loss.loss_chunk_tokens == 0:
-        yield logits - in_a_chunk, "--loss_chunk_tokens=none"
-    else:
-        logits = in_a_chunk
-    in_blocks = max(0, use.rest - logits)
-    if not config.parallel.fsdp_activation_checkpointing:
-        # Each block keeps its input, and one at a time is computed again.
-        inputs = shape.num_hidden_layers * tokens * shape.hidden_size * dtype.itemsize
-        yield (
-            in_blocks * (1 - 1 / shape.num_hidden_layers) - inputs,
-            "--fsdp_activation_checkpointing=true (slower by up to a third); --selective_checkpointing=2, for every "
-            "second block, saves half of that",
-        )
-    if dtype == torch.float32 and config.parallel.mixed_precision is not None:
-        yield in_blocks / 2, "--mixed_precision=true"
-
-
-def _more_sharding(strategy: str, use: MemoryUse, world_size: int, shard_size: int) -> Advice:
-    state = max(use.state, 4 * use.parameters)  # before the first update, optimizer and gradients are still to come
-    fsdp = f"--sharding_strategy=fsdp in place of {strategy}"
-    if shard_size < world_size:
-        yield state * (1 - shard_size / world_size), fsdp
-        return
-    if strategy == "zero2" and world_size > 1:
-        yield use.parameters * shard_size / 2, fsdp  # in bfloat16, kept from forward to backward
-    yield state / 2, f"{2 * world_size} GPUs in place of {world_size}, with --sharding_strategy=fsdp"
 
 
 def _snapshot(config: TrainConfig, processes: Processes) -> list[str]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from pretraining.config.training import ModelConfig, TrainConfig
-from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count, resolve_shape
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError
+from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.memory import MemoryEstimate, estimate_memory
 from pretraining.launch.machine import machine_memory
 from pretraining.observability.out_of_memory import format_bytes
@@ -49,7 +49,15 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
         log.info("memory      about %s of %s %s: %s", format_bytes(needed.total), *_words(limit), _parts(needed))
     if needed.total * (1 - TOLERANCE) <= limit.bytes or config.run.ignore_memory:
         return
-    fitting = list(_what_would_fit(config, shape, shard_size, device, limit.bytes))
+    itemsize = compute_dtype(config.parallel, device).itemsize
+    fitting = memory_advice(
+        config,
+        shape,
+        shard_size=shard_size,
+        compute_bytes=itemsize,
+        device_type=device.type,
+        limit_bytes=ROOM * limit.bytes,
+    )
     would_fit = f"What would fit: {'; '.join(fitting)}" if fitting else "Nothing smaller would fit, either"
     raise ConfigError(
         f"the model cannot fit: {parameter_count(shape):,} parameters with --batch_size={config.batch.batch_size} and "
@@ -107,43 +115,3 @@ def _parts(needed: MemoryEstimate) -> str:
     text = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
     later = needed.later_gradients
     return f"{text}, less {format_bytes(later)} of gradients that come after the peak" if later else text
-
-
-def _what_would_fit(
-    config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device, limit_bytes: int
-) -> Iterator[str]:
-    """Flags to change, one suggestion of each kind: the largest smaller model, less of the same one, more devices."""
-    parallel, batch = config.parallel, config.batch
-    smaller = [resolve_shape(ModelConfig(model_variant=name, vocab_size=shape.vocab_size)) for name in VARIANTS]
-    models = sorted(
-        ((parameter_count(each), name, each) for name, each in zip(VARIANTS, smaller, strict=True)), reverse=True
-    )
-    recomputing = replace(config, parallel=replace(parallel, fsdp_activation_checkpointing=True))
-    sharded = replace(config, parallel=replace(parallel, sharding_strategy="fsdp"))
-    halves = [batch.batch_size >> times for times in range(1, batch.batch_size.bit_length())]
-    kinds: list[list[tuple[str, TrainConfig, LlamaShape, int]]] = [
-        [
-            (f"--model_variant={name}", config, each, shard_size)
-            for count, name, each in models
-            if count < parameter_count(shape)
-        ],
-        [
-            (f"--batch_size={half}", replace(config, batch=replace(batch, batch_size=half)), shape, shard_size)
-            for half in halves
-        ],
-        [("--fsdp_activation_checkpointing=true", recomputing, shape, shard_size)],
-        [
-            (f"{ranks} {_plural(device)} with --sharding_strategy=fsdp", sharded, shape, ranks)
-            for ranks in (shard_size * 2**doublings for doublings in range(1, 11))
-        ],
-    ]
-    for candidates in kinds:
-        for flags, changed, changed_shape, ranks in candidates:
-            total = _estimate(changed, changed_shape, ranks, device).total
-            if total <= ROOM * limit_bytes:
-                yield f"{flags} (about {format_bytes(total)})"
-                break
-
-
-def _plural(device: torch.device) -> str:
-    return "GPUs" if device.type == "cuda" else "machines"

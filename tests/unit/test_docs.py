@@ -89,7 +89,11 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_that_a_page_names_exist(page: Path) -> None:
-    known = {name for _, settings, _ in COMMANDS.values() for name in settings_of(settings)} | ALIASES.keys() | REMOVED.keys()
+    known = (
+        {name for _, settings, _ in COMMANDS.values() for name in settings_of(settings)}
+        | ALIASES.keys()
+        | REMOVED.keys()
+    )
     known |= {"recipe", "config", "help"} | {name.partition(".")[0] for name in FOREIGN}
     assert (
         sorted(
