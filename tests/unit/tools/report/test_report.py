@@ -97,7 +97,7 @@ def test_nothing_but_an_earlier_page_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--output_path=.*metrics\.jsonl must end in \.html"):
         report(PageConfig((str(run),), output_path=str(metrics)))
     (tmp_path / "link.html").symlink_to(metrics)
-    with pytest.raises(DataError, match=r"link\.html cannot be written: it is a link, not a file"):
+    with pytest.raises(DataError, match=r"link\.html: cannot be written: it is a link, not a file"):
         report(PageConfig((str(run),), output_path=str(tmp_path / "link.html")))
     assert metrics.read_bytes() == before
 
