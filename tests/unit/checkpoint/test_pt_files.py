@@ -26,7 +26,6 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_file
 from pretraining.checkpoint.reader import TensorFiles, file_entry
-from pretraining.checkpoint.writer import Chunk
 from pretraining.config.recipes import settings_in
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.llama import Llama
@@ -140,16 +139,6 @@ def test_errors_of_the_disk_and_of_what_gives_the_tensors_stay_what_they_are(tmp
 
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         write_file(tmp_path / "a.pt", kinds_of(tensors), dict, lost_peer())
-
-
-def test_parts_are_read_from_the_files(tmp_path: Path) -> None:
-    tensors = write_full_form(tmp_path / "c", tensors_of(SHAPES["tied"]), manifest_of(SHAPES["tied"]))
-    source = opened(tmp_path / "c")
-    assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    name = "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight"
-    assert source.read(name).dtype == torch.float32
-    assert torch.equal(source.read(name, Chunk((3, 1), (4, 2))), tensors[name][3:7, 1:3])
-    assert torch.equal(source.read(name), tensors[name])
 
 
 class Payload:
