@@ -22,15 +22,14 @@ def test_a_signal_is_a_request_and_so_is_a_deadline_that_has_come() -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "is_out_of_time"),
-    [(signal.SIGUSR1, 75, True), (signal.SIGTERM, 75, False), (signal.SIGINT, 130, False), (0, 75, True)],
+    [(signal.SIGUSR1, 75, True), (signal.SIGTERM, 75, False), (signal.SIGINT, 130, False), (None, 75, True)],
     ids=["USR1", "TERM", "INT", "deadline"],
 )
 def test_a_request_before_training_ends_it_with_its_own_exit_code_and_says_whether_its_time_is_over(
-    number: int, code: int, is_out_of_time: bool
+    number: signal.Signals | None, code: int, is_out_of_time: bool
 ) -> None:
     requests = StopRequests(ReceivedSignals(), deadline=None if number else 0.0)
-    if number:
-        requests.signals.first = number
+    requests.signals.first = number
     with pytest.raises(Preempted) as ended:
         requests.end_before_training()
     assert (ended.value.exit_code, ended.value.is_out_of_time) == (code, is_out_of_time)

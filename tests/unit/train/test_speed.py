@@ -58,10 +58,11 @@ def test_in_python_a_run_without_a_folder_has_no_paths(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "flag",
-    (
-        "checkpoint_interval=10 keep_last=2 ckpt_load_path=runs/a resume_from_checkpoint=3 weights_only=1 "
-        "init_from=resume max_rollbacks=1 use_profiler=true memory_snapshot=true tracker=tensorboard"
-    ).split(),
+    [
+        *("checkpoint_interval=10", "keep_last=2", "ckpt_load_path=runs/a", "resume_from_checkpoint=3"),
+        *("weights_only=1", "init_from=resume", "max_rollbacks=1", "use_profiler=true"),
+        *("memory_snapshot=true", "tracker=tensorboard"),
+    ],
 )
 def test_what_needs_a_folder_is_refused_without_one(flag: str) -> None:
     name = flag.partition("=")[0]
