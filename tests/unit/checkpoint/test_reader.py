@@ -17,6 +17,7 @@ from unit.checkpoint.checkpoint_files import flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
 from pretraining.checkpoint import reader, writer
+from pretraining.checkpoint.completeness import coverage_fault
 from pretraining.checkpoint.manifest import FileEntry
 from pretraining.checkpoint.reader import TensorFiles, file_entry, load_tensors, share_of_files
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
@@ -273,3 +274,22 @@ def test_every_file_is_checked_by_one_rank_and_none_checks_much_more(sizes: Mapp
     assert sorted(name for share in shares for name in share) == sorted(files)
     largest = max(sizes.values(), default=0)
     assert all(sum(sizes[name] for name in share) <= sum(sizes.values()) / world_size + largest for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "fault"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], None),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 2))], None),
+        ([((0, 0), (2, 3))], "2 to 3 of dim 0 are missing"),
+        ([((1, 0), (3, 3))], "0 to 0 of dim 0 are missing"),
+        ([((0, 0), (3, 3)), ((2, 0), (2, 3))], "2 to 2 of dim 0 are there more than once"),
+        ([((0, 0), (4, 3)), ((0, 0), (4, 3))], "they are there 2 times"),
+        ([((0, 0), (5, 3))], "4 to 4 of dim 0 are beyond its shape"),
+        ([((0, 0), (2, 3)), ((2, 0), (2, 2))], "of 2 to 3 of dim 0, 2 to 2 of dim 1 are missing"),
+    ],
+)
+def test_each_element_must_be_there_once(
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], fault: str | None
+) -> None:
+    assert coverage_fault([Chunk(offsets, sizes) for offsets, sizes in chunks], (4, 3)) == fault
