@@ -7,14 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from unit.checkpoint.checkpoint_files import flip_byte
+from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_sharded
 from unit.checkpoint.examples import save, tensors
 
 from pretraining.checkpoint.headers import read_header
 from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST, _checksum
 from pretraining.checkpoint.reader import load_tensors
-from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint
+from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load_model
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, DamagedError
 
@@ -157,3 +158,10 @@ def test_without_a_checkpoint_a_run_starts_anew_unless_one_was_named(tmp_path: P
     with pytest.raises(CheckpointError, match="nowhere") as refused:
         find_checkpoint(config)
     assert refused.value.settings == ("ckpt_load_path",)
+
+
+def test_a_tied_model_is_loaded_with_one_tensor_for_both_ends(tmp_path: Path) -> None:
+    written = write_sharded(tmp_path / "c", tensors_of(SHAPES["tied"]), manifest_of(SHAPES["tied"]))
+    _, model = load_model(str(tmp_path / "c"), torch.device("cpu"), torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(value, written[name]) for name, value in model.named_parameters())
