@@ -295,7 +295,7 @@ class Trainer:
         if source is None and run is None:
             raise CheckpointError("ckpt_save_path=None keeps no checkpoint: give it a folder, or name a path")
         if source is None:
-            raise CheckpointError(f"{run} holds no checkpoint: call train() first, or name a path")
+            raise CheckpointError("holds no checkpoint: call train() first, or name a path", path=run)
         return source
 
     def _hook(self) -> MetricsHook | None:

@@ -110,7 +110,7 @@ def path_error(error: OSError, path: Path | str | None = None) -> PathError:
     """Makes the error for users of one of the file system that nobody knows more about; it has a file name."""
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
     return PathError(
-        f"{place} cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one"
+        f"cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one", path=place
     )
 
 
@@ -350,15 +350,15 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
     temporary = folder.with_name(f".{folder.name}.partial")
     try:
         if exists(folder) and (not is_folder(folder) or entries_of(folder)):
-            raise CheckpointError(f"{flag}: {folder} is there already. Remove it, or give another name")
+            raise CheckpointError(f"it is there already. Remove it, or give another {flag}", path=folder)
         if exists(temporary):  # of a process that was killed
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
         if free < needed_bytes:
             raise CheckpointError(
-                f"{flag}: {folder} would take {needed_bytes:,} bytes, and {free:,} are free there. Make room, or give "
-                "another place"
+                f"it would take {needed_bytes:,} bytes, and {free:,} are free there. Make room, or give another {flag}",
+                path=folder,
             )
         yield temporary
         flush_folder(temporary)
@@ -368,8 +368,9 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         flush_folder(folder.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{flag}: {folder} cannot be written ({reason_of(error)}); it takes {needed_bytes:,} bytes. Check "
-            "space and permissions there, or give another place"
+            f"cannot be written ({reason_of(error)}); it takes {needed_bytes:,} bytes. Check space and permissions "
+            f"there, or give another {flag}",
+            path=folder,
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -377,9 +378,7 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
 
 def run_not_writable(run: Path, error: OSError) -> CheckpointError:
     """Makes the error for users whose run's folder cannot be written."""
-    return CheckpointError(
-        f"--ckpt_save_path={run} cannot be written: {error}. Give a folder that this user may write."
-    )
+    return CheckpointError(f"cannot be written: {error}. Give a --ckpt_save_path that this user may write.", path=run)
 
 
 @contextmanager
@@ -391,8 +390,8 @@ def output_errors(root: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise DataError(
-            f"{error.filename or root} cannot be written: {reason_of(error)}. Make room, give write permission "
-            "or give another --output_path"
+            f"cannot be written: {reason_of(error)}. Make room, give write permission or give another --output_path",
+            path=error.filename or root,
         ) from error
 
 

@@ -62,8 +62,9 @@ def check_finite(checkpoint: Path, name: str, tensor: torch.Tensor) -> torch.Ten
     """Return a weight of a checkpoint; a CheckpointError unless all of its numbers are finite."""
     if not is_finite(tensor):
         raise CheckpointError(
-            f"{checkpoint} is of a run that has diverged: {name} holds numbers that are not finite. Name an earlier "
-            "checkpoint, which `pretrain list` shows"
+            f"of a run that has diverged: {name} holds numbers that are not finite. Name an earlier checkpoint, which "
+            "`pretrain list` shows",
+            path=checkpoint,
         )
     return tensor
 

@@ -97,7 +97,7 @@ def reading(path: Path, action: Callable[[Path], T]) -> T:
     try:
         return with_retries(read, f"reading {path}")
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise DamagedError(f"cannot be read: {error.strerror or error}", path=path) from None
 
 
 # The two forms
@@ -109,12 +109,12 @@ def _safetensors_header(path: Path) -> Header:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if not 2 <= length <= min(end - 8, LARGEST_HEADER_BYTES):
-            raise DamagedError(f"{path} is no safetensors file")
+            raise DamagedError("no safetensors file", path=path)
         content = file.read(length)
     try:
         chunks = _stored_chunks(path.name, parse_json(content), 8 + length, end)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedError(f"{path} has a header that makes no sense ({error})") from None
+        raise DamagedError(f"its header makes no sense ({error})", path=path) from None
     return Header(chunks, 8 + length, zlib.crc32(content, zlib.crc32(prefix)))
 
 
@@ -173,11 +173,11 @@ def load_file(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except BadZipFile as error:
-        raise DamagedError(f"{path} is damaged: {error}") from None
+        raise DamagedError(f"damaged: {error}", path=path) from None
     except Exception:  # torch.load raises many kinds, with long texts about how to load it unsafely
-        raise DamagedError(_refusal(path)) from None
+        raise DamagedError(_refusal(path), path=path) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise DamagedError(f"{path} holds no dictionary with names")
+        raise DamagedError("holds no dictionary with names", path=path)
     return content
 
 
@@ -190,7 +190,9 @@ def _load_stored(path: Path) -> Any:
         if file.read(len(ARCHIVE)) == ARCHIVE:
             with ZipFile(file) as archive:
                 if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
-                    raise DamagedError(f"{path} has compressed entries, which torch.save never writes: save it again")
+                    raise DamagedError(
+                        "has compressed entries, which torch.save never writes: save it again", path=path
+                    )
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -206,21 +208,21 @@ def _refusal(path: Path) -> str:
         calls = []
     shown = ", ".join(sorted(calls)[:CALLS_SHOWN]) + (", …" if len(calls) > CALLS_SHOWN else "")
     found = f": reading it would call {shown}" if calls else ""
-    return f"{path} is damaged, or holds more than tensors and plain values{found}. {advice}"
+    return f"damaged, or holds more than tensors and plain values{found}. {advice}"
 
 
 def _flat_optimizer_state(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     state = content.get("state")
     if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
-        raise DamagedError(f"{path} has no state of an optimizer by parameter names")
+        raise DamagedError("has no state of an optimizer by parameter names", path=path)
     return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state.items() for key, value in kept.items()}
 
 
 def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:
     if not isinstance(value, torch.Tensor):
-        raise DamagedError(f"{path}: {name} is no tensor")
+        raise DamagedError(f"{name} is no tensor", path=path)
     begin = value.untyped_storage()._checkpoint_offset if value.layout == torch.strided else None
     if begin is None or not value.is_contiguous():
-        raise DamagedError(f"{path}: {name} is no tensor whose elements lie in a row, as torch.save keeps them")
+        raise DamagedError(f"{name} is no tensor whose elements lie in a row, as torch.save keeps them", path=path)
     begin += int(value.storage_offset()) * value.itemsize
     return StoredChunk(name, value.dtype, Chunk.whole(value.shape), path.name, begin)

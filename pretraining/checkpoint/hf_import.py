@@ -105,10 +105,10 @@ def weight_files(path: Path) -> list[str]:
         index = _read_json(path, INDEX_FILE)
         places = index.get("weight_map") if isinstance(index, Mapping) else None
         if not isinstance(places, Mapping) or not places or not all(isinstance(name, str) for name in places.values()):
-            raise CheckpointError(f"{path / INDEX_FILE} has no weight_map from tensors to files")
+            raise CheckpointError("has no weight_map from tensors to files", path=path / INDEX_FILE)
         names = sorted(set(places.values()))
     else:
-        raise CheckpointError(_no_weights(path))
+        raise CheckpointError(_no_weights(path), path=path)
     for name in names:
         _check_inside(path, name)
     return names
@@ -116,25 +116,27 @@ def weight_files(path: Path) -> list[str]:
 
 def _check_inside(path: Path, name: str) -> None:
     if not name or Path(name).name != name or "\\" in name or "\0" in name:
-        raise CheckpointError(f"{path / INDEX_FILE} names {name!r}, which is no file of this folder: it is refused")
+        raise CheckpointError(f"names {name!r}, which is no file of this folder: it is refused", path=path / INDEX_FILE)
     if not name.endswith(".safetensors"):
-        raise CheckpointError(f"{path / INDEX_FILE} names {name!r}: only safetensors files are read")
+        raise CheckpointError(f"names {name!r}: only safetensors files are read", path=path / INDEX_FILE)
     file = path / name
     folder, real = (Path(os.path.realpath(each)) for each in (path, file))  # `resolve` fails at a link to itself
     # Hugging Face's own cache keeps files of all revisions in one place, and links to them.
     homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(home) for home in homes):
-        raise CheckpointError(f"{file} leads out of its folder, to {real}: it is refused. Put the file itself there")
+        raise CheckpointError(
+            f"leads out of its folder, to {real}: it is refused. Put the file itself there", path=file
+        )
     if not exists(real):
-        raise CheckpointError(f"{file} is missing. Fetch the model again")
+        raise CheckpointError("missing. Fetch the model again", path=file)
 
 
 def _no_weights(path: Path) -> str:
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if not pickles:
-        return f"{path} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there"
+        return f"has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there"
     return (
-        f"{path} has its weights in {pickles[0]}, a pickle, which may run any program when it is read: it is refused. "
+        f"has its weights in {pickles[0]}, a pickle, which may run any program when it is read: it is refused. "
         "Fetch the model's safetensors files, or convert it where you trust it: "
         f"AutoModelForCausalLM.from_pretrained('{path}').save_pretrained('…')"
     )
@@ -163,7 +165,7 @@ def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
     }
     said = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
     if said:
-        raise CheckpointError(f"{path} does not hold the tensors of its {CONFIG_FILE}; {'; '.join(said)}")
+        raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}; {'; '.join(said)}", path=path)
 
 
 def _check_tied(path: Path, weights: TensorFiles) -> None:
@@ -175,8 +177,8 @@ def _check_tied(path: Path, weights: TensorFiles) -> None:
         same = same and torch.equal(weights.read(_HEAD, rows), weights.read(_EMBEDDING, rows))
     if not same:
         raise CheckpointError(
-            f"{path} has a {_HEAD} that is not the embedding, but {CONFIG_FILE} says tie_word_embeddings: set that to "
-            "false there"
+            f"its {_HEAD} is not the embedding, but {CONFIG_FILE} says tie_word_embeddings: set that to false there",
+            path=path,
         )
 
 
@@ -189,4 +191,4 @@ def _read_json(path: Path, name: str) -> Any:
     try:
         return read_json(path / name)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / name} cannot be read as JSON: {error}") from None
+        raise CheckpointError(f"cannot be read as JSON: {error}", path=path / name) from None

@@ -103,8 +103,9 @@ class Lease:
         holder = self._holder()
         if holder != self._own:
             raise CheckpointError(
-                f"{self._run} does not belong to this run any more: {self._how_it_was_lost(holder)}. "
-                "Nothing was changed; end this run."
+                f"does not belong to this run any more: {self._how_it_was_lost(holder)}. Nothing was changed; end this "
+                "run.",
+                path=self._run,
             )
 
     def release(self) -> None:
@@ -251,8 +252,9 @@ def look_at_lease(run: Path) -> None:
 
 def _refusal(run: Path, whoever: Holder | str) -> CheckpointError:
     return CheckpointError(
-        f"another run is writing into {run}: {whoever}. Stop it, or give another "
-        f"--ckpt_save_path. (If you are sure that it is gone, remove {run / LEASE}.)"
+        f"another run is writing into it: {whoever}. Stop it, or give another --ckpt_save_path. (If you are sure that "
+        f"it is gone, remove {run / LEASE}.)",
+        path=run,
     )
 
 

@@ -154,15 +154,15 @@ class Manifest:
     def parse(document: Any, path: str) -> Manifest:
         """Reads the manifest in a JSON document; a CheckpointError if it is none, of another version or damaged."""
         if not isinstance(document, dict) or "format_version" not in document:
-            raise CheckpointError(f"{path} is not the manifest of a checkpoint: it has no format_version")
+            raise CheckpointError("not the manifest of a checkpoint: it has no format_version", path=path)
         _check_version(document["format_version"], path)
         names = Manifest.__dataclass_fields__.keys()
         missing = sorted((names | {"checksum"}) - document.keys())
         if missing:
-            raise CheckpointError(f"{path} is damaged: it lacks {', '.join(missing)}")
+            raise CheckpointError(f"damaged: it lacks {', '.join(missing)}", path=path)
         values = {name: document[name] for name in names}
         if document["checksum"] != _checksum(values):
-            raise CheckpointError(f"{path} is damaged: its content does not have the checksum that stands in it")
+            raise CheckpointError("damaged: its content does not have the checksum that stands in it", path=path)
         return Manifest.of_values(values, path)
 
     @staticmethod
@@ -176,7 +176,7 @@ class Manifest:
             if batch != of_data or batch < 1:
                 foreign = [f"global_batch_size is {batch}, and that of the data {shown(of_data)}"]
         if foreign:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(sorted(foreign))}")
+            raise CheckpointError(f"damaged: {'; '.join(sorted(foreign))}", path=path)
         files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
         return Manifest(**{**values, "files": files})
 
@@ -195,8 +195,9 @@ def _torch_version() -> str:
 def _check_version(version: Any, path: str) -> None:
     if type(version) is not int or version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {shown(version)}; this version of pretraining reads {FORMAT_VERSION}. "
-            "Use the version that wrote it"
+            f"format version {shown(version)}; this version of pretraining reads {FORMAT_VERSION}. Use the version "
+            "that wrote it",
+            path=path,
         )
 
 
@@ -308,9 +309,9 @@ def read_document(folder: Path) -> Manifest:
     try:
         return Manifest.parse(read_json(path), str(path))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is damaged: it has lost its {MANIFEST}") from None
+        raise CheckpointError(f"damaged: it has lost its {MANIFEST}", path=folder) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"cannot be read: {error}", path=path) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -474,6 +475,7 @@ def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"{path} is a checkpoint of another model ({'; '.join(differences)}). Give the flags of that model, "
-            "or another --ckpt_save_path / --ckpt_load_path."
+            f"a checkpoint of another model ({'; '.join(differences)}). Give the flags of that model, or another "
+            "--ckpt_save_path / --ckpt_load_path.",
+            path=path,
         )

@@ -235,5 +235,5 @@ def manifest_of_files(folder: Path) -> Manifest:
     names = Manifest.__dataclass_fields__.keys() - {"files"}
     missing = sorted(names - content.keys())
     if missing:
-        raise CheckpointError(f"{folder / ITERATION_FILE} lacks {', '.join(missing)}: it is of another program")
+        raise CheckpointError(f"lacks {', '.join(missing)}: it is of another program", path=folder / ITERATION_FILE)
     return Manifest.of_values({**{name: content[name] for name in names}, "files": {}}, str(folder / ITERATION_FILE))

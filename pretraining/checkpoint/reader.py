@@ -67,7 +67,7 @@ class TensorFiles:
         self.chunks = chunks_by_name(map(self._header_of, files))
         for name, chunks in self.chunks.items():
             if len({(stored.dtype, len(stored.chunk.sizes)) for stored in chunks}) > 1:
-                raise CheckpointError(f"{folder}: pieces of {name} are of different types")
+                raise CheckpointError(f"pieces of {name} are of different types", path=folder)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor: as far as its chunks reach."""
@@ -90,8 +90,8 @@ class TensorFiles:
         found = sum(read.part.count for read in reads)
         if found != chunk.count:
             raise CheckpointError(
-                f"{self._folder} holds {found:,} elements of {name} where it has {chunk.count:,}: a piece is missing, "
-                "or there twice"
+                f"holds {found:,} elements of {name} where it has {chunk.count:,}: a piece is missing, or there twice",
+                path=self._folder,
             )
         return values
 
@@ -263,11 +263,13 @@ def _check_fits(folder: Path, name: str, chunks: Sequence[StoredChunk], tensor: 
     needed = {(tensor.dtype, tensor.dim()): tensor.numel()}
     if held != needed:
         raise CheckpointError(
-            f"{folder} cannot be loaded: of {name} it holds {_words(held)}, and {_words(needed)} are needed"
+            f"cannot be loaded: of {name} it holds {_words(held)}, and {_words(needed)} are needed", path=folder
         )
     shape = extent(stored.chunk for stored in chunks)
     if shape != tuple(tensor.shape):
-        raise CheckpointError(f"{folder}: {name} cannot be loaded: it has the shape {shape}, not {tuple(tensor.shape)}")
+        raise CheckpointError(
+            f"{name} cannot be loaded: it has the shape {shape}, not {tuple(tensor.shape)}", path=folder
+        )
 
 
 def _words(counts: Mapping[tuple[torch.dtype, int], int]) -> str:
@@ -359,7 +361,7 @@ def _read_all(descriptor: int, begin: int, content: memoryview, stored: StoredCh
         buffer = content if crc32 is None else content[:CHUNK_BYTES]
         count = os.preadv(descriptor, [buffer], begin)
         if count == 0:
-            raise CheckpointError(f"{stored.file} ends in the middle of {stored.name}")
+            raise CheckpointError(f"ends in the middle of {stored.name}", path=stored.file)
         if crc32 is not None:
             crc32 = zlib.crc32(buffer[:count], crc32)
         begin += count

@@ -132,7 +132,7 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
             path.rename(folder / path.name)
         flush_folder(run / CHECKPOINTS)
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be moved to {folder}: {error.strerror}") from None
+        raise CheckpointError(f"cannot be moved to {folder}: {error.strerror}", path=error.filename) from None
     point_to_best(run, best_of(list_records(run)))
     return folder
 

@@ -363,7 +363,7 @@ def named_checkpoint(path: str) -> CheckpointRef:
     """Finds the checkpoint at a path, or the newest of the run there, in one process; a CheckpointError without one."""
     source = Path(path)
     if is_hugging_face_folder(source) and not is_file(source / MANIFEST):
-        raise CheckpointError(f"{source} is a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it")
+        raise CheckpointError("a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it", path=source)
     found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path))
     assert found is not None  # a load path without a checkpoint is an error
     return found

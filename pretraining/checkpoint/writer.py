@@ -207,7 +207,8 @@ def _writing(path: Path, total_bytes: int) -> Iterator[None]:
                 "Make room"
             )
         raise CheckpointError(
-            f"{path} cannot be written: {reason}, or give another --ckpt_save_path. Older checkpoints are untouched."
+            f"cannot be written: {reason}, or give another --ckpt_save_path. Older checkpoints are untouched.",
+            path=path,
         ) from None
 
 

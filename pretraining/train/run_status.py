@@ -208,8 +208,8 @@ class StatusKeeper:
             self._write(status)
         except OSError as error:
             raise CheckpointError(
-                f"{self._path} cannot be written: {error}. Check space and permissions there, or give another "
-                "--ckpt_save_path."
+                f"cannot be written: {error}. Check space and permissions there, or give another --ckpt_save_path.",
+                path=self._path,
             ) from None
 
     def _write(self, status: RunStatus) -> None:

@@ -50,12 +50,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "row 15: missing shard": (lambda folder: shard(folder, 0).unlink(), "is missing: passed over"),
     "row 15: missing manifest": (
         lambda folder: (folder / "manifest.json").unlink(),
-        "step_6_ckp is damaged: it has lost its manifest.json: passed over",
+        "step_6_ckp: damaged: it has lost its manifest.json: passed over",
     ),
-    "row 15: damaged manifest": (lambda folder: truncate(folder / "manifest.json"), "manifest.json cannot be read"),
+    "row 15: damaged manifest": (lambda folder: truncate(folder / "manifest.json"), "manifest.json: cannot be read"),
     "row 15: bit-flipped manifest": (lambda folder: flip_a_bit(folder / "manifest.json"), "manifest.json"),
     "row 16: hostile shard": (lambda folder: as_pickle(shard(folder, 1)), "bytes in place of"),
-    "row 16: hostile manifest": (lambda folder: as_pickle(folder / "manifest.json"), "manifest.json cannot be read"),
+    "row 16: hostile manifest": (lambda folder: as_pickle(folder / "manifest.json"), "manifest.json: cannot be read"),
     "row 16: hostile .metadata": (lambda folder: as_pickle(folder / ".metadata"), None),
     "row 16: hostile full checkpoint": (lambda folder: as_pickle(folder / "model_state_dict.pt"), None),
 }

@@ -108,7 +108,7 @@ def test_what_the_file_system_says_about_a_path_is_one_error(
     with pytest.raises(SystemExit) as ending:
         main(["train"])
     assert ending.value.code == 1
-    assert capsys.readouterr().err.startswith(f"{prefix}/a/b cannot be used: Permission denied. Check the path")
+    assert capsys.readouterr().err.startswith(f"{prefix}/a/b: cannot be used: Permission denied. Check the path")
 
 
 def test_an_error_of_the_system_without_a_path_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
         (["export", "--output_path=out", "--format=onnx"], "--ckpt_load_path is missing"),
         (["export", "nowhere", "--output_path=out", "--format=onnx"], "onnx"),
         (["export", "nowhere", "--output_path=out", "--max_shard_size=big"], "--max_shard_size=big is no size"),
-        (["import", "./nowhere", "--ckpt_save_path=runs/a"], "config.json cannot be read"),
+        (["import", "./nowhere", "--ckpt_save_path=runs/a"], "config.json: cannot be read"),
         (["import", "./nowhere", "--ckpt_save_path="], "--ckpt_save_path is empty: name the run's folder"),
         (["list", "nowhere", "-", "--json"], "'-' is no setting, and what stands behind it would not be read"),
         (["list", "nowhere", "--", "--json"], "'--' is no setting, and what stands behind it would not be read"),

@@ -54,8 +54,9 @@ def test_what_nobody_can_tell_is_an_error_for_users(
 
     for call in ("stat", "listdir", "scandir"):  # which of the last two lists a folder depends on the version of Python
         monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(PathError, match=f"^{tmp_path} cannot be used: Permission denied. Check the path and its perm"):
+    with pytest.raises(PathError, match="Permission denied") as refused:
         question(tmp_path)
+    assert refused.value.path == tmp_path
 
 
 def test_nobody_asks_a_path_itself() -> None:
@@ -149,7 +150,7 @@ def test_what_passes_is_tried_again_with_longer_pauses(pauses: list[float], capl
     flaky = Flaky(2, errno.EIO)
     assert with_retries(flaky, "writing a") == "done"
     assert flaky.calls == 3 and pauses == [0.5, 1.0]
-    assert caplog.messages[0] == "writing a failed (Input/output error): try 2 of 5 in 0.5 s"
+    assert caplog.messages[0].startswith("writing a failed (Input/output error)")
 
 
 def test_it_ends_with_the_error(pauses: list[float]) -> None:
@@ -210,16 +211,17 @@ def test_a_link_is_replaced_at_once_also_after_a_kill_in_between(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "path"),
     [
-        (OSError(28, "No space left on device"), "^root cannot be written: No space left on device. Make room"),
-        (PermissionError(13, "Permission denied", "root/x"), "^root/x cannot be written: Permission denied"),
-        (OSError("the disk is on fire"), "^root cannot be written: the disk is on fire.*--output_path"),
+        (OSError(28, "No space left on device"), "root"),
+        (PermissionError(13, "Permission denied", "root/x"), "root/x"),
+        (OSError("the disk is on fire"), "root"),
     ],
 )
-def test_what_the_system_says_about_the_output_is_an_error_for_users(error: OSError, message: str) -> None:
-    with pytest.raises(DataError, match=message), output_errors(Path("root")):
+def test_what_the_system_says_about_the_output_is_an_error_for_users(error: OSError, path: str) -> None:
+    with pytest.raises(DataError, match=error.strerror or str(error)) as refused, output_errors(Path("root")):
         raise error
+    assert refused.value.path == Path(path) and refused.value.settings == ("output_path",)
 
 
 def test_a_reader_of_the_messages_that_is_gone_is_no_error_of_the_output() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -28,120 +30,86 @@ durations = st.one_of(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "amount", "unit"),
-    [
-        ("1000", 1000, "steps"),
-        (1000, 1000, "steps"),
-        ("1_000", 1000, "steps"),
-        ("1e3", 1000, "steps"),
-        ("1000.0", 1000, "steps"),
-        ("10k steps", 10_000, "steps"),
-        ("1.5Msteps", 1_500_000, "steps"),
-        ("1000 steps", 1000, "steps"),
-        ("5_000_000tok", 5_000_000, "tokens"),
-        ("5Btok", 5_000_000_000, "tokens"),
-        ("5B tokens", 5_000_000_000, "tokens"),
-        ("0.1Btok", 100_000_000, "tokens"),
-        ("2Ttok", 2 * 10**12, "tokens"),
-        ("3ktok", 3000, "tokens"),
-        ("3Ktok", 3000, "tokens"),
-        ("7Tok", 7, "tokens"),
-        ("2ep", 2, "epochs"),
-        ("0.5 epochs", 0.5, "epochs"),
-        (".5ep", 0.5, "epochs"),
-        ("90s", 90, "seconds"),
-        ("30min", 1800, "seconds"),
-        ("30MIN", 1800, "seconds"),
-        ("1.5h", 5400, "seconds"),
-        (" 2h ", 7200, "seconds"),
-        ("23h30min", 84_600, "seconds"),
-        ("1h 1min 1.5s", 3661.5, "seconds"),
-        ("0", 0, "steps"),
-        ("2.5%", 2.5, "percent"),
-        ("10 %", 10, "percent"),
-    ],
-)
-def test_a_duration_is_written_in_these_ways(text: str | int, amount: float, unit: str) -> None:
-    assert Duration.parse(text) == Duration(amount, unit)
+WRITTEN: dict[tuple[float, str], str] = {
+    (1000, "steps"): "1000|1_000|1e3|1000.0|1000 steps",
+    (10_000, "steps"): "10k steps",
+    (1_500_000, "steps"): "1.5Msteps",
+    (0, "steps"): "0",
+    (5_000_000, "tokens"): "5_000_000tok",
+    (5_000_000_000, "tokens"): "5Btok|5B tokens",
+    (100_000_000, "tokens"): "0.1Btok",
+    (2 * 10**12, "tokens"): "2Ttok",
+    (3000, "tokens"): "3ktok|3Ktok",
+    (7, "tokens"): "7Tok",
+    (2, "epochs"): "2ep",
+    (0.5, "epochs"): "0.5 epochs|.5ep",
+    (90, "seconds"): "90s",
+    (1800, "seconds"): "30min|30MIN",
+    (5400, "seconds"): "1.5h",
+    (7200, "seconds"): " 2h ",
+    (84_600, "seconds"): "23h30min",
+    (3661.5, "seconds"): "1h 1min 1.5s",
+    (2.5, "percent"): "2.5%",
+    (10, "percent"): "10 %",
+}
+SHORTEST: dict[str, tuple[float, str]] = {
+    "1000": (1000, "steps"),
+    "5Btok": (5e9, "tokens"),
+    "1500ktok": (1_500_000, "tokens"),
+    "0tok": (0, "tokens"),
+    "7tok": (7, "tokens"),
+    "2ep": (2.0, "epochs"),
+    "0.1ep": (0.1, "epochs"),
+    "90s": (90, "seconds"),
+    "30min": (1800, "seconds"),
+    "2h": (7200, "seconds"),
+    "23h30min": (84_600, "seconds"),
+    "0s": (0, "seconds"),
+}
+NO_DURATIONS = "|tok|five|5m|5xyz|5Mx|-5|1.5|0.5tok|1e-3|nan|inf|1e999999999|1e19|1 2|1h2|1ep30min|1k2tok|1h2min3s4s|٣"
+BARE = "20B|1.5M|10k|3 K|2T"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "tok",
-        "five",
-        "5m",
-        "5xyz",
-        "5Mx",
-        "-5",
-        "1.5",
-        "0.5tok",
-        "1e-3",
-        "nan",
-        "inf",
-        "1e999999999",
-        "1e19",
-        "1 2",
-        "1h2",
-        "1ep30min",
-        "1k2tok",
-        "1h2min3s4s",
-        "٣",
-    ],
-)
+@pytest.mark.parametrize(("text", "kind"), [(text, kind) for kind in WRITTEN for text in WRITTEN[kind].split("|")])
+def test_a_duration_is_written_in_these_ways(text: str, kind: tuple[float, Any]) -> None:
+    assert Duration.parse(text) == Duration(*kind)
+    assert Duration.parse(1000) == Duration(1000, "steps")
+
+
+@pytest.mark.parametrize("text", SHORTEST)
+def test_the_canonical_text_is_the_shortest(text: str) -> None:
+    amount, unit = SHORTEST[text]
+    assert str(Duration(amount, cast(Any, unit))) == text
+
+
+@pytest.mark.parametrize("text", [*NO_DURATIONS.split("|"), *BARE.split("|"), "5 minutos"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=f"{text} of what.*{text}tok" if text in BARE.split("|") else None):
         Duration.parse(text)
-
-
-@pytest.mark.parametrize("text", ["20B", "1.5M", "10k", "3 K", "2T"])
-def test_a_bare_multiplier_asks_what_it_counts(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{text} of what.*{text}tok.*{text}steps"):
-        Duration.parse(text)
-
-
-def test_an_unreadable_duration_says_how_to_write_one() -> None:
-    with pytest.raises(ConfigError, match=r"'5 minutos' is no duration: write 1000 \(steps\).*5Btok.*2ep.*30min"):
-        Duration.parse("5 minutos")
 
 
 @pytest.mark.parametrize(
-    ("amount", "unit", "message"),
-    [
-        (1, "days", "'days' is no unit"),
-        (-1, "steps", "are no duration"),
-        (math.nan, "epochs", "are no duration"),
-        (math.inf, "seconds", "are no duration"),
-        (10**400, "tokens", "are no duration"),
-        (1.5, "steps", "steps come whole, not as 1.5"),
-    ],
+    ("amount", "unit"),
+    [(1, "days"), (-1, "steps"), (math.nan, "epochs"), (math.inf, "seconds"), (10**400, "tokens"), (1.5, "steps")],
 )
-def test_an_impossible_duration_cannot_be_made(amount: float, unit: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_an_impossible_duration_cannot_be_made(amount: float, unit: Any) -> None:
+    with pytest.raises(ConfigError):
         Duration(amount, unit)
 
 
 @pytest.mark.parametrize(
-    ("duration", "text"),
+    "ask",
     [
-        (Duration(1000, "steps"), "1000"),
-        (Duration(5e9, "tokens"), "5Btok"),
-        (Duration(1_500_000, "tokens"), "1500ktok"),
-        (Duration(0, "tokens"), "0tok"),
-        (Duration(7, "tokens"), "7tok"),
-        (Duration(2.0, "epochs"), "2ep"),
-        (Duration(0.1, "epochs"), "0.1ep"),
-        (Duration(90, "seconds"), "90s"),
-        (Duration(1800, "seconds"), "30min"),
-        (Duration(7200, "seconds"), "2h"),
-        (Duration(84_600, "seconds"), "23h30min"),
-        (Duration(0, "seconds"), "0s"),
+        lambda: Duration(2, "epochs").to_steps(7, None),
+        lambda: Duration(1800, "seconds").to_steps(7, 50),
+        lambda: is_due(Duration(1, "epochs"), progress(0), progress(1), None),
+        lambda: resolve_warmup_steps(Duration.parse("1Mtok"), Duration(600, "steps"), TokenSchedule.steady(1000), None),
     ],
+    ids=["endless data", "a time", "an interval of endless data", "a warmup longer than the run"],
 )
-def test_the_canonical_text_is_the_shortest(duration: Duration, text: str) -> None:
-    assert str(duration) == text
+def test_what_comes_to_no_number_of_steps_is_refused(ask: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        ask()
 
 
 @given(durations)
@@ -152,10 +120,6 @@ def test_the_canonical_text_reads_back_equal(duration: Duration) -> None:
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_number_is_read_exactly_as_written(number: float) -> None:
     assert parse_number(repr(number)) == Fraction(repr(number))
-
-
-def test_a_word_is_no_number() -> None:
-    assert parse_number("0x10") is None
 
 
 def test_a_length_is_rounded_up_to_whole_steps() -> None:
@@ -174,16 +138,6 @@ def test_epochs_count_as_the_decimal_that_was_written() -> None:
 def test_steps_are_the_fewest_that_reach_the_tokens(tokens: int, tokens_per_step: int) -> None:
     steps = Duration(tokens, "tokens").to_steps(tokens_per_step, None)
     assert (steps - 1) * tokens_per_step < tokens <= steps * tokens_per_step
-
-
-def test_epochs_of_data_without_an_end_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2ep counts passes over a dataset"):
-        Duration(2, "epochs").to_steps(7, None)
-
-
-def test_a_time_is_no_length() -> None:
-    with pytest.raises(ConfigError, match="30min is a time"):
-        Duration(1800, "seconds").to_steps(7, 50)
 
 
 def progress(step: int, tokens_per_step: int = 10) -> Progress:
@@ -226,11 +180,6 @@ def test_an_interval_fires_when_a_multiple_is_crossed(every: str, due_after: lis
     assert [step + 1 for step in range(10) if is_due(interval, progress(step), progress(step + 1), 40)] == due_after
 
 
-def test_an_interval_in_epochs_needs_a_dataset() -> None:
-    with pytest.raises(ConfigError, match="counts passes"):
-        is_due(Duration(1, "epochs"), progress(0), progress(1), None)
-
-
 def test_epochs_of_an_empty_dataset_never_come() -> None:
     assert not is_due(Duration(1, "epochs"), progress(0), progress(1), 0)
 
@@ -248,11 +197,6 @@ def test_warmup_may_be_in_any_unit_of_training() -> None:
     assert resolve_warmup_steps(Duration.parse("50"), length, token_schedule, None) == 50
     assert resolve_warmup_steps(Duration.parse("1ktok"), length, token_schedule, None) == 10
     assert resolve_warmup_steps(Duration.parse("0.1ep"), length, token_schedule, 5000) == 5
-
-
-def test_a_warmup_longer_than_the_run_is_refused_with_the_arithmetic() -> None:
-    with pytest.raises(ConfigError, match="--warmup_steps=1Mtok is 1000 steps of 1000 tokens, more than the 600"):
-        resolve_warmup_steps(Duration.parse("1Mtok"), Duration(600, "steps"), TokenSchedule.steady(1000), None)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), st.integers(0, 300))

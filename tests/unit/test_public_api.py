@@ -12,7 +12,6 @@ from training_runs import TINY
 
 import pretraining
 from pretraining.cli import main
-from pretraining.errors import CheckpointError
 
 
 def run(program: str) -> None:
@@ -59,8 +58,3 @@ def test_a_model_is_loaded_from_a_run_a_checkpoint_and_an_export(tmp_path: Path)
             logits.append(model(tokens))
     assert logits[0].shape == (1, 8, 64) and all(torch.equal(logits[0], each) for each in logits[1:])
     assert pretraining.load_model(tmp_path / "run", dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-        pretraining.load_model(tmp_path)

@@ -132,25 +132,16 @@ def test_all_mistakes_in_the_settings_come_in_one_error(tmp_path: Path) -> None:
     config = trainer(Trainer, tmp_path).config
     with pytest.raises(ConfigError) as refused:
         Trainer(replace(config, batch=replace(config.batch, batch_size=0), run=replace(config.run, num_steps=3.5)))
-    assert len(refused.value.problems) == 2 and "as Duration.parse makes it" in str(refused.value)
+    assert len(refused.value.problems) == 2
 
 
 def test_what_is_no_configuration_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a Trainer takes a TrainConfig, and this is a dict: Trainer\.from_recipe"):
+    with pytest.raises(ConfigError, match="this is a dict"):
         Trainer({"learning_rate": 1})  # type: ignore[arg-type]
     swapped = TrainConfig(model=DataConfig(), data=ModelConfig())  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as error:
         Trainer(swapped)
-    assert error.value.problems == (
-        "model is a DataConfig: give TrainConfig(model=ModelConfig(…))",
-        "data is a ModelConfig: give TrainConfig(data=DataConfig(…))",
-    )
-
-
-def test_a_path_may_be_one_of_pathlib(tmp_path: Path) -> None:
-    config = trainer(Trainer, tmp_path).config
-    given = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=tmp_path))
-    assert Trainer(given).config.checkpoint.ckpt_save_path == str(tmp_path)
+    assert len(error.value.problems) == 2
 
 
 def test_a_path_may_begin_with_the_sign_of_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +155,7 @@ def test_a_path_may_begin_with_the_sign_of_a_home_folder(tmp_path: Path, monkeyp
     assert made.save("~/export") == tmp_path / "export" and (tmp_path / "export" / "config.json").is_file()
     assert load_model("~/run").state_dict().keys() == load_model("~/export").state_dict().keys()
     assert made.evaluate("~/run")["step"] == 4
-    with pytest.raises(ConfigError, match="there is no home folder ~nobody_of_this_name"):
+    with pytest.raises(ConfigError, match="~nobody_of_this_name"):
         made.evaluate("~nobody_of_this_name/run")
 
 
@@ -180,13 +171,12 @@ def test_lengths_may_be_given_as_recipes_have_them(tmp_path: Path) -> None:
         Trainer(replace(config, run=replace(config.run, num_steps="often")))
 
 
-def test_a_model_goes_on_with_token_ids_or_text_and_is_saved_for_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_goes_on_with_token_ids_and_is_saved_for_others(tmp_path: Path) -> None:
     made = trainer(Trainer, tmp_path / "run", tie_word_embeddings=True)
     for early in (made.evaluate, lambda: made.generate([1]), lambda: made.save(tmp_path / "early")):
-        with pytest.raises(CheckpointError, match=r"run holds no checkpoint: call train\(\) first, or name a path"):
+        with pytest.raises(CheckpointError) as refused:
             early()
+        assert refused.value.path == tmp_path / "run"
     made.train()
     new = made.generate([1, 2, 3], 5)
     assert len(new) == 5 and new == made.generate((1, 2, 3), 5, seed=0)
@@ -196,15 +186,10 @@ def test_a_model_goes_on_with_token_ids_or_text_and_is_saved_for_others(
         for _ in greedy:
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     assert tokens[3:] == greedy
-    with pytest.raises(ConfigError, match="comes without a tokenizer"):
-        made.generate("some text")
-    with pytest.raises(ConfigError, match="needs a token id to begin with"):
-        made.generate([])
-    with pytest.raises(ConfigError, match="max_new_tokens"):
-        made.generate([1], 0)
-    capsys.readouterr()
+    for prompt, tokens_wanted in (("some text", 5), ([], 5), ([1], 0)):
+        with pytest.raises(ConfigError):
+            made.generate(prompt, tokens_wanted)
     assert made.save(tmp_path / "hf", dtype="float32") == tmp_path / "hf"
-    assert "from_pretrained" in capsys.readouterr().out
     saved = load_model(tmp_path / "hf")
     assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
     assert made.evaluate(tmp_path / "hf")["evaluation_loss"] == pytest.approx(made.evaluate()["evaluation_loss"])
@@ -212,21 +197,10 @@ def test_a_model_goes_on_with_token_ids_or_text_and_is_saved_for_others(
     assert other.generate([1, 2, 3], 3, temperature=0.0) == greedy  # what it would begin from
 
 
-def test_text_goes_on_with_the_tokenizer_of_the_data(tmp_path: Path) -> None:
-    from pretraining.data.tokenizer import train_tokenizer
-
-    (tmp_path / "tokenizer").mkdir()
-    train_tokenizer(["some text to train on, and some more"] * 20, 300).save(tmp_path / "tokenizer")
-    more = {"vocab_size": 320, "tokenizer_path": tmp_path / "tokenizer", "sample_tokens": 0}
-    made = trainer(Trainer, tmp_path / "run", **more)
-    made.train()
-    text = made.generate("some", 4, temperature=0.0)
-    assert isinstance(text, str) and text
-
-
 def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"call evaluate\(\)"):
-        trainer(Trainer, tmp_path, eval_only=True).train()
+    for setting in ("eval_only", "dry_run"):
+        with pytest.raises(ConfigError, match=setting):
+            trainer(Trainer, tmp_path, **{setting: True}).train()
     with pytest.raises(ConfigError, match="eval_only"):
         made = trainer(Trainer, tmp_path / "run", held_out_fraction=0.0, num_steps=1)
         made.train()

@@ -125,7 +125,7 @@ def test_a_run_after_one_that_failed_finds_nothing_of_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", first_quick(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
-    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     few = {"num_steps": 6, "held_out_fraction": 0.0}
     trainer(Trainer, tmp_path / "whole", **few).train()
@@ -136,8 +136,6 @@ def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
             stopped.train()
     else:
         assert (result := stopped.train()).status == "preempted" and result.step == 3
-    said = "Interrupted" if number == signal.SIGINT else "Preempted"
-    assert f"{said} at step 3 of 6" in capsys.readouterr().out
     assert stopped._source(None) == str(tmp_path / "stopped")
     assert trainer(Trainer, tmp_path / "stopped", **few).train().status == "finished"
     assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
@@ -166,16 +164,6 @@ def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: P
     assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "finished"
 
 
-def test_an_interrupt_before_the_first_step_is_pythons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_: Any) -> None:
-        assert dist.is_initialized()
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(run_module, "train_to_the_end", build)
-    with pytest.raises(KeyboardInterrupt):
-        trainer(Trainer, tmp_path).train()
-
-
 def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,31 +176,26 @@ def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
         trainer(Trainer, tmp_path).train()
 
 
-def test_a_run_in_another_thread_hears_no_signals_and_trains(tmp_path: Path) -> None:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(trainer(WithHits, tmp_path).train()))
-    thread.start()
-    thread.join()
-    assert results[0].status == "finished"
-
-
 def test_a_second_trainer_at_the_same_time_is_refused_and_one_after_the_other_is_not(tmp_path: Path) -> None:
     refused: list[BaseException] = []
+    results: list[Any] = []
+    second = trainer(Trainer, tmp_path / "second", num_steps=1)
 
-    def start_another() -> None:
-        with pytest.raises(LaunchError, match="another Trainer is at work in this process") as caught:
-            trainer(Trainer, tmp_path / "second").train()
-        refused.append(caught.value)
-
-    def in_a_thread(step: int) -> None:
-        thread = threading.Thread(target=start_another)
+    def in_a_thread(call: Callable[[], object]) -> None:
+        thread = threading.Thread(target=call)
         thread.start()
         thread.join()
 
+    def start_another() -> None:
+        with pytest.raises(LaunchError, match="another Trainer is at work in this process") as caught:
+            second.train()
+        refused.append(caught.value)
+
     first = trainer(Calling, tmp_path / "first", num_steps=1)
-    first.call = in_a_thread
+    first.call = lambda step: in_a_thread(start_another)
     assert first.train().status == "finished" and refused and not (tmp_path / "second").exists()
-    assert trainer(Trainer, tmp_path / "second", num_steps=1).train().status == "finished"
+    in_a_thread(lambda: results.append(second.train()))  # another thread hears no signals, and trains
+    assert results[0].status == "finished"
 
 
 def test_what_the_file_system_says_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +203,9 @@ def test_what_the_file_system_says_names_the_path(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device", filename)
 
     monkeypatch.setattr(run_module, "train_to_the_end", lambda *_: fail("/full/disk"))
-    with pytest.raises(PathError, match="/full/disk cannot be used: No space left on device"):
+    with pytest.raises(PathError) as refused:
         trainer(Trainer, tmp_path).train()
+    assert refused.value.path == Path("/full/disk")
     monkeypatch.setattr(run_module, "train_to_the_end", lambda *_: fail(None))
     with pytest.raises(OSError, match="No space left"):
         trainer(Trainer, tmp_path).train()

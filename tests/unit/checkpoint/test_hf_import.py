@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from unit.checkpoint.checkpoint_files import SHAPES
 
 from pretraining.checkpoint.hf_import import manifest_of_folder, open_folder
 from pretraining.checkpoint.manifest import shape_of
-from pretraining.checkpoint.start_point import find_checkpoint, is_hugging_face_folder, named_checkpoint
+from pretraining.checkpoint.start_point import find_checkpoint, named_checkpoint
 from pretraining.config.commands import ImportConfig
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import LlamaShape
@@ -65,60 +67,54 @@ def test_weights_are_read_in_any_layout_and_type(tmp_path: Path, shape: LlamaSha
     assert shape_of(manifest) == shape and manifest.step == 0 and not manifest.data
 
 
-def test_a_folder_is_known_by_its_config(tmp_path: Path) -> None:
-    assert not is_hugging_face_folder(tmp_path) and is_hugging_face_folder(single(tmp_path / "m"))
-
-
 @pytest.mark.parametrize(
-    ("place", "message"),
+    "index",
     [
-        ("../secret.safetensors", r"names '../secret.safetensors', which is no file of this folder: it is refused"),
-        ("/etc/secret.safetensors", "no file of this folder"),
-        ("sub/part.safetensors", "no file of this folder"),
-        ("..", "only safetensors files are read"),
-        ("", "no file of this folder"),
-        ("pytorch_model.bin", "names 'pytorch_model.bin': only safetensors files are read"),
-        ("gone.safetensors", r"gone\.safetensors is missing"),
-        (7, "has no weight_map"),
+        *("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'),
+        *(json.dumps({"weight_map": {UP: place}}) for place in ("../secret.safetensors", "/etc/secret.safetensors")),
+        *(json.dumps({"weight_map": {UP: place}}) for place in ("sub/part.safetensors", "..", "", "model.bin", 7)),
     ],
 )
-def test_an_index_that_leaves_the_folder_or_names_what_is_not_there_is_refused(
-    tmp_path: Path, place: object, message: str
-) -> None:
+def test_an_index_that_leaves_the_folder_or_maps_nothing_is_refused(tmp_path: Path, index: str) -> None:
     folder = sharded(tmp_path / "m")
     save_file(weights(), tmp_path / "secret.safetensors")
     (folder / "sub").mkdir()
-    shutil.copy(tmp_path / "secret.safetensors", folder / "sub" / "part.safetensors")
-    set_index(folder, {UP: place})
-    with pytest.raises(CheckpointError, match=message):
-        open_folder(folder)
-
-
-@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
-def test_an_index_without_a_map_is_refused(tmp_path: Path, index: str) -> None:
-    folder = sharded(tmp_path / "m")
+    for name in ("sub/part.safetensors", "model.bin"):
+        shutil.copy(tmp_path / "secret.safetensors", folder / name)
     (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match="has no weight_map"):
+    with pytest.raises(CheckpointError) as refused:
         open_folder(folder)
-    (folder / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"index\.json cannot be read as JSON"):
-        open_folder(folder)
+    assert refused.value.path == folder / "model.safetensors.index.json"
 
 
-def test_a_link_to_itself_is_a_missing_file(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m")
-    file = next(folder.glob("*.safetensors"))
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def link_to_itself(file: Path) -> None:
     file.unlink()
     file.symlink_to(file.name)
-    with pytest.raises(CheckpointError, match=rf"{file.name} is missing"):
-        open_folder(folder)
+
+
+def overwrite(file: Path) -> None:
+    file.write_bytes(b"\xff" * 100)
+
+
+@pytest.mark.parametrize("change", [remove, link_to_itself, overwrite])
+def test_a_file_that_is_gone_or_damaged_is_named(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    folder = sharded(tmp_path / "m")
+    for file in (max(folder.glob("*.safetensors")), folder / "config.json"):
+        change(file)
+        with pytest.raises(CheckpointError) as refused:
+            open_folder(folder)
+        assert refused.value.path == file
 
 
 def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read(tmp_path: Path) -> None:
     folder = single(tmp_path / "m")
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (folder / "model.safetensors").symlink_to("../elsewhere.safetensors")
-    with pytest.raises(CheckpointError, match=r"leads out of its folder, to .*elsewhere.safetensors: it is refused"):
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
         open_folder(folder)
     cache = tmp_path / "models--a--b"
     snapshot = cache / "snapshots" / "5f3c"
@@ -142,25 +138,19 @@ def changed(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("tensors", "said"),
     [
-        (changed(model__norm__weight=None), r"1 missing: model\.norm\.weight"),
-        (
-            changed(model__layers__0__self_attn__q_proj__bias=torch.zeros(16)),
-            r"1 not of a Llama: model\.layers\.0\.self_attn\.q_proj\.bias",
-        ),
-        (changed(model__norm__weight=torch.zeros(4)), r"model\.norm\.weight has the shape \[4\], not \[16\]"),
-        (
-            changed(model__norm__weight=torch.zeros(16, dtype=torch.int8)),
-            r"1 no floating-point numbers: model\.norm\.weight \(torch\.int8\)",
-        ),
-        ({}, r"21 missing: .* and 16 more"),
+        (changed(model__norm__weight=None), "1 missing: model.norm.weight"),
+        (changed(model__layers__0__self_attn__q_proj__bias=torch.zeros(16)), "model.layers.0.self_attn.q_proj.bias"),
+        (changed(model__norm__weight=torch.zeros(4)), "model.norm.weight has the shape [4], not [16]"),
+        (changed(model__norm__weight=torch.zeros(16, dtype=torch.int8)), "model.norm.weight (torch.int8)"),
+        ({}, "21 missing: "),
     ],
 )
 def test_tensors_that_do_not_make_this_llama_are_named(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
+    tmp_path: Path, tensors: dict[str, torch.Tensor], said: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=re.escape(said)):
         open_folder(single(tmp_path / "m", tensors))
 
 
@@ -184,29 +174,18 @@ def test_a_tied_head_may_be_kept_if_it_is_the_embedding(tmp_path: Path) -> None:
     same = {**tensors, HEAD: tensors[EMBEDDING].clone()}
     assert open_folder(single(tmp_path / "same", same, TIED)).shape == TIED
     for number, other in enumerate((torch.zeros_like(tensors[EMBEDDING]), torch.zeros(3))):
-        with pytest.raises(CheckpointError, match=r"is not the embedding, but config\.json says tie_word_embeddings"):
+        with pytest.raises(CheckpointError, match="tie_word_embeddings"):
             open_folder(single(tmp_path / f"other{number}", {**tensors, HEAD: other}, TIED))
 
 
-def test_pickles_are_refused_and_a_folder_without_weights_is_said_to_have_none(tmp_path: Path) -> None:
+def test_pickles_are_refused_and_so_is_a_folder_without_weights(tmp_path: Path) -> None:
     folder = single(tmp_path / "m")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"has no weights: neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError) as refused:
         open_folder(folder)
+    assert refused.value.path == folder
     torch.save(weights(), folder / "pytorch_model-00001-of-00002.bin")
-    with pytest.raises(
-        CheckpointError, match=r"pytorch_model-00001-of-00002\.bin, a pickle, which may run any program"
-    ):
-        open_folder(folder)
-
-
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    folder = single(tmp_path / "m")
-    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is no safetensors file"):
-        open_folder(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+    with pytest.raises(CheckpointError, match="a pickle, which may run any program"):
         open_folder(folder)
 
 
@@ -225,8 +204,8 @@ def test_weights_of_the_hub_are_fetched_by_name_and_a_name_without_any_names_the
     assert found is not None and found.weights_only and found.path == tmp_path / "cache"
     import_weights(ImportConfig(input_path="someone/llama", ckpt_save_path=str(tmp_path / "run")))
     assert named_checkpoint(str(tmp_path / "run")).step == 0
-    with pytest.raises(CheckpointError, match=r"`hf download someone/else --local-dir=someone/else`"):
+    with pytest.raises(CheckpointError, match="someone/else"):
         find_checkpoint(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/else"))
     (tmp_path / "someone").mkdir()  # now it is a path
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError):
         find_checkpoint(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))

@@ -57,8 +57,8 @@ def test_a_lease_is_there_while_it_is_held_and_its_content_says_by_whom(tmp_path
 
 
 def test_a_start_that_was_refused_before_it_wrote_leaves_no_folder(tmp_path: Path) -> None:
-    with held(tmp_path / "run"):
-        pass
+    with join_processes(0, 1, 0, 1, {}) as processes, hold_lease(tmp_path / "run", processes) as lease:
+        lease.check()
     assert not (tmp_path / "run").exists()
 
 
@@ -81,8 +81,8 @@ def test_a_heartbeat_renews_it_also_on_a_full_disk(tmp_path: Path, monkeypatch: 
 def test_a_second_start_is_refused_at_once_while_the_first_lives(tmp_path: Path) -> None:
     with held(tmp_path), pytest.raises(CheckpointError) as raised:
         Lease(tmp_path, never).acquire()
-    for part in (f"another run is writing into {tmp_path}", f"process {os.getpid()} on", "--ckpt_save_path", LEASE):
-        assert part in str(raised.value)
+    assert raised.value.path == tmp_path and raised.value.settings == ("ckpt_save_path",)
+    assert f"process {os.getpid()} on" in str(raised.value)
 
 
 def ended_process(collected: bool) -> int:
@@ -110,29 +110,6 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_it(tmp_path: Path
         lease.check()
 
 
-@pytest.mark.parametrize("kept", ["boot", "pid:"])
-def test_this_process_number_in_an_earlier_boot_or_in_another_container_is_no_sign_of_life(
-    tmp_path: Path, kept: str
-) -> None:
-    """Also with the same start time: only this boot and this space of process numbers can tell."""
-    own = Holder.this_process()
-    boot, space = own.machine.split(" ")
-    machine = f"{boot} pid:[1]" if kept == "boot" else f"an-earlier-boot {space}"
-    write(tmp_path, replace(own, machine=machine), seconds_ago=5)
-    waited: list[float] = []
-    now = [1000.0]
-
-    def pause(seconds: float) -> None:
-        waited.append(seconds)
-        now[0] += seconds
-
-    lease = Lease(tmp_path, pause, clock=lambda: now[0])
-    lease.acquire()
-    lease.check()
-    lease.release()
-    assert sum(waited) == pytest.approx(STALE_SECONDS - 5, abs=2)
-
-
 def test_a_lease_from_elsewhere_is_waited_for_until_it_is_stale(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,16 +127,27 @@ def test_a_lease_from_elsewhere_is_waited_for_until_it_is_stale(
         lease.check()
 
 
+def here(machine: str) -> Holder:
+    """This process number with the same start time, on a machine that this one may not be."""
+    own = Holder.this_process()
+    boot, space = own.machine.split(" ")
+    return replace(own, machine=machine.format(boot=boot, space=space))
+
+
 @pytest.mark.parametrize(
-    ("seconds_ago", "waited"),
-    [(5, 55), (-3 * 3600, STALE_SECONDS), (-1e9, STALE_SECONDS)],
-    ids=["the rest of a minute", "three hours ahead", "decades ahead"],
+    ("holder", "seconds_ago", "waited"),
+    [
+        (elsewhere(), 5, 55),
+        (elsewhere(), -3 * 3600, STALE_SECONDS),  # of another boot, of a clock that was set
+        (elsewhere(), -1e9, STALE_SECONDS),
+        (here("{boot} pid:[1]"), 5, 55),  # of another container
+        (here("an-earlier-boot {space}"), 5, 55),
+    ],
 )
 def test_a_lease_is_stale_once_it_was_unchanged_for_a_minute_of_our_own_clock(
-    tmp_path: Path, seconds_ago: float, waited: float
+    tmp_path: Path, holder: Holder, seconds_ago: float, waited: float
 ) -> None:
-    """Also where its time lies in the future: of another boot, of a clock that was set."""
-    write(tmp_path, elsewhere(), seconds_ago)
+    write(tmp_path, holder, seconds_ago)
     now = [1000.0]
 
     def pause(seconds: float) -> None:
@@ -172,24 +160,48 @@ def test_a_lease_is_stale_once_it_was_unchanged_for_a_minute_of_our_own_clock(
     assert now[0] - 1000 == pytest.approx(waited, abs=2)
 
 
+@pytest.mark.parametrize("content", [None, "", "{"])
+def test_a_lease_that_is_new_is_waited_for_also_where_nobody_can_read_it_and_free_once_it_is_gone(
+    tmp_path: Path, content: str | None
+) -> None:
+    path = write(tmp_path, elsewhere(), seconds_ago=5)
+    if content is not None:
+        path.write_text(content)
+    waited: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waited.append(seconds)
+        path.unlink()
+
+    with held(tmp_path, pause) as lease:
+        lease.check()
+    assert waited
+
+
+LOST: dict[str, tuple[Callable[[Path], object], str]] = {
+    "taken over": (lambda run: write(run, elsewhere()), r"process \d+ on node7"),
+    "damaged": (lambda run: (write(run, elsewhere()), (run / LEASE).write_text("{")), "cannot be read any more"),
+    "removed": (lambda run: (run / LEASE).unlink(), "lease.json is gone"),
+    "renamed": (lambda run: run.rename(run.with_name("renamed")), "was removed or renamed"),
+}
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_a_lease_that_was_lost_is_noticed_before_a_commit_and_left_alone(tmp_path: Path, fault: str) -> None:
+    run, (lose, how) = tmp_path / "run", LOST[fault]
+    with held(run) as lease:
+        lose(run)
+        if fault == "damaged":
+            lease._own = elsewhere()
+        with pytest.raises(CheckpointError, match=how) as raised:
+            lease.check()
+    assert raised.value.path == run and (fault in ("removed", "renamed") or (run / LEASE).exists())
+
+
 def test_a_lease_from_elsewhere_that_is_renewed_refuses_the_start(tmp_path: Path) -> None:
     path = write(tmp_path, elsewhere(), seconds_ago=5)
-    with pytest.raises(CheckpointError, match=r"another run is writing .* on node7"):
+    with pytest.raises(CheckpointError, match="on node7"):
         Lease(tmp_path, lambda seconds: os.utime(path)).acquire()
-
-
-def test_a_lease_that_is_given_back_meanwhile_is_free(tmp_path: Path) -> None:
-    path = write(tmp_path, elsewhere(), seconds_ago=5)
-    with held(tmp_path, lambda seconds: path.unlink()) as lease:
-        lease.check()
-
-
-def test_a_lease_that_nobody_can_read_is_waited_for_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / LEASE
-    path.touch()
-    with held(tmp_path, lambda seconds: path.unlink()):
-        pass
-    assert "an unknown process" in caplog.messages[0]
 
 
 def test_of_two_starts_that_find_it_stale_one_gets_it(tmp_path: Path) -> None:
@@ -201,40 +213,11 @@ def test_of_two_starts_that_find_it_stale_one_gets_it(tmp_path: Path) -> None:
     assert list(tmp_path.parent.glob(f"{tmp_path.name}/*")) == []
 
 
-def test_a_lease_that_was_lost_is_noticed_before_a_commit_and_left_alone(tmp_path: Path) -> None:
-    with held(tmp_path) as lease:
-        write(tmp_path, elsewhere())
-        with pytest.raises(CheckpointError, match=r"does not belong to this run any more: now process \d+ on node7"):
-            lease.check()
-        lease.release()
-        assert (tmp_path / LEASE).exists()
-        (tmp_path / LEASE).write_text("{")
-        with pytest.raises(CheckpointError, match=r"lease.json cannot be read any more"):
-            lease.check()
-
-
-@pytest.mark.parametrize(
-    ("lost", "said"), [("lease", "lease.json is gone; somebody has removed it"), ("folder", "was removed or renamed")]
-)
-def test_what_was_removed_is_not_said_to_be_silence(tmp_path: Path, lost: str, said: str) -> None:
-    run = tmp_path / "run"
-    with held(run) as lease:
-        run.rename(tmp_path / "renamed") if lost == "folder" else (run / LEASE).unlink()
-        with pytest.raises(CheckpointError, match=said) as raised:
-            lease.check()
-    assert "not heard of" not in str(raised.value)
-
-
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"--ckpt_save_path=.*file/run cannot be written"):
+    with pytest.raises(CheckpointError) as refused:
         Lease(tmp_path / "file" / "run").acquire()
-
-
-def test_a_job_holds_one_lease(tmp_path: Path) -> None:
-    with join_processes(0, 1, 0, 1, {}) as processes, hold_lease(tmp_path / "run", processes) as lease:
-        lease.check()
-    assert not (tmp_path / "run").exists()
+    assert refused.value.path == tmp_path / "file" / "run" and refused.value.settings == ("ckpt_save_path",)
 
 
 def flipped(content: bytes) -> Iterator[bytes]:
@@ -273,11 +256,3 @@ def test_any_flipped_bit_of_a_lease_whose_holder_is_gone_refuses_no_start(
         with held(tmp_path) as lease:
             lease.check()
         assert caplog.messages[-1] == f"{path} is damaged, and old: taken over"
-
-
-def test_a_lease_that_is_damaged_and_new_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path, elsewhere())
-    path.write_bytes(path.read_bytes()[:-9] + b"?" * 9)
-    with held(tmp_path, lambda seconds: path.unlink()):
-        pass
-    assert "an unknown process (lease.json is damaged)" in caplog.messages[0]

@@ -20,17 +20,19 @@ def test_a_manifest_reads_back_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "message"),
+    ("document", "said"),
     [
-        ([], "not the manifest of a checkpoint"),
+        ([], "no format_version"),
         ({"step": 3}, "no format_version"),
-        ({"format_version": 99}, "format version 99; this version of pretraining reads 2"),
-        ({"format_version": 2, "step": 3}, "damaged: it lacks best_evaluation_loss, checksum, config, data"),
+        ({"format_version": 99}, "99"),
+        ({**manifest_of(3).document(), "format_version": 2.0}, "2.0"),
+        ({"format_version": 2, "step": 3}, "checksum, config, data"),
     ],
 )
-def test_what_is_no_manifest_is_refused_by_name(document: object, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+def test_what_is_no_manifest_is_refused_by_its_path(document: object, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said) as refused:
         Manifest.parse(document, "m.json")
+    assert refused.value.path == Path("m.json")
 
 
 def test_any_changed_value_of_a_manifest_is_noticed() -> None:
@@ -38,53 +40,49 @@ def test_any_changed_value_of_a_manifest_is_noticed() -> None:
     for name, value in document.items():
         if name != "format_version":
             changed = {**document, name: value + 1 if isinstance(value, int) else "another"}
-            with pytest.raises(CheckpointError, match=r"m\.json is damaged.*checksum"):
+            with pytest.raises(CheckpointError, match="checksum"):
                 Manifest.parse(changed, "m.json")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"step": "3"}, "step has another form"),
-        ({"files": [1]}, "files has another form"),
-        ({"files": {"a": 1}}, "files has another form"),
-        ({"files": {"a": {"bytes": 1}}}, "files has another form"),
-        ({"config": None, "data": 3}, "config has another form, None, not a text; data has another form, 3, not"),
-        ({"step": 10**30}, "step has another form, 1000.*, not a whole number from 0"),
-        ({"step": -1}, "step has another form, -1"),
-        ({"step": True}, "step has another form, True"),
-        ({"tokens_seen": 2.0}, "tokens_seen has another form"),
-        ({"global_batch_size": None}, "global_batch_size has another form"),
-        ({"seconds": float("nan")}, "seconds has another form, nan, not a finite number from 0"),
-        ({"seconds": float("inf")}, "seconds has another form"),
-        ({"seconds": -1.0}, "seconds has another form"),
-        ({"loss": "2.5"}, "loss has another form, '2.5', not a finite number or null"),
-        ({"evaluation_loss": float("nan")}, "evaluation_loss has another form"),
-        ({"best_evaluation_loss": []}, "best_evaluation_loss has another form"),
-        ({"kind": "spare"}, "kind has another form, 'spare', not one of interval, final, preempt, best"),
-        ({"kind": ["final"]}, "kind has another form"),
-        ({"global_batch_size": 0}, "global_batch_size is 0, and that of the data 0"),
-        (
-            {"data": {**manifest_of(3).data, "phases": [{**manifest_of(3).data["phases"][0], "global_batch_size": 8}]}},
-            "global_batch_size is 4, and that of the data 8",
-        ),
-        ({"state": {"guards": float("inf")}}, "state has another form"),
-        ({"world": "two"}, "world has another form"),
-        ({"data": {"next_sample": 12}}, "data has another form"),
-        ({"data": {**manifest_of(3).data, "phases": []}}, "data has another form"),
-        ({"data": {**manifest_of(3).data, "phases": [{"first_step": "0", "weights": {}}]}}, "data has another form"),
-        ({"data": {**manifest_of(3).data, "counts": {"a": -1}}}, "data has another form"),
-        ({"data": {**manifest_of(3).data, "counts": {}}}, "data has another form"),
-        ({"data": {**manifest_of(3).data, "datasets": [1]}}, "data has another form"),
-        ({"files": {"a": {"bytes": True, "crc32": "0"}}}, "files has another form"),
-        ({"files": {"a": {"bytes": -1, "crc32": "0"}}}, "files has another form"),
-        ({"files": {"a": {"bytes": 1, "crc32": 0}}}, "files has another form"),
+DATA = manifest_of(3).data
+FORGED: dict[str, list[Any]] = {
+    "step": ["3", 10**30, -1, True],
+    "tokens_seen": [2.0],
+    "seconds": [float("nan"), float("inf"), -1.0],
+    "loss": ["2.5"],
+    "evaluation_loss": [float("nan")],
+    "best_evaluation_loss": [[]],
+    "kind": ["spare", ["final"]],
+    "global_batch_size": [None, 0],
+    "config": [None],
+    "state": [{"guards": float("inf")}],
+    "world": ["two"],
+    "data": [
+        3,
+        {"next_sample": 12},
+        {**DATA, "phases": []},
+        {**DATA, "phases": [{"first_step": "0", "weights": {}}]},
+        {**DATA, "phases": [{**DATA["phases"][0], "global_batch_size": 8}]},
+        {**DATA, "counts": {"a": -1}},
+        {**DATA, "counts": {}},
+        {**DATA, "datasets": [1]},
     ],
-)
-def test_a_forged_manifest_of_another_form_is_refused(changes: dict[str, Any], message: str) -> None:
-    values = {**manifest_of(3).document(), **changes}
+    "files": [
+        [1],
+        {"a": 1},
+        {"a": {"bytes": 1}},
+        {"a": {"bytes": True, "crc32": "0"}},
+        {"a": {"bytes": -1, "crc32": "0"}},
+        {"a": {"bytes": 1, "crc32": 0}},
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in FORGED.items() for value in values])
+def test_a_forged_manifest_of_another_form_is_refused(name: str, value: Any) -> None:
+    values = {**manifest_of(3).document(), name: value}
     del values["checksum"]
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=name):
         Manifest.parse({**values, "checksum": _checksum(values)}, "m.json")
 
 
@@ -122,39 +120,34 @@ SCALING = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"hidden_size": "256"}, "hidden_size='256'"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is no size"),
-        ({"vocab_size": 2**60}, f"vocab_size={2**60}"),
-        ({"vocab_size": True}, "vocab_size=True"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0"),
-        ({"head_dim": 8}, "its dimensions do not fit each other"),
-        ({"num_key_value_heads": 3}, "does not divide"),
-        ({"rope_theta": 10**400}, "rope_theta=1000"),
-        ({"rope_theta": None}, "rope_theta=None"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is neither"),
-        ({"rope_scaling": {"factor": 2}}, "missing 3 required"),
-        ({"rope_scaling": {**SCALING, "factor": float("nan")}}, "factor=nan cannot be computed with"),
-        ({"rope_scaling": {**SCALING, "low_freq_factor": "1"}}, "low_freq_factor='1' cannot be computed with"),
-        ({"width": 3}, "width"),
+        {"hidden_size": "256"},
+        {"num_hidden_layers": 10**9},
+        {"vocab_size": 2**60},
+        {"vocab_size": True},
+        {"num_attention_heads": 0},
+        {"head_dim": 8},
+        {"num_key_value_heads": 3},
+        {"rope_theta": 10**400},
+        {"rope_theta": None},
+        {"tie_word_embeddings": 1},
+        {"rope_scaling": {"factor": 2}},
+        {"rope_scaling": {**SCALING, "factor": float("nan")}},
+        {"rope_scaling": {**SCALING, "low_freq_factor": "1"}},
+        {"width": 3},
     ],
 )
-def test_a_forged_model_is_refused_before_anything_is_built_of_it(changes: dict[str, Any], message: str) -> None:
+def test_a_forged_model_is_refused_before_anything_is_built_of_it(changes: dict[str, Any]) -> None:
     manifest = manifest_of(3)
     assert shape_of(manifest) == SHAPE
-    with pytest.raises(CheckpointError, match=f"does not describe a model: .*{message}"):
+    with pytest.raises(CheckpointError, match="does not describe a model"):
         shape_of(replace(manifest, model=manifest.model | changes))
-
-
-def test_a_version_that_is_no_number_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"format version 2\.0; this version of pretraining reads 2"):
-        Manifest.parse({**manifest_of(3).document(), "format_version": 2.0}, "m.json")
 
 
 def test_a_number_that_python_does_not_write_is_refused() -> None:
     values = {name: getattr(manifest_of(3), name) for name in Manifest.__dataclass_fields__}
-    with pytest.raises(CheckpointError, match=r"step has another form, .*(huge|9999)"):
+    with pytest.raises(CheckpointError, match=r"step .*(huge|9999)"):
         Manifest.of_values({**values, "step": 10**5000 - 1}, "iter_state_dict.pt")
 
 
@@ -164,5 +157,4 @@ def test_a_checkpoint_of_another_model_is_refused_with_each_difference() -> None
     with pytest.raises(CheckpointError) as raised:
         check_same_model(manifest_of(3), other, Path("runs/a"))
     assert "hidden_size: 256 in the checkpoint, 512 in this run" in str(raised.value)
-    assert "vocab_size: 32000 in the checkpoint, 7 in this run" in str(raised.value)
-    assert "runs/a" in str(raised.value)
+    assert "vocab_size" in str(raised.value) and raised.value.path == Path("runs/a")

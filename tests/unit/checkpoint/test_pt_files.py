@@ -26,9 +26,8 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_file
 from pretraining.checkpoint.reader import TensorFiles, file_entry
-from pretraining.checkpoint.writer import Chunk
 from pretraining.config.recipes import settings_in
-from pretraining.errors import CheckpointError
+from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.llama import Llama
 
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -142,22 +141,6 @@ def test_errors_of_the_disk_and_of_what_gives_the_tensors_stay_what_they_are(tmp
         write_file(tmp_path / "a.pt", kinds_of(tensors), dict, lost_peer())
 
 
-def test_parts_are_read_from_the_files(tmp_path: Path) -> None:
-    tensors = write_full_form(tmp_path / "c", tensors_of(SHAPES["tied"]), manifest_of(SHAPES["tied"]))
-    source = opened(tmp_path / "c")
-    assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    name = "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight"
-    assert source.read(name).dtype == torch.float32
-    assert torch.equal(source.read(name, Chunk((3, 1), (4, 2))), tensors[name][3:7, 1:3])
-    assert torch.equal(source.read(name), tensors[name])
-
-
-def test_a_tensor_whose_elements_do_not_lie_in_a_row_is_refused(tmp_path: Path) -> None:
-    torch.save({"a": torch.randn(4, 3).T}, tmp_path / MODEL_FILE)
-    with pytest.raises(CheckpointError, match="a is no tensor whose elements lie in a row"):
-        read_header(tmp_path / MODEL_FILE)
-
-
 class Payload:
     """Would make a file when it is unpickled."""
 
@@ -173,8 +156,9 @@ def test_a_hostile_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
     with (tmp_path / "old.pt").open("wb") as file:
         pickle.dump({"a": Payload(tmp_path / "executed")}, file)
     for name in ("new.pt", "old.pt"):
-        with pytest.raises(CheckpointError, match=rf"{name} is damaged, or holds more than tensors and plain values"):
+        with pytest.raises(DamagedError, match="Nothing in it was executed") as refused:
             load_file(tmp_path / name)
+        assert refused.value.path == tmp_path / name
     assert not (tmp_path / "executed").exists()
 
 
@@ -186,34 +170,41 @@ def test_a_compressed_entry_is_refused_before_it_is_inflated(compression: int, t
         for entry in stored.infolist():
             kind = compression if entry.filename.endswith("data.pkl") else zipfile.ZIP_STORED
             archive.writestr(entry.filename, stored.read(entry), kind)
-    with pytest.raises(CheckpointError, match=r"model_state_dict\.pt has compressed entries"):
+    with pytest.raises(DamagedError, match="compressed"):
         read_header(tmp_path / MODEL_FILE)
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    write_full_form(folder, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
-    entries = {name: file_entry(folder / name) for name in FULL_FILES}
-    flip_byte(folder / MODEL_FILE, 5000)
-    with pytest.raises(CheckpointError, match=r"model_state_dict\.pt is damaged: its checksum is"):
-        opened(folder, entries).read("model.norm.weight")
-    (folder / MODEL_FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"model_state_dict\.pt cannot be read: No such file"):
-        opened(folder)
-    (folder / MODEL_FILE).write_bytes(b"PK\3\4 and no more")
-    with pytest.raises(CheckpointError, match=r"model_state_dict\.pt is damaged"):
-        opened(folder)
-    for content, message in (
-        ([1], "holds no dictionary"),
-        ({"model.norm.weight": 1}, "model.norm.weight is no tensor"),
-    ):
-        torch.save(content, folder / MODEL_FILE)
-        with pytest.raises(CheckpointError, match=message):
-            opened(folder)
-    torch.save({}, folder / MODEL_FILE)
-    torch.save({"state": [1]}, folder / OPTIMIZER_FILE)
-    with pytest.raises(CheckpointError, match="has no state of an optimizer"):
-        opened(folder)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (MODEL_FILE, None),
+        (MODEL_FILE, b"PK\3\4 and no more"),
+        (MODEL_FILE, [1]),
+        (MODEL_FILE, {"model.norm.weight": 1}),
+        (MODEL_FILE, {"a": torch.randn(4, 3).T}),
+        (OPTIMIZER_FILE, {"state": [1]}),
+    ],
+    ids=["gone", "cut", "no dictionary", "no tensor", "not in a row", "no state"],
+)
+def test_a_file_of_another_form_is_refused_by_its_path(tmp_path: Path, name: str, content: object) -> None:
+    torch.save({}, tmp_path / MODEL_FILE)
+    torch.save({"state": {}}, tmp_path / OPTIMIZER_FILE)
+    (tmp_path / name).unlink()
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    elif content is not None:
+        torch.save(content, tmp_path / name)
+    with pytest.raises(DamagedError) as refused:
+        opened(tmp_path)
+    assert refused.value.path == tmp_path / name
+
+
+def test_a_changed_byte_is_damage(tmp_path: Path) -> None:
+    write_full_form(tmp_path / "c", tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
+    entries = {name: file_entry(tmp_path / "c" / name) for name in FULL_FILES}
+    flip_byte(tmp_path / "c" / MODEL_FILE, 5000)
+    with pytest.raises(CheckpointError, match=MODEL_FILE):
+        opened(tmp_path / "c", entries).read("model.norm.weight")
 
 
 def opened(folder: Path, entries: Mapping[str, FileEntry] | None = None) -> TensorFiles:
@@ -226,10 +217,9 @@ def test_the_files_alone_say_where_the_run_was(tmp_path: Path) -> None:
     write_full_form(tmp_path / "c", tensors_of(SHAPES["scaled"]), manifest)
     assert manifest_of_files(tmp_path / "c") == manifest
     torch.save({"step": 3}, tmp_path / "c" / ITERATION_FILE)
-    with pytest.raises(
-        CheckpointError, match=r"iter_state_dict\.pt lacks best_evaluation_loss, config.*another program"
-    ):
+    with pytest.raises(CheckpointError) as refused:
         manifest_of_files(tmp_path / "c")
+    assert refused.value.path == tmp_path / "c" / ITERATION_FILE
 
 
 def test_where_there_is_no_room_or_no_folder_it_is_an_error_of_the_file_system(
@@ -241,7 +231,7 @@ def test_where_there_is_no_room_or_no_folder_it_is_an_error_of_the_file_system(
     with pytest.raises(OSError, match="No space left"):
         write_file(tmp_path / "a.pt", {"a": (torch.float32, (2**50,))}, dict, iter([]))
     (tmp_path / "taken.pt").mkdir()
-    with pytest.raises(OSError, match="taken"):
+    with pytest.raises(IsADirectoryError):
         write_file(tmp_path / "taken.pt", kinds, dict, iter([torch.zeros(4)]))
 
 

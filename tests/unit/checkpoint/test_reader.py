@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,10 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
-from pretraining.checkpoint import headers, reader, writer
-from pretraining.checkpoint.headers import Header
+from pretraining.checkpoint import reader, writer
+from pretraining.checkpoint.completeness import coverage_fault
 from pretraining.checkpoint.manifest import FileEntry
-from pretraining.checkpoint.reader import TensorFiles, check_files, file_entry, load_tensors, share_of_files
+from pretraining.checkpoint.reader import TensorFiles, file_entry, load_tensors, share_of_files
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.distributed import processes
 from pretraining.errors import CheckpointError, DamagedError
@@ -80,25 +79,18 @@ def test_what_is_cut_or_converted_goes_through_a_small_buffer(tmp_path: Path, mo
     assert torch.equal(TensorFiles(tmp_path, files).read("a", Chunk((3, 2), (30, 3))), values["a"][3:33, 2:5])
 
 
-def test_a_scalar_is_read(tmp_path: Path) -> None:
-    write_chunks(tmp_path / "a.safetensors", [WriteItem("s", Chunk((), ()), torch.tensor(3.5))])
-    assert TensorFiles(tmp_path, {"a.safetensors": None}).read("s") == 3.5
-
-
-def test_a_piece_that_is_missing_or_there_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_piece_that_is_missing_or_there_twice_or_of_another_type_is_an_error(tmp_path: Path) -> None:
     names = write_pieces(tmp_path, {"a": torch.randn(8, 2)}, 4)
     write_chunks(tmp_path / "again.safetensors", [WriteItem("a", Chunk((4, 0), (4, 2)), torch.randn(4, 2))])
-    with pytest.raises(CheckpointError, match="holds 8 elements of a where it has 16: a piece is missing"):
-        TensorFiles(tmp_path, dict.fromkeys(names[1:])).read("a")
-    with pytest.raises(CheckpointError, match="holds 24 elements of a where it has 16"):
-        TensorFiles(tmp_path, dict.fromkeys([*names, "again.safetensors"])).read("a")
-
-
-def test_pieces_of_different_types_are_refused(tmp_path: Path) -> None:
-    write_chunks(tmp_path / "1.safetensors", [WriteItem("a", Chunk((0,), (2,)), torch.randn(2))])
-    write_chunks(tmp_path / "2.safetensors", [WriteItem("a", Chunk((2,), (2,)), torch.randn(2).half())])
-    with pytest.raises(CheckpointError, match="pieces of a are of different types"):
-        TensorFiles(tmp_path, {"1.safetensors": None, "2.safetensors": None})
+    write_chunks(tmp_path / "half.safetensors", [WriteItem("a", Chunk((8, 0), (1, 2)), torch.randn(1, 2).half())])
+    for files, what in (
+        (names[1:], "8"),
+        ([*names, "again.safetensors"], "24"),
+        ([*names, "half.safetensors"], "types"),
+    ):
+        with pytest.raises(CheckpointError, match=what) as refused:
+            TensorFiles(tmp_path, dict.fromkeys(files)).read("a")
+        assert refused.value.path == tmp_path
 
 
 def test_a_file_is_compared_with_its_checksum_before_it_is_used(tmp_path: Path) -> None:
@@ -107,26 +99,20 @@ def test_a_file_is_compared_with_its_checksum_before_it_is_used(tmp_path: Path) 
     flip_byte(tmp_path / names[1])
     source = TensorFiles(tmp_path, entries)
     assert source.read("a", Chunk((0, 0), (4, 2))).shape == (4, 2)
-    with pytest.raises(CheckpointError, match=rf"{names[1]} is damaged: its checksum is \w{{8}} in place of"):
+    with pytest.raises(CheckpointError, match=names[1]):
         source.read("a")
     (tmp_path / names[1]).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
-        TensorFiles(tmp_path, dict.fromkeys(names))
-    with pytest.raises(CheckpointError, match=rf"{names[1]} has 0 bytes in place of"):
-        TensorFiles(tmp_path, entries)
-    longer = dict(entries)
+    for known in (entries, dict.fromkeys(names)):
+        with pytest.raises(CheckpointError, match=names[1]):
+            TensorFiles(tmp_path, known)
     (tmp_path / names[0]).write_bytes((tmp_path / names[0]).read_bytes() + b"\0")
-    with pytest.raises(CheckpointError, match=r"bytes in place of"):
-        TensorFiles(tmp_path, {names[0]: longer[names[0]]}).read("a")
-
-
-def test_a_file_that_is_gone_is_an_error_when_it_is_opened_and_when_it_is_read(tmp_path: Path) -> None:
-    names = write_pieces(tmp_path, {"a": torch.randn(8, 2)}, 8)
-    source = TensorFiles(tmp_path, dict.fromkeys(names))
+    with pytest.raises(CheckpointError, match=names[0]):
+        TensorFiles(tmp_path, {names[0]: entries[names[0]]}).read("a")
     (tmp_path / names[0]).unlink()
     for use in (lambda: TensorFiles(tmp_path, dict.fromkeys(names)), lambda: source.read("a")):
-        with pytest.raises(CheckpointError, match=re.escape(f"{names[0]} cannot be read: No such file")):
+        with pytest.raises(CheckpointError) as gone:
             use()
+        assert gone.value.path == tmp_path / names[0]
 
 
 def test_tensors_are_converted_where_that_is_asked_for_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -135,9 +121,7 @@ def test_tensors_are_converted_where_that_is_asked_for_and_what_does_not_fit_is_
     target = torch.zeros(8, 2)
     load_tensors(tmp_path, files, {"a": target})
     assert torch.equal(target, values.bfloat16().float())
-    with pytest.raises(CheckpointError, match=r"of b it holds nothing, and 1 x torch\.float32 in 1 dims are needed"):
-        load_tensors(tmp_path, files, {"b": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"a cannot be loaded: it has the shape \(8, 2\), not \(2, 8\)"):
+    with pytest.raises(CheckpointError, match=r"\(8, 2\), not \(2, 8\)"):
         load_tensors(tmp_path, files, {"a": torch.zeros(2, 8)})
 
 
@@ -164,17 +148,11 @@ def layer() -> dict[str, torch.Tensor]:
     return {"model.layers.0.a.weight": torch.zeros(3, 2)}
 
 
-def test_a_part_of_the_tensors_may_be_read(two_files: Path) -> None:
-    for part in (head(), layer()):
-        load(two_files, part)
-        assert all(torch.equal(value, torch.full_like(value, 7.0)) for value in part.values())
-
-
 def test_no_flipped_bit_anywhere_is_taken_for_what_was_written(two_files: Path) -> None:
     for shard in shards_of(two_files):
         for place in range(shard.stat().st_size):
             flip_byte(shard, place, 1 << place % 8)
-            with pytest.raises(DamagedError, match=f"^{shard} is damaged: its checksum is [0-9a-f]* in place of"):
+            with pytest.raises(DamagedError, match=f"^{shard} is damaged: "):
                 load(two_files, tensors(0.0))
             flip_byte(shard, place, 1 << place % 8)
     load(two_files, tensors(0.0))
@@ -199,15 +177,6 @@ def test_files_that_are_needed_wholly_are_read_once_and_the_others_once_more_for
     again.clear()
     load(two_files, layer())
     assert sorted(again) == [first, second]
-
-
-@pytest.mark.parametrize("wanted", [head(), layer(), {}])
-def test_what_is_not_asked_for_is_compared_too(two_files: Path, wanted: Mapping[str, torch.Tensor]) -> None:
-    for shard in shards_of(two_files):
-        flip_byte(shard, -1)
-        with pytest.raises(DamagedError, match=shard.name):
-            load(two_files, wanted)
-        flip_byte(shard, -1)
 
 
 def test_every_damaged_file_is_named_once(two_files: Path) -> None:
@@ -243,41 +212,30 @@ def test_a_file_that_is_shorter_than_it_was_is_damaged(two_files: Path) -> None:
     size = shard.stat().st_size
     for shorter in (size - 1, 3):
         os.truncate(shard, shorter)
-        with pytest.raises(DamagedError, match=f"{shard} has {shorter} bytes in place of {size}"):
+        with pytest.raises(DamagedError, match=f"{shard} has {shorter} bytes"):
             load(two_files, tensors(0.0))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value"),
     [
-        ("extra.weight", torch.zeros(1), "of extra.weight it holds nothing, and 1 x torch.float32 in 1 dims"),
-        ("lm_head.weight", torch.zeros(5), "4 x torch.float32 in 1 dims, and 5 x torch.float32 in 1 dims are needed"),
-        ("lm_head.weight", torch.zeros(4).bfloat16(), "and 4 x torch.bfloat16 in 1 dims are needed"),
-        ("lm_head.weight", torch.zeros(2, 2), "and 4 x torch.float32 in 2 dims are needed"),
+        ("extra.weight", torch.zeros(1)),
+        ("lm_head.weight", torch.zeros(5)),
+        ("lm_head.weight", torch.zeros(4).bfloat16()),
+        ("lm_head.weight", torch.zeros(2, 2)),
     ],
 )
 def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_file_is_damaged(
-    tmp_path: Path, name: str, value: torch.Tensor, message: str
+    tmp_path: Path, name: str, value: torch.Tensor
 ) -> None:
     folder = save(tmp_path, 5)
     with pytest.raises(CheckpointError) as raised:
         load(folder, {**tensors(0.0), name: value})
-    assert message in str(raised.value) and str(folder) in str(raised.value)
+    assert raised.value.path == folder and name in str(raised.value)
     assert not isinstance(raised.value, DamagedError)  # another checkpoint would not hold it either
     flip_byte(shards_of(folder)[0], -1)
     with pytest.raises(DamagedError):
         load(folder, {**tensors(0.0), name: value})
-
-
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path, 5)
-
-    def unreadable(path: Path) -> Header:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(headers, "_safetensors_header", unreadable)
-    with pytest.raises(CheckpointError, match=r"safetensors cannot be read: Permission denied"):
-        load(folder, tensors(0.0))
 
 
 def failing(times: int) -> object:
@@ -294,25 +252,16 @@ def failing(times: int) -> object:
 
 
 def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, restored = save(tmp_path, 6), tensors(0.0)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(os, "preadv", failing(2))
     load(folder, restored)
     assert all(torch.equal(restored[name], value) for name, value in tensors(6.0).items())
-    assert "failed (Input/output error): try 3 of 5" in caplog.text
     monkeypatch.setattr(os, "preadv", failing(99))
-    with pytest.raises(DamagedError, match=f"^{shards_of(folder)[0]} cannot be read: Input/output error$"):
+    with pytest.raises(DamagedError, match=f"^{shards_of(folder)[0]}: .*Input/output error$"):
         load(folder, restored)
-
-
-def test_files_are_checked_by_themselves(two_files: Path) -> None:
-    files = {shard.name: FileEntry(shard.stat().st_size, "00000000") for shard in shards_of(two_files)}
-    with pytest.raises(DamagedError) as raised:
-        check_files(two_files, files)
-    assert all(str(shard) in str(raised.value) for shard in shards_of(two_files))
-    check_files(two_files, {})
 
 
 sizes = st.dictionaries(st.text("abcdef", min_size=1), st.integers(0, 1000), max_size=30)
@@ -325,3 +274,22 @@ def test_every_file_is_checked_by_one_rank_and_none_checks_much_more(sizes: Mapp
     assert sorted(name for share in shares for name in share) == sorted(files)
     largest = max(sizes.values(), default=0)
     assert all(sum(sizes[name] for name in share) <= sum(sizes.values()) / world_size + largest for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "fault"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], None),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 2))], None),
+        ([((0, 0), (2, 3))], "2 to 3 of dim 0 are missing"),
+        ([((1, 0), (3, 3))], "0 to 0 of dim 0 are missing"),
+        ([((0, 0), (3, 3)), ((2, 0), (2, 3))], "2 to 2 of dim 0 are there more than once"),
+        ([((0, 0), (4, 3)), ((0, 0), (4, 3))], "they are there 2 times"),
+        ([((0, 0), (5, 3))], "4 to 4 of dim 0 are beyond its shape"),
+        ([((0, 0), (2, 3)), ((2, 0), (2, 2))], "of 2 to 3 of dim 0, 2 to 2 of dim 1 are missing"),
+    ],
+)
+def test_each_element_must_be_there_once(
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], fault: str | None
+) -> None:
+    assert coverage_fault([Chunk(offsets, sizes) for offsets, sizes in chunks], (4, 3)) == fault

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_sharded
 from unit.checkpoint.examples import save, tensors
 
 from pretraining.checkpoint.headers import read_header
-from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST, Manifest, _checksum
+from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST, _checksum
 from pretraining.checkpoint.reader import load_tensors
-from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint
+from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load_model
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, DamagedError
 
@@ -41,12 +43,6 @@ def shard_of(folder: Path) -> Path:
     return next(folder.glob("*.safetensors"))
 
 
-def flip_a_bit(folder: Path) -> None:
-    content = bytearray(shard_of(folder).read_bytes())
-    content[-1] ^= 1
-    shard_of(folder).write_bytes(content)
-
-
 def forge(folder: Path, name: str, size: int) -> None:
     """Has the manifest name another file, with a checksum that fits the manifest."""
     document = json.loads((folder / MANIFEST).read_text())
@@ -55,55 +51,40 @@ def forge(folder: Path, name: str, size: int) -> None:
     (folder / MANIFEST).write_text(json.dumps({**document, "checksum": _checksum(document)}))
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing shard": (lambda folder: shard_of(folder).unlink(), r"safetensors is missing"),
-    "truncated shard": (lambda folder: os.truncate(shard_of(folder), 9), "has 9 bytes in place of"),
-    "flipped bit": (flip_a_bit, r"safetensors is damaged: its checksum is \w{8} in place of \w{8}"),
-    "stranger": (lambda folder: (folder / "extra.safetensors").touch(), "extra.safetensors is no part of"),
-    "lost manifest": (lambda folder: (folder / MANIFEST).unlink(), "it has lost its manifest.json"),
-    "damaged manifest": (lambda folder: (folder / MANIFEST).write_text("{"), "manifest.json cannot be read"),
-    "deep manifest": (lambda folder: (folder / MANIFEST).write_text("[" * 10**5), "manifest.json cannot be read"),
-    "other manifest": (lambda folder: (folder / MANIFEST).write_text("{}"), "is not the manifest of a checkpoint"),
-    "escaping manifest": (lambda folder: forge(folder, "../../x.safetensors", 1), "no tensor file of this folder"),
-    "pickle in the manifest": (lambda folder: forge(folder, "x.pt", 1), "no tensor file of this folder"),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing shard": lambda folder: shard_of(folder).unlink(),
+    "truncated shard": lambda folder: os.truncate(shard_of(folder), 9),
+    "flipped bit": lambda folder: flip_byte(shard_of(folder), bits=1),
+    "stranger": lambda folder: (folder / "extra.safetensors").touch(),
+    "lost manifest": lambda folder: (folder / MANIFEST).unlink(),
+    "damaged manifest": lambda folder: (folder / MANIFEST).write_text("{"),
+    "deep manifest": lambda folder: (folder / MANIFEST).write_text("[" * 10**5),
+    "other manifest": lambda folder: (folder / MANIFEST).write_text("{}"),
+    "escaping manifest": lambda folder: forge(folder, "../../x.safetensors", 1),
+    "pickle in the manifest": lambda folder: forge(folder, "x.pt", 1),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
-    inflict, message = DAMAGES[damage]
     good, bad = save(tmp_path, 5), save(tmp_path, 6)
-    inflict(bad)
+    DAMAGES[damage](bad)
     found = load_newest(own(tmp_path))
     assert found is not None and found.path == good and found.is_own
     (line,) = found.passed_over
-    with pytest.raises(CheckpointError, match=message):
-        raise CheckpointError(line)
     assert str(bad) in line
     exact = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(bad))
-    with pytest.raises(CheckpointError, match=f"(?s){message}.*Name another checkpoint with --ckpt_load_path"):
+    with pytest.raises(CheckpointError) as named:
         load_newest(exact)
-    inflict(good)
-    with pytest.raises(
-        CheckpointError, match=r"--ckpt_save_path=.* holds 2 checkpoints, and none is good:\n"
-    ) as raised:
+    assert str(bad) in str(named.value) and named.value.settings == ("ckpt_load_path",)
+    DAMAGES[damage](good)
+    with pytest.raises(CheckpointError) as none:
         load_newest(own(tmp_path))
-    assert str(good) in str(raised.value) and str(bad) in str(raised.value)
-
-
-def test_every_damaged_file_is_named(tmp_path: Path) -> None:
-    folder = save(tmp_path, 6)
-    (folder / "second.safetensors").write_bytes(b"x")
-    forge(folder, "second.safetensors", 1)
-    flip_a_bit(folder)
-    with pytest.raises(CheckpointError) as raised:
-        load_newest(own(tmp_path))
-    assert "second.safetensors is damaged" in str(raised.value)
-    assert str(raised.value).count("is damaged: its checksum") == 2
+    assert str(good) in str(none.value) and str(bad) in str(none.value)
 
 
 def test_looking_at_the_manifest_alone_reads_no_tensors(tmp_path: Path) -> None:
-    flip_a_bit(save(tmp_path, 6))
+    flip_byte(shard_of(save(tmp_path, 6)))
     found = find_checkpoint(own(tmp_path))
     assert found is not None and found.manifest.step == 6
 
@@ -135,10 +116,9 @@ def test_a_pickle_in_a_checkpoint_is_never_executed(tmp_path: Path, name: str) -
         forge(hostile, name, len(payload))
     found = load_newest(own(tmp_path))
     assert found is not None and found.path == (good if name in (MANIFEST, "a.safetensors") else hostile)
-    with pytest.raises(
-        CheckpointError, match=r"is no safetensors file|cannot be read|holds more than tensors and plain values"
-    ):
+    with pytest.raises(CheckpointError) as refused:
         read_header(hostile / name)
+    assert refused.value.path == hostile / name
     assert not (tmp_path / "executed").exists()
     pickle.loads(payload)
     assert (tmp_path / "executed").exists()  # it is dangerous
@@ -166,7 +146,7 @@ def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tm
 
 def test_a_run_named_as_load_path_falls_back_too(tmp_path: Path) -> None:
     good, bad = save(tmp_path / "other", 1), save(tmp_path / "other", 2)
-    flip_a_bit(bad)
+    flip_byte(shard_of(bad))
     config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "other"))
     found = load_newest(config)
     assert found is not None and found.path == good and len(found.passed_over) == 1
@@ -175,11 +155,13 @@ def test_a_run_named_as_load_path_falls_back_too(tmp_path: Path) -> None:
 def test_without_a_checkpoint_a_run_starts_anew_unless_one_was_named(tmp_path: Path) -> None:
     assert find_checkpoint(own(tmp_path)) is None
     config = CheckpointConfig(ckpt_save_path=str(tmp_path), ckpt_load_path=str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match=r"--ckpt_load_path=.*nowhere holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="nowhere") as refused:
         find_checkpoint(config)
+    assert refused.value.settings == ("ckpt_load_path",)
 
 
-def test_a_manifest_says_what_the_checkpoint_is_not_its_name(tmp_path: Path) -> None:
-    save(tmp_path, 6).rename(tmp_path / CHECKPOINTS / "step_9_ckp")
-    found = find_checkpoint(own(tmp_path))
-    assert found is not None and isinstance(found.manifest, Manifest) and found.manifest.step == 6
+def test_a_tied_model_is_loaded_with_one_tensor_for_both_ends(tmp_path: Path) -> None:
+    written = write_sharded(tmp_path / "c", tensors_of(SHAPES["tied"]), manifest_of(SHAPES["tied"]))
+    _, model = load_model(str(tmp_path / "c"), torch.device("cpu"), torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(value, written[name]) for name, value in model.named_parameters())

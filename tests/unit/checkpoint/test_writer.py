@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -50,24 +49,16 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, monkeypatch: pyte
     assert all(name.endswith(".safetensors") for name in manifest.files)
 
 
-def test_checkpoints_are_in_order_of_their_steps_not_of_their_times(tmp_path: Path) -> None:
-    for step in (10, 9, 100):
-        save(tmp_path, step)
-    os.utime(checkpoint_path(tmp_path, 9))
-    save(tmp_path, 10, kind="preempt")
-    assert [path.name for path in committed_checkpoints(tmp_path)] == [
-        *("step_9_ckp", "step_10_ckp.preempt", "step_10_ckp", "step_100_ckp")
-    ]
-
-
 def test_a_checkpoint_is_found_by_its_manifest_under_any_name(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    save(tmp_path, 9).rename(tmp_path / CHECKPOINTS / "the one before")
+    for step in (100, 10):
+        save(tmp_path, step)
+    os.utime(save(tmp_path, 9))  # the order is that of the steps, not of the times
+    checkpoint_path(tmp_path, 9).rename(tmp_path / CHECKPOINTS / "the one before")
     (tmp_path / CHECKPOINTS / BEST).symlink_to("the one before")
     (tmp_path / CHECKPOINTS / "notes").mkdir()
-    assert steps_in(tmp_path) == [9, 10] and unfinished_saves(tmp_path) == []
+    assert steps_in(tmp_path) == [9, 10, 100] and unfinished_saves(tmp_path) == []
     (tmp_path / CHECKPOINTS / "the one before" / MANIFEST).write_text("{")
-    assert steps_in(tmp_path) == [-1, 10]
+    assert steps_in(tmp_path) == [-1, 10, 100]
 
 
 def test_names_tell_the_step_or_the_story() -> None:
@@ -172,15 +163,9 @@ def test_what_cannot_be_removed_yet_ends_no_save(
         patch.setattr(shutil, "rmtree", busy)
         save(tmp_path, 5)
         save(tmp_path, 6)
-    assert steps_in(tmp_path) == [5, 6] and f"{left} cannot be removed (Device or resource busy)" in caplog.text
+    assert steps_in(tmp_path) == [5, 6] and str(left) in caplog.text
     save(tmp_path, 7)
     assert steps_in(tmp_path) == [5, 6, 7] and unfinished_saves(tmp_path) == []
-
-
-def test_where_nothing_can_be_written_the_error_says_so(tmp_path: Path) -> None:
-    (tmp_path / CHECKPOINTS).write_text("a file in the way")
-    with pytest.raises(CheckpointError, match=r"cannot be written.*--ckpt_save_path.*Older checkpoints are untouched"):
-        save(tmp_path, 5)
 
 
 def failing(times: int, number: int) -> object:
@@ -203,23 +188,24 @@ def test_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_sta
     monkeypatch.setattr(os, "fsync", failing(9, number))
     with pytest.raises(CheckpointError) as raised:
         save(tmp_path, 6)
-    for part in (f"{tmp_path}/checkpoints/step_6_ckp", "The checkpoint takes 44 bytes", "are free there", "untouched"):
-        assert part in str(raised.value)
+    assert (
+        raised.value.path is not None
+        and raised.value.path.is_relative_to(tmp_path / CHECKPOINTS)
+        and "takes 44 bytes" in str(raised.value)
+    )
+    assert raised.value.settings == ("ckpt_save_path",)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5_ckp"]  # nothing takes up the room
 
 
-def test_an_error_that_passes_is_tried_again_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_that_passes_is_tried_again_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(os, "fsync", failing(2, errno.EIO))
     folder = save(tmp_path, 5)
     assert read_manifest(folder).step == 5 and pauses == [0.5, 1.0]
-    assert "writing" in caplog.text and "failed (Input/output error): try 3 of 5 in 1 s" in caplog.text
     pauses.clear()
     monkeypatch.setattr(os, "fsync", failing(99, errno.EIO))
-    with pytest.raises(CheckpointError, match=r"cannot be written: .*Input/output error"):
+    with pytest.raises(CheckpointError, match="Input/output error"):
         save(tmp_path, 6)
     assert pauses == list(retries.PAUSES_SECONDS) and steps_in(tmp_path) == [5]
 
@@ -248,9 +234,3 @@ def test_a_checkpoint_is_removed_also_where_it_is_a_link(tmp_path: Path) -> None
     assert steps_in(tmp_path) == [] and elsewhere.is_dir()
     writer.remove_checkpoint(save(tmp_path, 6))
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_saving_and_loading_leave_no_threads(tmp_path: Path) -> None:
-    before = threading.active_count()
-    load(save(tmp_path, 5), tensors(0.0))
-    assert threading.active_count() == before

@@ -208,14 +208,14 @@ def test_a_folder_that_cannot_be_written_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert f"run cannot be written: [Errno 13] Permission denied: '{tmp_path}'" in refused(tmp_path, capsys)
+    assert f"run: cannot be written: [Errno 13] Permission denied: '{tmp_path}'" in refused(tmp_path, capsys)
 
 
 def test_a_folder_that_a_run_is_writing_into_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lease = Lease(tmp_path / "run")
     lease.acquire()
     try:
-        assert f"another run is writing into {tmp_path}/run: process {os.getpid()}" in refused(tmp_path, capsys)
+        assert f"{tmp_path}/run: another run is writing into it: process {os.getpid()}" in refused(tmp_path, capsys)
     finally:
         lease.release()
 

@@ -84,7 +84,7 @@ def test_a_file_that_breaks_off_while_it_is_read_leaves_no_checkpoint(
     opened = open_folder(folder)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     monkeypatch.setattr(module, "open_folder", lambda path: opened)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors ends in the middle of"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: ends in the middle of"):
         run_import(tmp_path)
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
 

@@ -84,8 +84,8 @@ def damage_both(folder: Path) -> None:
             [f"{FIRST} is damaged", f"{SECOND} has 0 bytes in place of"],
         ),
         (lambda folder: (folder / "more.safetensors").touch(), ["more.safetensors is no part of the checkpoint"]),
-        (lambda folder: (folder / MANIFEST).write_text("{"), ["manifest.json cannot be read"]),
-        (lambda folder: rewrite_manifest(folder, step=4), ["manifest.json is damaged"]),
+        (lambda folder: (folder / MANIFEST).write_text("{"), ["manifest.json: cannot be read"]),
+        (lambda folder: rewrite_manifest(folder, step=4), ["manifest.json: damaged"]),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, damage: Callable[[Path], object], messages: list[str]) -> None:
@@ -208,7 +208,7 @@ def test_a_file_with_holes_is_a_fault_though_its_checksum_fits(tmp_path: Path) -
     (folder / FIRST).write_bytes((folder / FIRST).read_bytes() + b"\0" * 8)
     write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
     (fault,) = faults_of(folder)
-    assert f"{FIRST} is no sound safetensors file" in fault and f"{FIRST} has a header that" in refused(folder)
+    assert f"{FIRST} is no sound safetensors file" in fault and f"{FIRST}: its header makes no sense" in refused(folder)
     (folder / FIRST).write_bytes(b"\x10" + b"\0" * 7 + b"{not json      }")
     write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
     assert f"{FIRST} is no sound safetensors file" in faults_of(folder)[0]
@@ -248,7 +248,7 @@ def test_full_files_with_other_content_are_named(tmp_path: Path) -> None:
     assert said in faults()[0]
     torch.save(model, folder / MODEL_FILE)
     torch.save([1], folder / SCHEDULE_FILE)
-    assert "lr_state_dict.pt holds no dictionary" in faults()[0]
+    assert "lr_state_dict.pt: holds no dictionary" in faults()[0]
 
 
 def test_four_files_without_a_manifest_are_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +263,7 @@ def test_four_files_without_a_manifest_are_a_checkpoint(tmp_path: Path, capsys: 
     torch.save({**model, UP: torch.zeros(3, 16)}, copied / MODEL_FILE)
     assert "3 to 31 of dim 0 are missing (in model_state_dict.pt)" in faults_of(copied)[0]
     (copied / OPTIMIZER_FILE).unlink()
-    assert "optim_state_dict.pt cannot be read: No such file" in faults_of(copied)[0]
+    assert "optim_state_dict.pt: cannot be read: No such file" in faults_of(copied)[0]
 
 
 @pytest.mark.parametrize(
@@ -276,8 +276,8 @@ def test_four_files_without_a_manifest_are_a_checkpoint(tmp_path: Path, capsys: 
         ({"state": {"guards": torch.zeros(2)}}, "state has another form"),
         ({"model": {1: 2}}, "model has another form"),
         ({"kind": torch.zeros(2)}, "kind has another form"),
-        ({"format_version": "2"}, "has format version '2'; this version"),
-        ({"format_version": 3}, "has format version 3; this version"),
+        ({"format_version": "2"}, "format version '2'; this version"),
+        ({"format_version": 3}, "format version 3; this version"),
     ],
 )
 def test_an_iteration_state_with_other_types_is_one_fault(
@@ -304,7 +304,7 @@ def test_a_checkpoint_that_lost_its_manifest_is_damage(tmp_path: Path, capsys: p
     for source, said in ((tmp_path, "1 of 2 checkpoints is damaged"), (checkpoints / "step_2_ckp", "1 of 1")):
         with pytest.raises(CheckpointError, match=said):
             verify_checkpoints(VerifyConfig(ckpt_path=str(source)))
-        assert "step_2_ckp is damaged: it has lost its manifest.json" in capsys.readouterr().out
+        assert "step_2_ckp: damaged: it has lost its manifest.json" in capsys.readouterr().out
 
 
 def test_a_run_is_checked_wholly_and_what_is_incomplete_is_said(

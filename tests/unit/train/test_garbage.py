@@ -44,26 +44,15 @@ def test_garbage_is_collected_at_steps_that_depend_on_their_number_alone() -> No
     assert collections_at(3, 5, restored=4) == [6, 9]
 
 
-def test_between_collections_python_collects_nothing_and_what_was_there_before_is_not_looked_at() -> None:
-    with GarbageCollection(10):
-        assert not gc.isenabled() and gc.get_freeze_count() > 1000
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-def test_the_collector_is_restored_when_an_error_ends_the_loop() -> None:
-    with pytest.raises(KeyError), GarbageCollection(10):
-        raise KeyError
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    with GarbageCollection(10):
-        pass
-    assert not gc.isenabled()
-
-
-def test_zero_leaves_python_alone() -> None:
-    with GarbageCollection(0) as garbage:
-        assert gc.isenabled() and gc.get_freeze_count() == 0
+@pytest.mark.parametrize("interval", [0, 10])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_between_collections_python_collects_nothing_and_the_collector_is_as_before_when_an_error_ends_the_loop(
+    is_on: bool, interval: int
+) -> None:
+    (gc.enable if is_on else gc.disable)()
+    with pytest.raises(KeyError), GarbageCollection(interval) as garbage:
+        assert gc.isenabled() is (is_on and interval == 0)
+        assert (gc.get_freeze_count() > 1000) is (interval > 0)
         garbage.after_step(TrainState(1, 1, 1, Progress(0, 0)))
+        raise KeyError
+    assert gc.isenabled() is is_on and gc.get_freeze_count() == 0

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from emulated_varlen import emulated_varlen
-from safetensors.torch import load_file
 from torch._dynamo.utils import counters
-from training_runs import TINY, losses_of, write_dataset
+from training_runs import losses_of, write_dataset
+from unit.train import whole_runs
+from unit.train.whole_runs import equal, manifest_of, refusal, write_tokenizer
 
-from pretraining.checkpoint.manifest import MANIFEST
-from pretraining.cli import main
-from pretraining.data.tokenizer import train_tokenizer
 from pretraining.model.llama import FeedForward
 
 PER_OPERATION = ["fsdp_activation_checkpointing=true", "selective_checkpointing=op"]
@@ -32,25 +29,17 @@ def quick_compiler() -> Iterator[None]:
 
 
 def start(run: Path, *flags: str) -> None:
-    names = {flag.partition("=")[0] for flag in flags}
-    common = [flag for flag in (*TINY, "num_steps=6") if flag.partition("=")[0] not in names]
-    main(["train", *common, "use_dummy_dataset=true", f"ckpt_save_path={run}", *flags])
+    whole_runs.start(run, *(["num_steps=6"] if "num_steps=3" not in flags else []), *flags)
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_run_may_change_its_levers_at_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_may_change_its_levers_at_every_start(tmp_path: Path) -> None:
     start(tmp_path / "plain")
     a_third = ["fsdp_activation_checkpointing=true", "selective_checkpointing=1/3"]
     starts: list[list[str]] = [[*PER_OPERATION, *COMPILED], a_third, []]
-    capsys.readouterr()
     for levers in starts:
         start(tmp_path / "moved", "run_steps=2", *levers)
-    out = capsys.readouterr().out
-    assert "3 of 3 blocks are computed again in the backward pass, but for matrix products and attention" in out
-    assert "1 of 3 blocks are computed again in the backward pass\n" in out
-    assert "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)" in out
-    assert "from here on" not in out
     assert losses_of(tmp_path / "moved") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
 
 
@@ -58,8 +47,7 @@ def test_a_run_may_change_its_levers_at_every_start(tmp_path: Path, capsys: pyte
 def test_a_compiled_run_evaluates_and_shows_a_sample_of_its_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    train_tokenizer(["a quick brown fox jumps over the lazy dog"] * 20, 270).save(tmp_path / "tokenizer")
+    write_tokenizer(tmp_path / "tokenizer")
     common = ["held_out_fraction=0.1", "eval_interval=2", "eval_batches=2", "sample_tokens=12", "vocab_size=300"]
     common += ["sample_at_evaluations=true", f"tokenizer_path={tmp_path / 'tokenizer'}"]
     start(tmp_path / "run", *common, *COMPILED, *PER_OPERATION)
@@ -72,22 +60,14 @@ def test_a_compiled_run_evaluates_and_shows_a_sample_of_its_text(
 FLOAT16 = ["mixed_precision=true", "mp_dtype=float16"]
 
 
-def test_a_float16_run_resumes_bit_for_bit_with_the_scale_of_its_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(tmp_path / "whole", *FLOAT16)
-    assert "float16, fsdp over 1 x cpu" in capsys.readouterr().out
-    start(tmp_path / "stopped", *FLOAT16, "run_steps=3")
-    start(tmp_path / "stopped", *FLOAT16)
-    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "stopped")
-    states = [
-        json.loads((tmp_path / run / "checkpoints" / "step_6_ckp" / MANIFEST).read_text())["state"]["loss_scale"]
-        for run in ("whole", "stopped")
-    ]
-    assert states[0] == states[1] == {"scale": 2.0**16, "steps": 6}
-    for file in (tmp_path / "whole" / "checkpoints" / "step_6_ckp").glob("*.safetensors"):
-        other = load_file(tmp_path / "stopped" / "checkpoints" / "step_6_ckp" / file.name)
-        assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(file).items())
+def test_a_float16_run_resumes_bit_for_bit_with_the_scale_of_its_loss(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    start(whole, *FLOAT16)
+    start(stopped, *FLOAT16, "run_steps=3")
+    start(stopped, *FLOAT16)
+    assert losses_of(whole) == losses_of(stopped) and equal(whole, stopped)
+    for run in (whole, stopped):
+        assert manifest_of(run, 6)["state"]["loss_scale"] == {"scale": 2.0**16, "steps": 6}
 
 
 @pytest.mark.parametrize("tied", ["false", "true"])
@@ -97,14 +77,8 @@ def test_a_model_made_whole_has_the_same_weights_as_one_made_in_shards(tied: str
     assert losses_of(tmp_path / "true") == losses_of(tmp_path / "false")
 
 
-def test_blocks_are_not_compiled_anew_for_the_documents_of_each_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        start(tmp_path, *COMPILED, "document_mask=true")
-    said = capsys.readouterr().err
-    assert "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true" in said
-    assert "cpu, float32, head size 8" in said
+def test_blocks_are_not_compiled_anew_for_the_documents_of_each_step(tmp_path: Path) -> None:
+    assert {"use_torch_compile", "document_mask"} <= set(refusal(tmp_path, *COMPILED, "document_mask=true").settings)
 
 
 @pytest.mark.thorough
@@ -112,7 +86,7 @@ def test_blocks_are_not_compiled_anew_for_the_documents_of_each_step(
 @pytest.mark.parametrize("levers", [[], COMPILED, [*COMPILED, *PER_OPERATION]], ids=["plain", "compiled", "op"])
 def test_one_kernel_for_all_documents_trains_as_a_call_a_document(levers: list[str], tmp_path: Path) -> None:
     write_dataset(tmp_path / "data" / "texts", documents=100)
-    common = ["use_dummy_dataset=false", f"data_path={tmp_path / 'data'}", "document_mask=true", "logical_shards=4"]
+    common = [f"data_path={tmp_path / 'data'}", "document_mask=true", "logical_shards=4"]
     common += ["sep_token=0", "batch_size=2", "held_out_fraction=0.1", "eval_batches=2"]
     start(tmp_path / "one_by_one", *common)
     with emulated_varlen() as calls:
@@ -123,16 +97,10 @@ def test_one_kernel_for_all_documents_trains_as_a_call_a_document(levers: list[s
         assert 0 < counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
 
 
-def test_what_cannot_be_compiled_ends_a_run_with_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_compiled_ends_a_run_with_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(self: FeedForward, x_BSD: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return x_BSD
 
     monkeypatch.setattr(FeedForward, "forward", unreadable)
-    with pytest.raises(SystemExit):
-        start(tmp_path, *COMPILED)
-    error = capsys.readouterr().err
-    assert error.startswith("error: --use_torch_compile=true: the model's blocks cannot be compiled here (Unsupported)")
-    assert "Train with --use_torch_compile=false" in error and "Traceback" not in error
+    assert refusal(tmp_path, *COMPILED).settings == ("use_torch_compile",)

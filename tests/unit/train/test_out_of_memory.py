@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from training_runs import TINY
+from unit.train.whole_runs import refusal, start, status_of
 
-from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import settings_of
 from pretraining.config.training import TrainConfig
+from pretraining.data.batch import StepBatch
+from pretraining.errors import OutOfMemoryError
 from pretraining.observability.out_of_memory import MemoryUse, advise, format_bytes, is_out_of_memory, memory_table
 from pretraining.train import loop, restore
 from pretraining.train.step import StepContext, train_step
@@ -32,25 +34,6 @@ def use_of(**changes: object) -> MemoryUse:
     return MemoryUse(**values)  # type: ignore[arg-type]
 
 
-def train_until_out_of_memory(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raise_it: object, *flags: str
-) -> str:
-    """Trains; the third step runs out of memory. Returns what is printed as the error."""
-
-    def step_or_fail(context: StepContext, batch: object, step: int) -> object:
-        outcome = train_step(context, batch, step)  # type: ignore[arg-type]
-        if step == 2:
-            raise_it()  # type: ignore[operator]
-        return outcome
-
-    monkeypatch.setattr(loop, "train_step", step_or_fail)
-    with pytest.raises(SystemExit) as ending:
-        main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={run}", *flags])
-    dist.destroy_process_group()  # of a process that is alone with its error, and ends with it
-    assert ending.value.code == 1
-    return capsys.readouterr().err
-
-
 def too_large() -> None:
     torch.empty(1 << 55, dtype=torch.uint8)
 
@@ -59,39 +42,44 @@ def gpu_is_full() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
 
 
-@pytest.mark.parametrize("raise_it", [too_large, gpu_is_full])
+def fail_at_step_3(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
+    def step_or_fail(context: StepContext, batch: StepBatch, step: int) -> object:
+        outcome = train_step(context, batch, step)
+        if step == 2:
+            fail()
+        return outcome
+
+    monkeypatch.setattr(loop, "train_step", step_or_fail)
+
+
+@pytest.mark.parametrize("fail", [too_large, gpu_is_full])
 def test_a_run_without_memory_says_where_it_went_and_what_would_help(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raise_it: object
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]
 ) -> None:
-    said = train_until_out_of_memory(tmp_path, monkeypatch, capsys, raise_it, "batch_size=4")
-    assert said.startswith("error: rank 0: out of memory in step 3, at pretraining/train/loop.py:")
-    assert "allocate" in said.splitlines()[0]
+    fail_at_step_3(monkeypatch, fail)
+    error = refusal(tmp_path, "batch_size=4")
+    dist.destroy_process_group()  # of a process that is alone with its error, and ends with it
+    assert isinstance(error, OutOfMemoryError) and error.rank == 0 and "batch_size" in error.settings
+    assert str(error).startswith("out of memory in step 3, at pretraining/train/loop.py:")
     parameters = sum(4 * size for size in (2 * 64 * 32, 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32), 32))
-    assert re.search(rf"parameters +{re.escape(format_bytes(parameters))}\n", said), said
-    assert re.search(r"optimizer state +[0-9.]+ KiB\n", said)
-    assert "--batch_size=2 in place of 4 (with --global_batch_size=" in said
-    assert json.loads((tmp_path / "run_status.json").read_text())["status"] == "failed"
+    assert re.search(rf"parameters +{re.escape(format_bytes(parameters))}\n", str(error)), error
+    assert status_of(tmp_path)["status"] == "failed"
 
 
-def test_while_the_run_is_put_together_it_says_what_the_model_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_while_the_run_is_put_together_it_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restore, "build_optimizer", lambda *arguments: too_large())
-    with pytest.raises(SystemExit):
-        main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={tmp_path}"])
+    error = refusal(tmp_path)
     dist.destroy_process_group()
-    said = capsys.readouterr().err
-    assert "out of memory while the run was put together, at pretraining/train/restore.py:" in said
-    assert "Parameters, gradients and the optimizer's state of this model take" in said
+    assert isinstance(error, OutOfMemoryError) and "at pretraining/train/restore.py:" in str(error)
 
 
 def test_other_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
+    def fail() -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(loop, "train_step", fail)
+    fail_at_step_3(monkeypatch, fail)
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        main(["train", *TINY, "use_dummy_dataset=true", "num_steps=4", f"ckpt_save_path={tmp_path}"])
+        start(tmp_path)
     dist.destroy_process_group()
 
 
@@ -109,12 +97,6 @@ def test_other_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_the_many_errors_are_known(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
-
-
-def test_the_allocators_own_error_is_known() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        too_large()
-    assert is_out_of_memory(raised.value)
 
 
 def test_the_table_adds_up() -> None:
@@ -153,22 +135,27 @@ def test_what_saves_most_comes_first_with_what_it_saves() -> None:
     assert advise(config, few_activations, 8, 1, CPU)[0].startswith("--sharding_strategy=fsdp")
 
 
-def test_snapshots_of_memory_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", *TINY, "use_dummy_dataset=true", f"ckpt_save_path={tmp_path}", "memory_snapshot=true"])
-    assert "--memory_snapshot=true is for GPUs" in capsys.readouterr().err
+LARGE = ["vocab_size=128256", "batch_size=1", "seq_length=8192"]
 
 
-def test_checkpointing_is_recommended_where_it_is_off() -> None:
-    for is_on in ("false", "true"):
-        flags = ["sharding_strategy=fsdp", "batch_size=1", f"fsdp_activation_checkpointing={is_on}"]
-        text = "\n".join(advise(load_train_config([*SETTINGS, *flags], {}), use_of(), 8, 8, CPU))
-        assert ("--fsdp_activation_checkpointing=true (slower by up to a third)" in text) is (is_on == "false")
+@pytest.mark.parametrize(
+    ("flags", "advice", "is_given"),
+    [
+        (["sharding_strategy=fsdp", "batch_size=1"], "--fsdp_activation_checkpointing=true", True),
+        (
+            ["sharding_strategy=fsdp", "batch_size=1", "fsdp_activation_checkpointing=true"],
+            "_checkpointing=true",
+            False,
+        ),
+        ([*LARGE, "loss_chunk_tokens=0"], "--loss_chunk_tokens=none", True),
+        ([*LARGE, "loss_chunk_tokens=none"], "--loss_chunk_tokens", False),
+        ([*LARGE, "loss_chunk_tokens=256"], "--loss_chunk_tokens", False),
+    ],
+)
+def test_what_is_on_already_is_not_recommended(flags: list[str], advice: str, is_given: bool) -> None:
+    text = "\n".join(advise(load_train_config([*SETTINGS, *flags], {}), use_of(), 8, 8, CPU))
+    assert (advice in text) is is_given
 
 
-def test_chunks_of_the_loss_are_recommended_where_there_are_none() -> None:
-    large = [*SETTINGS, "vocab_size=128256", "batch_size=1", "seq_length=8192"]
-    for chunk, wanted in (("0", True), ("none", False), ("256", False)):
-        config = load_train_config([*large, f"loss_chunk_tokens={chunk}"], {})
-        text = "\n".join(advise(config, use_of(), 8, 8, CPU))
-        assert ("--loss_chunk_tokens=none: about " in text) is wanted
+def test_snapshots_of_memory_need_a_gpu(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "memory_snapshot=true").settings == ("memory_snapshot",)

@@ -20,30 +20,20 @@ def test_a_signal_is_a_request_and_so_is_a_deadline_that_has_come() -> None:
     assert reason_of(requests.pending()) == "SIGUSR1"
 
 
-@pytest.mark.parametrize(("number", "is_out_of_time"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_start_that_ends_before_training_says_whether_its_time_is_over(
-    number: signal.Signals, is_out_of_time: bool
-) -> None:
-    requests = StopRequests(ReceivedSignals())
-    requests.end_before_training()
-    requests.signals.first = number
-    with pytest.raises(Preempted, match=number.name) as ended:
-        requests.end_before_training()
-    assert ended.value.is_out_of_time is is_out_of_time
-    with pytest.raises(Preempted, match="the time limit is near") as late:
-        StopRequests(ReceivedSignals(), deadline=0.0).end_before_training()
-    assert late.value.is_out_of_time
-
-
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "Interrupted before"), (signal.SIGTERM, 75, "Preempted before")]
+    ("number", "code", "is_out_of_time"),
+    [(signal.SIGUSR1, 75, True), (signal.SIGTERM, 75, False), (signal.SIGINT, 130, False), (None, 75, True)],
+    ids=["USR1", "TERM", "INT", "deadline"],
 )
-def test_a_request_before_training_ends_it_with_its_own_exit_code(number: signal.Signals, code: int, said: str) -> None:
-    requests = StopRequests(ReceivedSignals())
+def test_a_request_before_training_ends_it_with_its_own_exit_code_and_says_whether_its_time_is_over(
+    number: signal.Signals | None, code: int, is_out_of_time: bool
+) -> None:
+    requests = StopRequests(ReceivedSignals(), deadline=None if number else 0.0)
     requests.signals.first = number
-    with pytest.raises(Preempted, match=said) as ended:
+    with pytest.raises(Preempted) as ended:
         requests.end_before_training()
-    assert ended.value.exit_code == code
+    assert (ended.value.exit_code, ended.value.is_out_of_time) == (code, is_out_of_time)
+    StopRequests(ReceivedSignals()).end_before_training()
 
 
 def test_interrupts_are_remembered_in_the_training_loop_of_a_command_only() -> None:

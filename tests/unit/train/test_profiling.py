@@ -7,17 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from training_runs import TINY
-
-from pretraining.cli import main
-
-
-def start(run: Path, *flags: str) -> None:
-    main(["train", *TINY, "use_dummy_dataset=true", "batch_size=2", f"ckpt_save_path={run}", *flags])
-
-
-def names_in(trace: Path) -> set[str]:
-    return {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+from training_runs import losses_of
+from unit.train.whole_runs import start
 
 
 def test_a_run_leaves_traces_of_the_steps_that_were_asked_for_and_prints_where_their_time_went(
@@ -30,7 +21,8 @@ def test_a_run_leaves_traces_of_the_steps_that_were_asked_for_and_prints_where_t
         "steps_2-3_rank0.pt.trace.json.gz",
         "steps_6-6_rank0.pt.trace.json.gz",
     }
-    names = names_in(traces / "steps_2-3_rank0.pt.trace.json.gz")
+    trace = json.loads(gzip.decompress((traces / "steps_2-3_rank0.pt.trace.json.gz").read_bytes()))
+    names = {event["name"] for event in trace["traceEvents"]}
     assert {"data", "evaluation", "aten::mm", "ProfilerStep#1", "ProfilerStep#2"} <= names
     out = capsys.readouterr().out
     assert "profile of 2 steps, " in out and f"{traces}/steps_2-3_rank0" in out
@@ -44,9 +36,6 @@ def test_a_resumed_run_counts_from_its_start_where_no_steps_were_named(tmp_path:
 
 
 def test_a_profile_changes_no_loss(tmp_path: Path) -> None:
-    losses = []
     for name, flags in (("plain", []), ("profiled", ["use_profiler=true", "profile_interval=2"])):
         start(tmp_path / name, "num_steps=6", *flags)
-        lines = (tmp_path / name / "logs" / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
-    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert losses_of(tmp_path / "plain") == losses_of(tmp_path / "profiled")

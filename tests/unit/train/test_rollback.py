@@ -40,7 +40,7 @@ def test_checkpoints_since_a_step_are_given_up_and_best_leads_to_one_that_is_lef
 def test_a_users_copy_is_never_renamed_and_a_start_from_it_is_refused(tmp_path: Path) -> None:
     run_with_losses(tmp_path, {2: 3.0, 6: 2.0})
     copy = shutil.copytree(tmp_path / CHECKPOINTS / "step_6_ckp", tmp_path / CHECKPOINTS / "mine")
-    with pytest.raises(CheckpointError, match=r"go back to before step 5, but would go on from .*mine, which was"):
+    with pytest.raises(CheckpointError, match="mine"):
         _drop_checkpoints(tmp_path, since(5))
     shutil.rmtree(copy)
     (tmp_path / CHECKPOINTS / "step_6_ckp" / MANIFEST).write_text("{")
@@ -78,6 +78,7 @@ def test_a_damaged_rollback_json_is_said_once_and_refuses_no_start(
 def test_a_rollback_that_cannot_be_kept_gives_nothing_up(tmp_path: Path) -> None:
     run_with_losses(tmp_path, {6: 2.0})
     (tmp_path / ROLLBACK_FILE).mkdir()
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError) as refused:
         _roll_back(tmp_path, since(5))
+    assert refused.value.path == tmp_path
     assert len(committed_checkpoints(tmp_path)) == 1

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -112,20 +111,14 @@ def test_a_run_that_is_told_to_end_while_it_goes_back_is_preempted(tmp_path: Pat
     assert (found["status"], found["reason"]) == ("preempted", "before training began (SIGTERM)")
 
 
-def test_what_is_killed_stays_running_and_counts(tmp_path: Path) -> None:
-    StatusKeeper(2, is_writer=True).begin(tmp_path, 5)
-    assert status_of(tmp_path)["status"] == "running" and status_of(tmp_path)["starts_without_progress"] == 1
-
-
 def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
     start(tmp_path, 0, 4, ValueError("the loss is no number"))
     start(tmp_path, 3, 4, ValueError("the loss is no number"))  # a checkpoint has come meanwhile
     start(tmp_path, 3, 4, ValueError("the loss is no number"))
     before = status_of(tmp_path)
-    with pytest.raises(CheckpointError, match="its last 2 starts went on from step 3 and crashed") as refused:
+    with pytest.raises(CheckpointError, match=r"last 2 starts .* step 3 .*ValueError: the loss is no") as refused:
         start(tmp_path, 3, None)
-    assert "ValueError: the loss is no number" in str(refused.value)
-    assert "--max_starts_without_progress=0" in str(refused.value)
+    assert "max_starts_without_progress" in refused.value.settings
     assert status_of(tmp_path) == before
     start(tmp_path, 3, 4, ValueError("still"), limit=0)
     assert status_of(tmp_path)["starts_without_progress"] == 3
@@ -137,24 +130,13 @@ def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_p
     start(tmp_path, 3, None, out_of_time())
     start(tmp_path, 3, None, Preempted("SIGTERM"))  # somebody wanted the machine: that is no reason to give up
     start(tmp_path, 3, None, out_of_time())
-    with pytest.raises(CheckpointError, match="its last 2 starts went on from step 3 and ran out of time") as refused:
+    with pytest.raises(CheckpointError) as refused:
         start(tmp_path, 3, None)
-    assert "raise --time_limit, or the time of the job (sbatch --time)" in str(refused.value)
+    assert "time_limit" in refused.value.settings
     start(tmp_path, 3, 6, out_of_time(), limit=0)
     assert status_of(tmp_path)["starts_without_progress"] == 2
     start(tmp_path, 6, None, out_of_time())  # from the checkpoint that the last one has saved
     assert status_of(tmp_path)["starts_without_progress"] == 1
-
-
-def test_a_time_in_the_file_decides_nothing(tmp_path: Path) -> None:
-    start(tmp_path, 3, 4, ValueError("the loss is no number"))
-    path = tmp_path / STATUS_FILE
-    values = {**json.loads(path.read_text()), "updated": "2099-01-01T00:00:00+00:00"}
-    del values["checksum"]
-    path.write_text(json.dumps(values))
-    os.utime(path, (4e9, 4e9))
-    start(tmp_path, 3, 4, ValueError("the loss is no number"))
-    assert (status_of(tmp_path)["starts"], status_of(tmp_path)["starts_without_progress"]) == (2, 2)
 
 
 def test_a_start_whose_checkpoint_is_damaged_counts_once_and_from_the_one_that_it_goes_on_from(tmp_path: Path) -> None:
@@ -167,17 +149,11 @@ def test_a_start_whose_checkpoint_is_damaged_counts_once_and_from_the_one_that_i
         raise ValueError
     assert status_of(tmp_path)["step"] == 4 and status_of(tmp_path)["starts"] == 2
     before = status_of(tmp_path)
-    refused = pytest.raises(CheckpointError, match="its last 2 starts went on from step 4 and crashed")
+    refused = pytest.raises(CheckpointError, match=r"last 2 starts .* step 4")
     with refused, StatusKeeper(2, is_writer=True) as status:
         status.begin(tmp_path, 6)
         status.begin(tmp_path, 4)
     assert status_of(tmp_path) == before
-
-
-def test_a_crash_without_words_is_named_as_such(tmp_path: Path) -> None:
-    StatusKeeper(1, is_writer=True).begin(tmp_path, 0)
-    with pytest.raises(CheckpointError, match="it ended without a word"):
-        StatusKeeper(1, is_writer=True).begin(tmp_path, 0)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"status": "running"}'])
@@ -200,8 +176,9 @@ def test_other_ranks_write_nothing_and_neither_does_a_start_that_never_began(tmp
 def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError) as refused:
         StatusKeeper(2, is_writer=True).begin(tmp_path / "missing", 0)
+    assert refused.value.path == tmp_path / "missing" / STATUS_FILE
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(ValueError, match="what matters"), StatusKeeper(2, is_writer=True) as status:
@@ -209,7 +186,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
         (run / STATUS_FILE).unlink()
         run.rmdir()
         raise ValueError("what matters")
-    assert "run_status.json cannot be written" in caplog.text
+    assert STATUS_FILE in caplog.text
 
 
 def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: Path) -> None:
@@ -234,7 +211,6 @@ def test_any_flipped_bit_of_the_status_is_said_and_refuses_no_start(
             status = read_status(path)
             assert status in (None, before)
             assert len(caplog.messages) == (status is None)
-    assert caplog.messages == [] or caplog.messages[0].startswith(f"{path} is damaged (")
 
 
 def test_a_flipped_bit_while_a_run_trains_is_mended_at_its_end(tmp_path: Path) -> None:
@@ -244,12 +220,3 @@ def test_a_flipped_bit_while_a_run_trains_is_mended_at_its_end(tmp_path: Path) -
         (tmp_path / STATUS_FILE).write_text(text.replace('"starts": 1', '"starts": 3'))
         status.training(TrainState(10, 10, 1, Progress(10, 10)))
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("finished", 1)
-
-
-def test_a_status_of_an_earlier_version_counts(tmp_path: Path) -> None:
-    start(tmp_path, 3, 4, ValueError("the loss is no number"))
-    document = json.loads((tmp_path / STATUS_FILE).read_text())
-    del document["checksum"]
-    (tmp_path / STATUS_FILE).write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match="crash loop"):
-        start(tmp_path, 3, None, limit=1)

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 from training_runs import TINY, write_two_datasets
+from unit.train.whole_runs import refusal, start
 
 from pretraining.checkpoint.manifest import committed_checkpoints, read_manifest
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
+
+COMMON = ["logical_shards=8"]
 
 
 @pytest.fixture
@@ -22,12 +25,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def prepare(folder: Path, end_of_text: object) -> None:
-    folder.mkdir(exist_ok=True)
     (folder / "prepare.json").write_text(json.dumps({"tokenizer": {"end_of_text": end_of_text}}))
-
-
-def flags(data: Path, run: Path, *more: str) -> list[str]:
-    return [*TINY, f"data_path={data}", f"ckpt_save_path={run}", "num_steps=4", "logical_shards=8", *more]
 
 
 def separator_of(run: Path) -> int | None:
@@ -41,37 +39,33 @@ def separator_of(run: Path) -> int | None:
 def test_a_new_run_takes_the_end_of_text_of_its_prepared_data_and_dry_run_and_inspect_show_the_same(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = flags(data, tmp_path / "run", "batch_size=2")
-    main(["train", *asked, "dry_run=true"])
+    run, flags = tmp_path / "run", [f"data_path={data}", *COMMON]
+    start(run, *flags, "dry_run=true")
     shown = capsys.readouterr().out
-    assert f"sep_token   0, the end_of_text of prepare.json in {data}/first" in shown
     assert any(line.split()[:2] == ["sep_token", "0"] for line in shown.splitlines())
     spans = []
     for given in ([], ["sep_token=0"]):
-        main(["inspect", *asked, *given, "step=1", "json=true"])
+        main(["inspect", *TINY, *flags, *given, f"ckpt_save_path={run}", "batch_size=2", "step=1", "json=true"])
         spans.append(capsys.readouterr().out)
     assert spans[0] == spans[1]
-    main(["train", *asked, "run_steps=2"])
-    assert "the end_of_text of prepare.json" in capsys.readouterr().out
-    assert separator_of(tmp_path / "run") == 0
+    start(run, *flags, "run_steps=2")
+    assert separator_of(run) == 0
     (data / "first/prepare.json").unlink()  # the run has its own now
-    main(["train", *asked])
-    assert "end_of_text" not in capsys.readouterr().out
-    assert separator_of(tmp_path / "run") == 0
+    start(run, *flags)
+    assert separator_of(run) == 0
 
 
 def test_a_run_that_began_without_a_separator_goes_on_without(data: Path, tmp_path: Path) -> None:
     (data / "first/prepare.json").unlink()
-    asked = flags(data, tmp_path / "run")
-    main(["train", *asked, "run_steps=2"])
+    start(tmp_path / "run", f"data_path={data}", *COMMON, "run_steps=2")
     prepare(data / "first", 0)
-    main(["train", *asked])
+    start(tmp_path / "run", f"data_path={data}", *COMMON)
     assert separator_of(tmp_path / "run") is None
 
 
 def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        main(["train", *flags(data, tmp_path / "run.{timestamp}", "run_steps=2")])
+        start(tmp_path / "run.{timestamp}", f"data_path={data}", *COMMON, "run_steps=2")
     (run,) = tmp_path.glob("run.*")
     assert read_manifest(committed_checkpoints(run)[-1]).step == 4
 
@@ -79,32 +73,20 @@ def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path:
 def test_evaluation_folders_count_where_nothing_is_trained(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, model = tmp_path / "run", ["weights_only=true", f"ckpt_load_path={tmp_path / 'exported'}"]
-    main(["train", *flags(data, run)])
-    main(["export", f"ckpt_load_path={run}", f"output_path={tmp_path / 'exported'}"])
-    capsys.readouterr()
-    shape = [flag for flag in TINY if not flag.startswith(("learning", "tracker", "report", "progress"))]
-    main(["train", *shape, *model[1:], "eval_only=true", f"eval_datasets={data / 'first'}", "logical_shards=8"])
-    shown = capsys.readouterr()
-    assert f"sep_token   0, the end_of_text of prepare.json in {data / 'first'}" in shown.out + shown.err
+    start(tmp_path / "run", f"data_path={data}", *COMMON)
+    main(["export", f"ckpt_load_path={tmp_path / 'run'}", f"output_path={tmp_path / 'exported'}"])
+    alone = [f"ckpt_load_path={tmp_path / 'exported'}", "eval_only=true", f"eval_datasets={data / 'first'}", *COMMON]
+    main(["train", "seq_length=32", "mixed_precision=false", *alone])
+    assert "sep_token   0, the end_of_text of prepare.json" in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        (2, ["data/first: 0, ", "data/second: 2", "--sep_token"]),
-        ("x", ["data/second/prepare.json", "--sep_token"]),
-        (-1, ["data/second/prepare.json", "--sep_token"]),
-    ],
-)
+@pytest.mark.parametrize("written", [2, "x", -1])
 def test_prepared_datasets_that_disagree_or_cannot_be_read_are_an_error_until_sep_token_is_given(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], written: object, said: list[str]
+    data: Path, tmp_path: Path, written: object
 ) -> None:
     prepare(data / "second", written)
-    asked = flags(data, tmp_path / "run", "dry_run=true")
-    with pytest.raises(SystemExit) as ending:
-        main(["train", *asked])
-    error = capsys.readouterr().err
-    assert ending.value.code == 1 and all(part in error for part in said)
-    main(["train", *asked, "sep_token=0"])
-    main(["train", *asked, "datasets=first"])
+    asked = [f"data_path={data}", *COMMON, "dry_run=true"]
+    error = refusal(tmp_path / "run", *asked)
+    assert "data/second" in str(error) and "sep_token" in error.settings
+    start(tmp_path / "run", *asked, "sep_token=0")
+    start(tmp_path / "run", *asked, "datasets=first")

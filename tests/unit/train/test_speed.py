@@ -34,14 +34,7 @@ def test_made_up_data_is_measured_each_time_and_nothing_is_written(
         main(["train", *WITHOUT_TRACKER, *DUMMY, *flags])
         out = capsys.readouterr().out
         assert (found := SPEED.search(out)) is not None and found[1] == "5", out
-        reports = [line for line in out.splitlines() if re.match(r"step \d+/", line)]
-        assert len(reports) == 8 and all(" s/step  " in line and len(line) <= 80 for line in reports)
     assert not list(folder.iterdir())
-
-
-def test_too_few_steps_are_said_to_be_too_few(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", *TINY, *DUMMY, "run_steps=3"])
-    assert "not measured" in capsys.readouterr().out
 
 
 def test_an_explicit_folder_wins_and_trackers_may_have_one_of_their_own(folder: Path) -> None:
@@ -50,15 +43,6 @@ def test_an_explicit_folder_wins_and_trackers_may_have_one_of_their_own(folder: 
     main(["train", *WITHOUT_TRACKER, *DUMMY, "tracker=jsonl", "tracker_dir=curves"])
     assert len((folder / "curves" / "metrics.jsonl").read_text().splitlines()) == 8
     assert {path.name for path in folder.iterdir()} == {"run", "curves"}
-
-
-def test_the_rehearsal_and_the_inspection_of_a_run_without_a_folder(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["train", *WITHOUT_TRACKER, *DUMMY, "--dry_run"])
-    main(["inspect", *WITHOUT_TRACKER, *DUMMY, "--step=1"])
-    main(["plan", *WITHOUT_TRACKER, "checkpoint_interval=10", "use_profiler=true"])
-    assert "run folder  none" in capsys.readouterr().out and not list(folder.iterdir())
 
 
 def test_in_python_a_run_without_a_folder_has_no_paths(folder: Path) -> None:
@@ -75,28 +59,25 @@ def test_in_python_a_run_without_a_folder_has_no_paths(folder: Path) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        *(
-            "checkpoint_interval=10",
-            "keep_last=2",
-            "ckpt_load_path=runs/a",
-            "resume_from_checkpoint=3",
-            "weights_only=1",
-        ),
-        *("init_from=resume", "max_rollbacks=1", "use_profiler=true", "memory_snapshot=true", "tracker=tensorboard"),
+        *("checkpoint_interval=10", "keep_last=2", "ckpt_load_path=runs/a", "resume_from_checkpoint=3"),
+        *("weights_only=1", "init_from=resume", "max_rollbacks=1", "use_profiler=true"),
+        *("memory_snapshot=true", "tracker=tensorboard"),
     ],
 )
 def test_what_needs_a_folder_is_refused_without_one(flag: str) -> None:
     name = flag.partition("=")[0]
     for path in ([], ["ckpt_save_path=none"]):
-        with pytest.raises(ConfigError, match=rf"--{name}=.*--ckpt_save_path"):
+        with pytest.raises(ConfigError) as refused:
             load_train_config([*DUMMY, *path, flag])
+        assert {name, "ckpt_save_path"} <= set(refused.value.settings)
     load_train_config([*DUMMY, "checkpoint_interval=0", "save_best=false"])  # what is off needs none
 
 
 def test_an_evaluation_alone_needs_something_to_evaluate() -> None:
     common = ["data_path=d", "held_out_fraction=0.1", "eval_only=true", "ckpt_save_path=none"]
-    with pytest.raises(ConfigError, match="--ckpt_load_path"):
+    with pytest.raises(ConfigError) as refused:
         load_train_config(common)
+    assert "ckpt_load_path" in refused.value.settings
     assert load_train_config([*common, "ckpt_load_path=runs/a"]).checkpoint == CheckpointConfig(
         ckpt_save_path=None, ckpt_load_path="runs/a"
     )

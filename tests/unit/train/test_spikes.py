@@ -33,23 +33,25 @@ def feed(spikes: SpikeDetector, losses: list[float], broken: tuple[int, ...] = (
 USUAL = [3.0, 3.1, 2.9, 3.0, 3.05, 2.95, 3.0, 3.1]
 
 
-def test_a_loss_far_above_the_last_ones_is_a_spike_and_one_below_is_not() -> None:
-    assert feed(detector(), [*USUAL, 30.0, 3.0, 0.1]) == [False] * 8 + [True, False, False]
-
-
-def test_a_spike_does_not_widen_what_is_let_through() -> None:
-    assert feed(detector(), [*USUAL, *[30.0] * 20]) == [False] * 8 + [True] * 20
+@pytest.mark.parametrize(
+    ("losses", "spikes"),
+    [
+        ([*USUAL, *[30.0] * 20], [False] * 8 + [True] * 20),  # spikes do not widen what is let through
+        ([3.0, 3.1, 2.9, 30.0], [False] * 4),  # before half the window is known nothing is one
+        ([3.0, 3.1, 2.9, 3.0, 30.0], [False] * 4 + [True]),
+        ([*USUAL, 30.0, 3.0, 0.1], [False] * 8 + [True, False, False]),
+    ],
+)
+def test_a_loss_far_above_the_last_ones_is_a_spike_and_one_below_is_not(
+    losses: list[float], spikes: list[bool]
+) -> None:
+    assert feed(detector(), losses) == spikes
 
 
 def test_a_loss_that_is_not_finite_is_no_spike_and_leaves_no_trace() -> None:
     spikes = detector()
     assert feed(spikes, [*USUAL, math.nan, math.nan, 3.0], broken=(8, 9)) == [False] * 11
     assert feed(spikes, [30.0]) == [True]
-
-
-def test_nothing_is_a_spike_before_half_the_window_is_known() -> None:
-    assert feed(detector(), [3.0, 3.1, 2.9, 30.0]) == [False] * 4
-    assert feed(detector(), [3.0, 3.1, 2.9, 3.0, 30.0]) == [False] * 4 + [True]
 
 
 @given(st.lists(st.floats(0.5, 12.0, width=32), min_size=9, max_size=40), st.integers(4, 12), st.floats(1.0, 8.0))

@@ -114,6 +114,13 @@ def test_a_step_uses_the_schedule_and_clears_the_gradients() -> None:
     assert all(parameter.grad is None for parameter in context.model.parameters.values())
 
 
+def test_gradients_are_clipped_to_their_norm() -> None:
+    context = replace(context_for_step(), grad_clip_thresh=1e-3)
+    outcome = train_step(context, micro_batches(sequences(2), 2), 0)
+    moments = torch.cat([state["exp_avg"].flatten() for state in context.optimizer.state.values()])
+    assert float(outcome.grad_norm) > 1e-2 and float(moments.norm()) == pytest.approx((1 - 0.9) * 1e-3, rel=1e-3)
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     context = context_for_step()
     batch = micro_batches(sequences(2), 2)

@@ -361,7 +361,7 @@ def test_an_output_without_permission_is_named(config: PrepareConfig, monkeypatc
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(run, "find_tokenizer", lambda config, root: closed(root / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"out/tokenizer\.json cannot be written: Permission denied.*--output_path"):
+    with pytest.raises(DataError, match=r"out/tokenizer\.json: cannot be written: Permission denied.*--output_path"):
         prepare(config)
 
 

@@ -1,0 +1,95 @@
+"""Whole runs of a tiny model in this process, how they are refused, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import TINY
+
+from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
+from pretraining.cli import main
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import PretrainError
+
+
+def start(run: Path, *flags: str, model: Sequence[str] = TINY) -> None:
+    """Trains 4 steps with made-up data unless the flags say otherwise."""
+    names = {flag.partition("=")[0] for flag in flags}
+    data = [] if "data_path" in names else ["use_dummy_dataset=true"]
+    common = [*model, "num_steps=4", f"ckpt_save_path={run}", *data]
+    main(["train", *(flag for flag in common if flag.partition("=")[0] not in names), *flags])
+
+
+def refusal(run: Path, *flags: str, model: Sequence[str] = TINY) -> PretrainError:
+    """The error with which a start ends."""
+    with pytest.raises(SystemExit) as ending:
+        start(run, *flags, model=model)
+    error = ending.value.__context__
+    assert isinstance(error, PretrainError) and ending.value.code == error.exit_code
+    return error
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step}_ckp"
+
+
+def saved(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def manifest_of(run: Path, step: int) -> dict[str, Any]:
+    return document(checkpoint(run, step) / "manifest.json")
+
+
+def status_of(run: Path) -> dict[str, Any]:
+    return document(run / "run_status.json")
+
+
+def started_at(run: Path) -> int:
+    """The step that the newest start has gone on from."""
+    step: int = status_of(run)["started_at_step"]
+    return step
+
+
+def document(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text())
+    return values
+
+
+def metrics_of(run: Path, name: str = "step") -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that hold a value of this name."""
+    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if name in line]
+
+
+def damage(folder: Path) -> None:
+    """Changes the last tensor of a checkpoint by much: used, it would show."""
+    shard = max(folder.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 0x40
+    shard.write_bytes(content)
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, or of the newest of a run."""
+    source = open_tensors(named_checkpoint(str(path)))
+    return {name: source.read(name).clone() for name in source.shapes()}
+
+
+def equal(first: Path, second: Path) -> bool:
+    """Whether two checkpoints hold the same tensors, bit for bit."""
+    ours, theirs = tensors_of(first), tensors_of(second)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def write_tokenizer(folder: Path, entries: int = 280) -> int:
+    """Writes a small tokenizer, and returns how many entries it has."""
+    folder.mkdir()
+    tokenizer = train_tokenizer(["def add(left, right):\n    return left + right\n"] * 50, entries)
+    tokenizer.save(folder)
+    return tokenizer.vocab_size
