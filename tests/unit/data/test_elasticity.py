@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT, run_command
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data import killed_reader
 from unit.data.token_files import make_root, opened, plan, rows
@@ -32,14 +32,6 @@ Batches = list[list[list[int]]]
 States = list[dict[str, Any]]
 Uninterrupted = tuple[Batches, States, Batches]
 Stage = tuple[int, int, int, int]  # ranks, workers, accumulation, steps
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    root = make_root(tmp_path_factory.mktemp("data"), web=300, code=120, books=40)
-    return DataConfig(
-        data_path=str(root), seq_length=24, sep_token=999, logical_shards=8, num_workers=0, held_out_fraction=0.2
-    )
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +69,7 @@ def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list
     return batches, states
 
 
-@pytest.mark.thorough
-@settings(max_examples=25)
-@given(STAGES)
-@example([(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)])
-@example([(ranks, workers, 1, 1) for ranks in (2, 7) for workers in (5, 0)])
-def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
+def assert_as_without_stops(
     config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
 ) -> None:
     batches, states = go_through(datasets, config, stages)
@@ -93,17 +80,28 @@ def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
         assert state == uninterrupted[1][done]  # it counts what was taken, whatever was read ahead
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("workers", WORKERS)
-def test_every_number_of_ranks_with_every_number_of_threads(
-    config: DataConfig,
-    datasets: OpenedDatasets,
-    uninterrupted: Uninterrupted,
-    ranks: int,
-    workers: int,
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)],
+        [(ranks, workers, 1, 1) for ranks in (2, 7) for workers in (5, 0)],
+        [(1, workers, 1, 1) for _ in range(STEPS // 2) for workers in (0, 3)],
+        *([(ranks, 0, accumulation, 3)] for ranks, accumulation in ((1, 2), (4, 3), (6, 1), (16, 2))),
+    ],
+)
+def test_other_numbers_of_ranks_threads_and_micro_batches_train_on_the_same_batches(
+    config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
 ) -> None:
-    batches, _ = go_through(datasets, config, [(ranks, workers, 2, 4)])
-    assert batches == uninterrupted[0][:4]
+    assert_as_without_stops(config, datasets, uninterrupted, stages)
+
+
+@pytest.mark.thorough
+@settings(max_examples=25)
+@given(STAGES)
+def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
+    config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
+) -> None:
+    assert_as_without_stops(config, datasets, uninterrupted, stages)
 
 
 @pytest.mark.parametrize("dummy", [False, True])
