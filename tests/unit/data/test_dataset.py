@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.data.sampling.stream_oracle import Oracle, as_trained, text_number
+from unit.data.sampling.stream_oracle import Oracle, Place, as_trained, text_number
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.training import DataConfig
+from pretraining.data.batch import IGNORED_LABEL
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.sampling.token_stream import shard_count
 from pretraining.data.storage.dataset_files import list_datasets
@@ -36,7 +37,7 @@ def test_batches_are_those_of_the_oracle_from_files_to_rows(
         write_documents(
             tmp_path / "web" / f"{number}.arrow", documents[begin : begin + 500], batch_documents=batch_documents
         )
-    settings = config(tmp_path, sep_token=SEP, seq_length=50, logical_shards=3, **ends)
+    settings = config(tmp_path, sep_token=SEP, seq_length=50, logical_shards=3, document_mask=True, **ends)
     made = loader(settings, plan(16), seed=42)
     whole = [as_trained(document, SEP, **ends) for document in documents]
     oracle = Oracle([len(document) for document in whole], BLOCK_DOCUMENTS, 3, 50, (42, text_number("web", "train")))
@@ -44,8 +45,22 @@ def test_batches_are_those_of_the_oracle_from_files_to_rows(
     order = oracle.sample_order(2)
     for step in range(len(order) // 16):
         taken = sorted(order[step * 16 : (step + 1) * 16], key=lambda pair: pair[0])
-        expected = [[whole[document][at] for document, at in samples[shard][number]] for shard, number in taken]
-        assert rows(next(made)) == expected
+        places = [samples[shard][number] for shard, number in taken]
+        (micro_batch,) = next(made).micro_batches
+        assert micro_batch.tokens_BT.tolist() == [[whole[document][at] for document, at in row] for row in places]
+        inputs = micro_batch.model_inputs()
+        assert inputs.labels_BS.tolist() == [
+            [whole[document][at] if at else IGNORED_LABEL for document, at in row[1:]] for row in places
+        ]
+        assert inputs.positions_BS is not None and inputs.positions_BS.tolist() == [positions(row) for row in places]
+
+
+def positions(row: list[Place]) -> list[int]:
+    """Where its inputs are in their documents, which begin with the row or at their first token."""
+    found: list[int] = []
+    for _, at in row[:-1]:
+        found.append(found[-1] + 1 if found and at else 0)
+    return found
 
 
 def test_what_is_listed_once_is_opened_anywhere(tmp_path: Path) -> None:

@@ -175,30 +175,6 @@ def config(tmp_path: Path) -> DataConfig:
     return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=0)
 
 
-def test_a_changed_weight_goes_on_in_the_middle_of_each_dataset(config: DataConfig) -> None:
-    """The samples of each dataset are those of a run with no change, in the same order."""
-    Taken = dict[int, list[tuple[int, int]]]
-
-    def take(made: Loader, begin: int, end: int, taken: Taken) -> None:
-        for step in range(begin, end):
-            slots = made.reader.slots(step)
-            by_sample = sorted(zip(slots.samples, slots.datasets, slots.shards, slots.numbers, strict=True))
-            for _, dataset, shard, number in by_sample:
-                taken[int(dataset)].append((int(shard), int(number)))
-
-    order: Taken = {0: [], 1: []}
-    take(loader(config, plan(8)), 0, 40, order)
-    state = loader(config, plan(8)).state_dict()
-    taken: Taken = {0: [], 1: []}
-    for weights, batch in (((1.0, 1.0), 8), ((1.0, 9.0), 3)):
-        changed = loader(replace(config, datasets=("web", "code"), weights=weights), plan(batch))
-        changed.load_state_dict(state)
-        take(changed, changed.next_step, changed.next_step + 6, taken)
-        _, state = go_on([changed], None, 6)
-    for dataset, samples in taken.items():
-        assert samples and samples == order[dataset][: len(samples)]
-
-
 def test_without_weights_an_added_dataset_changes_the_mixture(config: DataConfig) -> None:
     _, state = go_on([loader(config, plan(8))], None, 1)
     make_root(Path(config.data_path or ""), seed=5, books=80)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit.data.token_files import loader, make_root, plan, random_documents, rows, write_documents
+from unit.data.token_files import loader, plan, rows, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.loader import Loader
@@ -63,16 +63,6 @@ def test_every_token_comes_once_a_pass_whatever_else_is_empty(
     assert seen == dict.fromkeys(range(total), passes)
 
 
-def test_empty_files_among_others_change_no_batch(tmp_path: Path) -> None:
-    for name in ("with", "without"):
-        make_root(tmp_path / name, web=120)
-    for empty in ("0.arrow", "onf.arrow", "p/q.arrow", "z.arrow"):
-        write_documents(tmp_path / "with/web" / empty, [])
-    made = [loader(config(tmp_path / name, seq_length=16, sep_token=999), plan(8)) for name in ("with", "without")]
-    for _ in range(30):
-        assert rows(next(made[0])) == rows(next(made[1]))
-
-
 def test_thousands_of_passes_over_the_smallest_dataset(tmp_path: Path) -> None:
     """It has S + 1 tokens; with any fewer it would be refused."""
     total = write_numbered(tmp_path, [[3, 1], [], [5, 0, 7]])
@@ -84,11 +74,3 @@ def test_thousands_of_passes_over_the_smallest_dataset(tmp_path: Path) -> None:
     _, counts = np.unique(whole, axis=0, return_counts=True)
     assert len(counts) == 24  # the orders of four documents, each as often as the others
     assert np.abs(counts - len(whole) / 24).max() < 5 * np.sqrt(len(whole) / 24)
-
-
-def test_a_tiny_dataset_beside_a_large_one_is_passed_over_as_often_as_its_weight_asks(tmp_path: Path) -> None:
-    write_documents(tmp_path / "tiny/x.arrow", [[900 + number] for number in range(5)])
-    write_documents(tmp_path / "web/x.arrow", random_documents(400, vocab_size=900))
-    made = loader(config(tmp_path, seq_length=4, weights=(1.0, 3.0)), plan(40))
-    seen = Counter(token for token in inputs(made, 50) if token >= 900)
-    assert seen == {900 + number: 40 * 50 * 4 // 4 // 5 for number in range(5)}

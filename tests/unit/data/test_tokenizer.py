@@ -76,15 +76,6 @@ def test_saved_and_loaded_it_is_the_same_tokenizer(tmp_path: Path) -> None:
         assert loaded.encode(TEXTS[0]) == TRAINED.encode(TEXTS[0])
 
 
-def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    TRAINED.save(tmp_path)
-    automatic = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
-    assert automatic(TEXTS[0])["input_ids"] == TRAINED.encode(TEXTS[0])
-    assert (automatic.eos_token, automatic.eos_token_id) == (END_OF_TEXT, 0)
-    assert automatic.decode(TRAINED.encode(TEXTS[0])) == TEXTS[0]
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -71,40 +71,6 @@ def test_samples_are_those_of_the_oracle(
         assert samples_of(made, shard, 0, 3 * bins) == expected
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any), st.integers(1, 60))
-def test_shards_are_runs_of_whole_blocks_with_nearly_equal_bins(counts: list[int], logical_shards: int) -> None:
-    bounds = np.concatenate(([0], np.cumsum(counts)))
-    first_blocks = cut_blocks(bounds, logical_shards)
-    bins = np.diff(bounds[first_blocks])
-    assert first_blocks[0] == 0 and first_blocks[-1] == len(counts) and (np.diff(first_blocks) >= 0).all()
-    assert len(bins) == max(1, min(logical_shards, sum(map(bool, counts)), sum(counts) // 8))
-    assert bins.sum() == sum(counts) and bins.max() <= sum(counts) / len(bins) + max(counts)
-
-
-def test_the_memory_for_bins_is_bounded_and_changes_nothing() -> None:
-    lengths = np.random.default_rng(1).integers(0, 9, 600).tolist()
-    small = bin_cache(limit_bytes=4000)
-    forgetful = known_stream(lengths, 16, 5, 13, "best_fit", small)
-    made = known_stream(lengths, 16, 5, 13, "best_fit")
-    order = np.random.default_rng(2).permutation(200)
-    shards = order % 5
-    assert pieces(forgetful.spans(shards, order)) == [
-        samples_of(made, s, j, j + 1)[0] for s, j in zip(shards, order, strict=True)
-    ]
-    assert small.total_cost <= 4000
-
-
-def test_a_sample_costs_the_same_in_any_pass() -> None:
-    lengths = np.random.default_rng(0).integers(0, 30, 4000).tolist()
-    for sample in (10, 10**9, 10**15 + 10):
-        known = KnownLengths(lengths, 64)
-        made = known_stream(lengths, 64, 4, 100, "first_fit")
-        made._lengths = known
-        made.spans(np.array([2]), np.array([sample]))
-        assert known.asked == 64  # the one block
-
-
 def test_counts_beyond_32_bits_are_exact() -> None:
     known = EqualLengths(documents=200_000_000, length=100_003)  # 24 full pieces, and a rest that fits twice into a bin
     blocks = len(known.block_bounds) - 1

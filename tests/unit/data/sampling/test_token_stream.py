@@ -124,17 +124,6 @@ def test_every_token_comes_exactly_once_in_every_pass(
     assert seen == {(n, (d, at)): 1 for n in range(passes) for d, length in enumerate(lengths) for at in range(length)}
 
 
-@settings(max_examples=60)
-@given(LENGTHS, st.integers(1, 12))
-def test_shards_are_cut_between_documents_and_balanced(lengths: list[int], count: int) -> None:
-    cut = cut_shards(KnownLengths(lengths, 4), count)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    assert len(cut) == count and cut.documents[0] == 0 and cut.documents[-1] == len(lengths)
-    assert (np.diff(cut.documents) >= 0).all()
-    assert (cut.token_bounds == starts[cut.documents]).all()
-    assert cut.tokens.max() <= sum(lengths) / count + max(lengths)
-
-
 def test_a_sample_costs_the_same_in_any_pass() -> None:
     lengths = np.random.default_rng(0).integers(0, 30, 4000).tolist()
     costs = []

@@ -15,7 +15,6 @@ from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
-from pretraining.data.storage import document_reader as reader_module
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_reader import DocumentReader, OpenFile, open_files
@@ -180,19 +179,6 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
     gc.collect()
     targets = [str(entry.resolve()) for entry in Path("/proc/self/fd").iterdir()]
     assert sum(target.startswith(str(tmp_path)) and target.endswith(".arrow") for target in targets) <= 3
-
-
-def test_a_file_that_goes_after_its_module_is_closed_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_documents(tmp_path / "x.arrow", [[1]])
-    opened = OpenFile(str(tmp_path / "x.arrow"), (tmp_path / "x.arrow").stat().st_size, ARROW)
-    descriptor = opened._descriptor
-    with monkeypatch.context() as ending:
-        ending.setattr(reader_module, "os", None)
-        del opened
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
 
 
 def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: Path) -> None:

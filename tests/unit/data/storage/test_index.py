@@ -76,26 +76,6 @@ def test_a_separator_is_counted_where_it_is_not_there_already(tmp_path: Path) ->
     assert lengths_of(index) == [2, 3, 0, 1]
 
 
-def test_splits_share_no_document_and_lose_none(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1]] * 4000)
-    index = build_index(files(tmp_path), dataclasses.replace(CONFIG, held_out_fraction=0.1, sep_token=5))
-    train, held_out = np.array(lengths_of(index)), np.array(lengths_of(index, "held_out"))
-    assert ((train == 2) ^ (held_out == 2)).all() and (train + held_out == 2).all()
-    assert 300 < np.count_nonzero(held_out) < 500
-
-
-def test_held_out_documents_stay_so_when_files_and_rows_are_added(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, held_out_fraction=0.2)
-    documents = [[1]] * 300
-    write_documents(tmp_path / "web/m.arrow", documents)
-    before = lengths_of(build_index(files(tmp_path), config), "held_out")
-    write_documents(tmp_path / "web/a.arrow", documents[:50])
-    write_documents(tmp_path / "web/m.arrow", documents * 2)
-    after = lengths_of(build_index(files(tmp_path), config), "held_out")
-    assert after[50:350] == before
-    assert held_out_mask("web", 0.2, "m.arrow", 300).tolist() == [length == 1 for length in before]
-
-
 def test_which_documents_are_held_out_is_the_same_in_every_release() -> None:
     assert np.flatnonzero(held_out_mask("web", 0.1, "part.arrow", 60)).tolist() == [5, 17, 51]
 

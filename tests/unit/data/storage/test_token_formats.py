@@ -249,9 +249,12 @@ def test_a_format_of_ones_own_that_fails_is_named(
         loader(replace(CONFIG, data_path=str(tmp_path / "data"), file_type="failing:Format"), plan(1))
 
 
-def test_arrow_files_have_the_state_that_they_always_had(tmp_path: Path) -> None:
-    config = replace(CONFIG, data_path=str(make_root(tmp_path, web=60)))
-    assert not {"token_dtype", "file_type"} & loader(config, plan(2)).state_dict().keys()
+def test_a_resume_with_another_type_is_refused(tmp_path: Path) -> None:
+    np.array([7, 0, SEP, 0] * 60, np.uint16).tofile(make_folder(tmp_path / "web") / "x.bin")
+    narrow = replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16")
+    state = loader(narrow, plan(2)).state_dict()
+    with pytest.raises(DataError, match="token_dtype was uint16 and is uint32"):
+        loader(replace(narrow, token_dtype="uint32"), plan(2), vocab_size=2**32).load_state_dict(state)
 
 
 def example_of_the_docs() -> str:
