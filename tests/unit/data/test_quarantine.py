@@ -12,6 +12,7 @@ import torch
 from unit.data.token_files import opened, plan, random_documents, write_documents
 
 from pretraining.config.training import DataConfig
+from pretraining.data import batch_reader
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW, Quarantine
 from pretraining.data.dataset import build_loader
@@ -107,3 +108,13 @@ def test_inspect_shows_which_slots_are_quarantined(config: DataConfig) -> None:
                 with pytest.raises(DataError):
                     list(strict.slots(step, sample_id=slot.sample_id, tokens=True))
     assert found
+
+
+def test_the_run_goes_on_where_readable_samples_lie_between(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_reader, "MOST_IN_A_ROW", 20)
+    running = made(config)
+    (Path(config.data_path or "") / "web/bad.arrow").unlink()
+    lengths = [length for _ in range(STEPS) for _, length in slots(next(running))]
+    assert lengths.count(0) > 20 and set(lengths) == {0, 17}

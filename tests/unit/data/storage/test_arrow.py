@@ -192,6 +192,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, unusable: str) -> N
         layout_of(path)
     assert raised.value.path == path
     assert raised.value.settings == (("col_name",) if unusable == "no such column" else raised.value.settings)
+    assert ("pretrain prepare" in str(raised.value)) == (unusable == "a stream")
     assert raised.value.row == (0 if unusable == "offsets backwards" else None)
 
 
