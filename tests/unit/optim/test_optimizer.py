@@ -13,7 +13,7 @@ from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.optim.optimizer import materialise_state, parameter_groups, update
+from pretraining.optim.optimizer import materialise_state, parameter_groups, skips_on_device, update
 from pretraining.optim.registry import build_optimizer, own_arguments
 
 
@@ -82,6 +82,26 @@ class Signs(torch.optim.Optimizer):
                     state["count"] = 0 if self.bad == "keeps an int" else torch.zeros(())
                 state["count"] += 1
                 parameter.sub_(group["lr"] * self.scale * parameter.grad.sign())
+
+
+class Selecting(Signs):
+    """An update by the gradient, which leaves skipped ones out on the device as it declares."""
+
+    skips_on_device = True
+    found_inf: torch.Tensor
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    changed = parameter - group["lr"] * parameter.grad
+                    parameter.copy_(torch.where(self.found_inf.bool(), parameter, changed))
+
+
+def test_an_optimizer_of_the_users_own_that_selects_as_it_declares_is_trusted() -> None:
+    config = OptimizerConfig(optimizer=f"{__name__}:Selecting", learning_rate=0.5)
+    assert skips_on_device(build_optimizer(dict(nn.Linear(2, 2).named_parameters()), config))
 
 
 OWN = "unit.optim.test_optimizer:Signs"
