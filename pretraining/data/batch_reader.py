@@ -155,7 +155,8 @@ class BatchReader:
             where = f"step {step + 1}, slot {slot}: dataset '{source.name}', shard {shard}, its sample {sample}"
             problem = f"{error}\n  needed for sample {slots.samples[slot]} ({where})"
             if self._quarantine is None:
-                raise DataError(problem) from error
+                error.args = (problem,)  # its path and row stay
+                raise
             rows.tokens[numbers] = 0
             self._quarantine.add(problem)
             return

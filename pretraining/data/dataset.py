@@ -69,7 +69,7 @@ def _open_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset:
         )
     if len(index.documents) == 0:
         raise DataError(
-            f"dataset '{files.name}' is empty: {count_of(len(files.paths), 'file')} in {files.folder}, and no document"
+            f"dataset '{files.name}' is empty: {count_of(len(files.paths), 'file')}, and no document", path=files.folder
         )
     return OpenedDataset(files, index, counts)
 

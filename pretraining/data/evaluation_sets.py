@@ -67,7 +67,7 @@ def _check_folder(folder: str, path: Path, config: DataConfig) -> None:
     hint = did_you_mean_dataset(path.parent, path.name) if is_folder(path.parent) else ""
     if meant != path and is_folder(meant):
         hint = f"; did you mean {meant}?"
-    raise DataError(f"--eval_datasets: {path} is not a folder{hint}")
+    raise DataError(f"--eval_datasets names it, and it is not a folder{hint}", path=path)
 
 
 def _check_apart(path: Path, resolved: Path, training: Collection[DatasetFiles]) -> None:
@@ -75,9 +75,10 @@ def _check_apart(path: Path, resolved: Path, training: Collection[DatasetFiles])
         folder = Path(os.path.realpath(files.path(0) if files.is_file else files.folder))
         if resolved == folder or resolved in folder.parents or folder in resolved.parents:
             raise DataError(
-                f"evaluation set {path} overlaps the training data: dataset '{files.name}' is {folder}. Evaluate "
-                "on a folder of its own, leave the dataset out of --datasets, or hold a share of it out "
-                "(--held_out_fraction)"
+                f"this evaluation set overlaps the training data: dataset '{files.name}' is {folder}. Evaluate on a "
+                "folder of its own, leave the dataset out of --datasets, or hold a share of it out "
+                "(--held_out_fraction)",
+                path=path,
             )
 
 

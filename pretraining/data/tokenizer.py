@@ -136,15 +136,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         definition = read_file(file)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"there is no tokenizer to read at {file} ({getattr(error, 'strerror', None) or error}). Give the folder "
-            "or the tokenizer.json of a Hugging Face fast tokenizer, or let `pretrain prepare` train one"
+            f"there is no tokenizer to read ({getattr(error, 'strerror', None) or error}). Give the folder or the "
+            "tokenizer.json of a Hugging Face fast tokenizer, or let `pretrain prepare` train one",
+            path=file,
         ) from error
     try:
         library, vocab_size = _parse(definition)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
-            f"{file} is no tokenizer that the tokenizers library {tokenizers.__version__} can read ({error}). Fetch "
-            "or train it again"
+            f"no tokenizer that the tokenizers library {tokenizers.__version__} can read ({error}). Fetch or train it "
+            "again",
+            path=file,
         ) from error
     config = _read_object(file.parent / TOKENIZER_CONFIG_FILE)
     special_tokens = _read_object(file.parent / "special_tokens_map.json")
@@ -154,8 +156,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         name = next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
     if name is not None and library.token_to_id(name) is None:
         raise DataError(
-            f"{file.parent}: eos_token {name!r} is not in the vocabulary of {file.name}. The two files are not of one "
-            "tokenizer: fetch it again"
+            f"eos_token {name!r} is not in the vocabulary of {file.name}. The two files are not of one tokenizer: "
+            "fetch it again",
+            path=file.parent,
         )
     padding = _token_name(config, "pad_token") or _token_name(special_tokens, "pad_token")
     tokenizer = _wrap(library, vocab_size, definition, config, name)
@@ -179,10 +182,11 @@ def _refuse_sentencepiece(path: Path) -> None:
     folder = path.parent if path.name == SENTENCEPIECE_FILE else path
     if is_file(folder / SENTENCEPIECE_FILE) and not is_file(folder / TOKENIZER_FILE):
         raise DataError(
-            f"{folder} has a {SENTENCEPIECE_FILE} of SentencePiece, and no {TOKENIZER_FILE}, which is what is read "
-            "here. Convert it once, with the packages transformers, sentencepiece and protobuf: "
+            f"a {SENTENCEPIECE_FILE} of SentencePiece, and no {TOKENIZER_FILE}, which is what is read here. "
+            "Convert it once, with the packages transformers, sentencepiece and protobuf: "
             f"python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{folder}').save_pretrained("
-            f"'{folder}')\""
+            f"'{folder}')\"",
+            path=folder,
         )
 
 
@@ -282,9 +286,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({error}). Mend it, or remove it to go without") from error
+        raise DataError(f"cannot be read as JSON ({error}). Mend it, or remove it to go without", path=path) from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} must hold a JSON object. Mend it, or remove it to go without")
+        raise DataError("it must hold a JSON object. Mend it, or remove it to go without", path=path)
     return content
 
 

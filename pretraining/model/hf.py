@@ -111,7 +111,7 @@ def shape_of_document(document: Any, path: str) -> LlamaShape:
         CheckpointError: it is not one of a Llama that can be trained here; names every entry that stands against it.
     """
     if not isinstance(document, Mapping):
-        raise CheckpointError(f"{path} is not the config.json of a model: it holds no object")
+        raise CheckpointError("not the config.json of a model: it holds no object", path=path)
     problems = list(_problems(document))
     try:
         if not problems:
@@ -121,7 +121,7 @@ def shape_of_document(document: Any, path: str) -> LlamaShape:
     except (TypeError, ValueError) as error:
         problems = [f"an entry is no number: {error}"]
     listed = "".join(f"\n  - {problem}" for problem in problems)
-    raise CheckpointError(f"{path} is not that of a Llama that can be trained here:{listed}")
+    raise CheckpointError(f"not that of a Llama that can be trained here:{listed}", path=path)
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:

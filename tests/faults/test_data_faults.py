@@ -64,7 +64,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         ["part-1.arrow, row 7: token 3 of the document is 64", "sample ", "--vocab_size"],
     ),
     "a file of another kind": (foreign, ["part-1.arrow"]),
-    "a short file": (short, ["part-1.arrow is truncated or damaged"]),
+    "a short file": (short, ["part-1.arrow: truncated or damaged"]),
 }
 
 

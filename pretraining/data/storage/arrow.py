@@ -52,11 +52,11 @@ class ArrowFormat:
         """Finds the documents of a file; see `TokenFormat`."""
         content = read_bytes(path)
         if len(content) < 2 * len(MAGIC) + 6:
-            raise DataError(f"{path} is damaged: {len(content)} bytes are no Arrow file")
+            raise DataError(f"damaged: {len(content)} bytes are no Arrow file", path=path)
         try:
             return _ArrowFile(path, self._column, content).documents()
         except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} is damaged: its structure points outside the file") from error
+            raise DataError("damaged: its structure points outside the file", path=path) from error
 
 
 class _ArrowFile:
@@ -81,7 +81,7 @@ class _ArrowFile:
         if len(nulls):
             rows_before = numbers["rows"][: nulls[0]].sum()
             where = f"record batch {nulls[0]}" if self.place.is_flat else f"rows from {rows_before} on"
-            raise DataError(f"column '{self.column}' of {self.path} has missing tokens (null) in {where}")
+            raise DataError(f"column '{self.column}' has missing tokens (null) in {where}", path=self.path)
         token_starts = self.bodies + numbers["tokens_at"]
         self._check_aligned(token_starts % width)
         if not self.place.is_flat:
@@ -110,7 +110,9 @@ class _ArrowFile:
         begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
         wrong = (begins < 0) | (ends < begins) | (ends > (numbers["tokens_bytes"] // place.width)[batch])
         if wrong.any():
-            raise DataError(f"{self.path} is damaged: row {wrong.argmax()} lies outside the tokens of its record batch")
+            raise DataError(
+                "damaged: it lies outside the tokens of its record batch", path=self.path, row=int(wrong.argmax())
+            )
         lengths = ends - begins
         if has_nulls.any():
             lengths[self._null_rows(has_nulls, batch, row_in_batch)] = 0
@@ -121,16 +123,16 @@ class _ArrowFile:
         rows, body_bytes = self.numbers["rows"], self.footer.body_bytes
         outside = (rows < 0) | (rows > body_bytes) | (starts < 0) | (needed < 0) | (starts > body_bytes - needed)
         if outside.any():
-            raise DataError(f"{self.path} is damaged: record batch {outside.argmax()} reaches beyond its bytes")
+            raise DataError(f"damaged: record batch {outside.argmax()} reaches beyond its bytes", path=self.path)
 
     def _check_long_enough(self, sizes: np.ndarray, needed: np.ndarray, what: str) -> None:
         short = sizes < needed
         if short.any():
-            raise DataError(f"{self.path} is damaged: record batch {short.argmax()} has fewer {what} than rows")
+            raise DataError(f"damaged: record batch {short.argmax()} has fewer {what} than rows", path=self.path)
 
     def _check_aligned(self, remainders: np.ndarray) -> None:
         if remainders[self.numbers["rows"] > 0].any():
-            raise DataError(f"{self.path} is not aligned as the Arrow format asks: write it anew with an Arrow library")
+            raise DataError("not aligned as the Arrow format asks: write it anew with an Arrow library", path=self.path)
 
     def _null_rows(self, has_nulls: np.ndarray, batch: np.ndarray, row_in_batch: np.ndarray) -> np.ndarray:
         """Finds the rows that are null: empty documents, whatever their offsets say. `batch` is that of each row."""
@@ -181,11 +183,11 @@ class _ArrowFile:
         message = _follow(metadata, begin)
         header, kind = _field(metadata, message, 2), _field(metadata, message, 1)
         if header is None or kind is None or metadata[kind] != 3:
-            raise DataError(f"{self.path} is damaged: where its footer has a record batch is something else")
+            raise DataError("damaged: where its footer has a record batch is something else", path=self.path)
         batch = _follow(metadata, header)
         if _field(metadata, batch, 3) is not None:
             raise DataError(
-                f"{self.path} is compressed, so its documents cannot be read in place: write it without compression"
+                "compressed, so its documents cannot be read in place: write it without compression", path=self.path
             )
         nodes, node_count = _vector(metadata, batch, 1)
         buffers, buffer_count = _vector(metadata, batch, 2)
@@ -230,18 +232,18 @@ def _read_footer(path: str, content: np.ndarray) -> _Footer:
     if tail[4:] != MAGIC:
         if content[:4].tobytes() == b"\xff\xff\xff\xff":
             raise DataError(
-                f"{path} is an Arrow stream, which has no table of its rows. {how_to_prepare(Path(path).parent)}"
+                f"an Arrow stream, which has no table of its rows. {how_to_prepare(Path(path).parent)}", path=path
             )
-        raise DataError(f"{path} is truncated or damaged: it does not end as an Arrow file does")
+        raise DataError("truncated or damaged: it does not end as an Arrow file does", path=path)
     (length,) = struct.unpack_from("<i", tail)
     if not 0 < length <= len(content) - 10 - len(MAGIC):
-        raise DataError(f"{path} is damaged: its footer says that it is {length} bytes long")
+        raise DataError(f"damaged: its footer says that it is {length} bytes long", path=path)
     footer = content[-10 - length : -10].tobytes()
     root = _follow(footer, 0)
     schema = _field(footer, root, 1)
     endianness = None if schema is None else _field(footer, _follow(footer, schema), 0)
     if endianness is not None and struct.unpack_from("<h", footer, endianness)[0] != 0:
-        raise DataError(f"{path} was written in big-endian order: write it anew on a little-endian machine")
+        raise DataError("written in big-endian order: write it anew on a little-endian machine", path=path)
     if _field(footer, root, 3) is None:
         nothing = np.zeros(0, dtype=np.int64)
         return _Footer(nothing, nothing, nothing, footer)
@@ -309,7 +311,7 @@ def _locate_column(path: str, schema: bytes, column: str) -> _ColumnPlace:
     try:
         return locate(schema, column)
     except DataError as problem:
-        raise DataError(f"{path} {problem}") from problem
+        raise DataError(str(problem), path=path) from problem
 
 
 @lru_cache(maxsize=1024)
@@ -317,15 +319,15 @@ def _locate(schema_bytes: bytes, column: str) -> _ColumnPlace:
     schema = _parse(schema_bytes)
     names = schema.names
     if column not in names:
-        raise DataError(f"has no column '{column}', but {', '.join(names) or 'none at all'}: give --col_name")
+        raise DataError(f"no column '{column}', but {', '.join(names) or 'none at all'}: give --col_name")
     if names.count(column) > 1:
-        raise DataError(f"has {names.count(column)} columns '{column}', and nothing says which one is meant: keep one")
+        raise DataError(f"{names.count(column)} columns '{column}', and nothing says which one is meant: keep one")
     kind = schema.field(column).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     token_type = kind.value_type if is_list else kind
     if token_type not in TOKEN_TYPES:
         raise DataError(
-            f"has a column '{column}' of type {kind}, but documents are lists of integers, such as list<uint16>"
+            f"column '{column}' is of type {kind}, but documents are lists of integers, such as list<uint16>"
         )
     node = buffer = 0
     for field in schema:
@@ -344,7 +346,7 @@ def _parse(schema: bytes) -> pa.Schema:
     try:
         return pa.ipc.open_file(pa.BufferReader(file)).schema
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"is damaged: {error}") from error
+        raise DataError(f"damaged: {error}") from error
 
 
 _OWN_BUFFERS = (
@@ -363,8 +365,6 @@ def _parts(kind: pa.DataType) -> tuple[int, int]:
         return _parts(kind.storage_type)
     own = next((buffers for buffers, tests in _OWN_BUFFERS if any(is_of(kind) for is_of in tests)), None)
     if own is None:
-        raise DataError(
-            f"has a column of type {kind} before the tokens, which is not supported: write the tokens first"
-        )
+        raise DataError(f"a column of type {kind} before the tokens is not supported: write the tokens first")
     children = [_parts(kind.field(number).type) for number in range(kind.num_fields)]
     return 1 + sum(nodes for nodes, _ in children), own + sum(buffers for _, buffers in children)

@@ -75,7 +75,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
         hint = how_to_prepare(root) if is_file(root) else _what_is_in(root.parent)
         if is_file(root) and root.name.endswith(tuple(formats.values())):
             hint = f"give --data_path={root.parent} --datasets={root.name}"
-        raise DataError(f"data_path {root} is not a folder; {hint}")
+        raise DataError(f"--data_path is not a folder; {hint}", path=root)
     if config.datasets:
         names = [name.strip("/") for name in config.datasets]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -86,8 +86,8 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             if not files:
                 kinds = _patterns(formats)
                 raise DataError(
-                    f"dataset '{name}' has no {kinds} files in {root / name}; {_what_is_in(root / name)}. "
-                    f"{how_to_prepare(root / name)}"
+                    f"dataset '{name}' has no {kinds} files; {_what_is_in(root / name)}. {how_to_prepare(root / name)}",
+                    path=root / name,
                 )
     else:
         has_counts = any(root.glob(COUNTS_FILES))
@@ -126,8 +126,9 @@ def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) ->
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} cannot be read ({type(error).__name__}: {error}), and it says which token ends documents. "
-                "Prepare the dataset again, or give --sep_token"
+                f"cannot be read ({type(error).__name__}: {error}), and it says which token ends documents. "
+                "Prepare the dataset again, or give --sep_token",
+                path=path,
             ) from error
         if token is not None:
             found[str(folder)] = token
@@ -165,8 +166,9 @@ def _dataset(root: Path, name: str, files: dict[str, int], formats: dict[str, st
     if len(kinds) > 1:
         held = " and ".join(f"{counts[kind]:,} *{formats[kind]}" for kind in kinds)
         raise DataError(
-            f"dataset '{name}' holds files of two kinds in {root / name}: {held}. Say which are its tokens, as in "
-            f"--file_type={kinds[0]}, or give each kind a dataset of its own"
+            f"dataset '{name}' holds files of two kinds: {held}. Say which are its tokens, as in "
+            f"--file_type={kinds[0]}, or give each kind a dataset of its own",
+            path=root / name,
         )
     paths = tuple(sorted(files))
     sizes = tuple(files[path] for path in paths)
@@ -201,15 +203,16 @@ def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
                     times[identity] += 1
                     if times[identity] > _NAMES_OF_A_FOLDER:
                         raise DataError(
-                            f"{os.path.realpath(entry.path)} is in {folder} under more than {_NAMES_OF_A_FOLDER} "
-                            f"names, such as {entry.path}: folders there link to each other. Remove such links"
+                            f"it is in {folder} under more than {_NAMES_OF_A_FOLDER} names, such as {entry.path}: "
+                            "folders there link to each other. Remove such links",
+                            path=os.path.realpath(entry.path),
                         )
                     visit(entry.path, f"{prefix}{entry.name}/", above | {identity})
                 elif entry.name.endswith(suffixes):
                     status = entry.stat()  # a link that leads nowhere is an error here, and not a file less
                     if not stat.S_ISREG(status.st_mode):
                         raise DataError(
-                            f"{entry.path} is no file that could hold tokens: a pipe or a device. Remove it"
+                            "a pipe or a device, not a file that could hold tokens. Remove it", path=entry.path
                         )
                     found[prefix + entry.name] = status.st_size
 
@@ -217,9 +220,9 @@ def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
         status = folder.stat()
         visit(str(folder), "", frozenset({(status.st_dev, status.st_ino)}))
     except OSError as error:
-        raise DataError(f"cannot list {error.filename or folder}: {error.strerror}") from error
+        raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
     except RecursionError:
-        raise DataError(f"cannot list {folder}: folders there are nested too deep") from None
+        raise DataError("cannot be listed: folders there are nested too deep", path=folder) from None
     return found
 
 

@@ -45,13 +45,13 @@ class OpenFile:
             self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             found = os.fstat(self._descriptor).st_size
         except OSError as error:
-            raise DataError(f"cannot open {path}: {error.strerror}") from error
+            raise DataError(f"cannot be opened: {error.strerror}", path=path) from error
         if found != size:
-            raise DataError(f"{path} has changed since the job began: it had {size:,} bytes and now has {found:,}")
+            raise DataError(f"changed since the job began: it had {size:,} bytes and now has {found:,}", path=path)
         tail = bytearray(len(token_format.ending))
         self.read_into(memoryview(tail), size - len(tail))
         if tail != token_format.ending:
-            raise DataError(f"{path} is damaged: it does not end as {token_format.title} does")
+            raise DataError(f"damaged: it does not end as {token_format.title} does", path=path)
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills `target` (bytes) from a position of the file; a DataError where it cannot be read, or ends before."""
@@ -59,10 +59,10 @@ class OpenFile:
             try:
                 count = os.preadv(self._descriptor, [target], offset)
             except OSError as error:
-                raise DataError(f"cannot read {self.path} at byte {offset:,}: {error.strerror}") from error
+                raise DataError(f"cannot be read at byte {offset:,}: {error.strerror}", path=self.path) from error
             if count == 0:
                 end = os.fstat(self._descriptor).st_size  # which may lie before the place that was asked for
-                raise DataError(f"{self.path} ends at byte {end:,}, before its documents do: it was truncated")
+                raise DataError(f"truncated: it ends at byte {end:,}, before its documents do", path=self.path)
             target, offset = target[count:], offset + count
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -189,9 +189,10 @@ class DocumentReader:
         if self._index.is_signed[number] and token >> 8 * target.itemsize - 1:
             token -= 1 << 8 * target.itemsize
         raise DataError(
-            f"{self._files.path(number)}, row {row}: token {int(spans.starts[span]) + position} of the document is "
-            f"{token}, but the vocabulary is 0 to {self._vocab_size - 1}: the files are made with another tokenizer "
-            "(see --vocab_size), or damaged"
+            f"token {int(spans.starts[span]) + position} of the document is {token}, but the vocabulary is 0 to "
+            f"{self._vocab_size - 1}: the files are made with another tokenizer (see --vocab_size), or damaged",
+            path=self._files.path(number),
+            row=row,
         )
 
 

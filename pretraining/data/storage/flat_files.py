@@ -36,19 +36,21 @@ class NpyFormat:
         """Finds the documents of a file; see `TokenFormat`."""
         if read_bytes(path)[:6].tobytes() != np.lib.format.MAGIC_PREFIX:
             raise DataError(
-                f"{path} is truncated or damaged: it has no NumPy header. If it holds tokens alone, name it *.bin, as "
-                f"in `mv {path} {path.removesuffix(self.suffix)}.bin`, and give --token_dtype=uint16 or uint32"
+                "truncated or damaged: it has no NumPy header. If it holds tokens alone, name it *.bin, as in "
+                f"`mv {path} {path.removesuffix(self.suffix)}.bin`, and give --token_dtype=uint16 or uint32",
+                path=path,
             )
         try:
             array = np.lib.format.open_memmap(path, mode="r")
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+            raise DataError(f"cannot be read: {error.strerror or error}", path=path) from error
         except Exception as error:  # the header is a Python literal: whatever its parser may meet
-            raise DataError(f"{path} is truncated or damaged: {error}") from error
+            raise DataError(f"truncated or damaged: {error}", path=path) from error
         if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.byteorder == ">":
             raise DataError(
-                f"{path} holds an array of shape {array.shape} and type {array.dtype}, but token files hold one "
-                "dimension of little-endian integers, such as uint16"
+                f"an array of shape {array.shape} and type {array.dtype}, but token files hold one dimension of "
+                "little-endian integers, such as uint16",
+                path=path,
             )
         return _documents(path, array.offset, array.size, array.dtype, self._separator)
 
@@ -69,31 +71,33 @@ class BinFormat:
         if content[:4].tobytes() != BIN_MAGIC.to_bytes(4, "little"):
             return self._without_header(path, len(content))
         if len(content) < _BIN_HEADER_BYTES:
-            raise DataError(f"{path} is truncated or damaged: it ends at byte {len(content):,}, inside its header")
+            raise DataError(f"truncated or damaged: it ends at byte {len(content):,}, inside its header", path=path)
         version, count = content[4:12].view("<i4").tolist()
         if self._dtype is not None:
-            raise DataError(f"{path} says the type of its tokens in its header: leave out --token_dtype={self._dtype}")
+            raise DataError(f"its header says the type of its tokens: leave out --token_dtype={self._dtype}", path=path)
         width = BIN_WIDTHS.get(version)
         if width is None:
             raise DataError(
-                f"{path} has a header of version {version}, and {', '.join(map(str, BIN_WIDTHS))} can be read"
+                f"header of version {version}, but {', '.join(map(str, BIN_WIDTHS))} can be read", path=path
             )
         if len(content) != _BIN_HEADER_BYTES + width * count:
             raise DataError(
-                f"{path} is truncated or damaged: its header says that it holds {count:,} tokens of {width} bytes, but "
-                f"{len(content) - _BIN_HEADER_BYTES:,} bytes follow it"
+                f"truncated or damaged: its header says that it holds {count:,} tokens of {width} bytes, but "
+                f"{len(content) - _BIN_HEADER_BYTES:,} bytes follow it",
+                path=path,
             )
         return _documents(path, _BIN_HEADER_BYTES, count, np.dtype(f"<u{width}"), self._separator)
 
     def _without_header(self, path: str, size: int) -> DocumentLayout:
         if self._dtype is None:
             raise DataError(
-                f"{path} does not begin with the header of llm.c ({BIN_MAGIC}), so it does not say the type of its "
-                "tokens: give --token_dtype=uint16 or uint32"
+                f"it does not begin with the header of llm.c ({BIN_MAGIC}), so it does not say the type of its "
+                "tokens: give --token_dtype=uint16 or uint32",
+                path=path,
             )
         dtype = np.dtype(self._dtype)
         if size % dtype.itemsize:
-            raise DataError(f"{path} is truncated or of another type: {size:,} bytes are no {self._dtype} tokens")
+            raise DataError(f"truncated or of another type: {size:,} bytes are no {self._dtype} tokens", path=path)
         return _documents(path, 0, size // dtype.itemsize, dtype, self._separator)
 
 
@@ -117,14 +121,15 @@ def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separat
     """Find the documents among `count` tokens from a byte of a file on."""
     content, width = read_bytes(path), dtype.itemsize
     if offset % width or len(content) != offset + count * width:
-        raise DataError(f"{path} is truncated or damaged: {count:,} tokens of {width} bytes do not end where it does")
+        raise DataError(f"truncated or damaged: {count:,} tokens of {width} bytes do not end where it does", path=path)
     whole = as_tokens(content, width, signed=dtype.kind == "i")
     tokens = whole[offset // width :]
     begins, lengths = find_documents(tokens, separator)
     if len(tokens) and lengths[0] == len(tokens):
         raise DataError(
-            f"{path} has no sep_token={separator} in its {len(tokens):,} tokens, so no document ends: see --sep_token. "
-            f"{_most_common(tokens[:_TOKENS_AT_ONCE])}"
+            f"no sep_token={separator} in its {len(tokens):,} tokens, so no document ends: see --sep_token. "
+            f"{_most_common(tokens[:_TOKENS_AT_ONCE])}",
+            path=path,
         )
     return DocumentLayout(offset + begins * width, lengths, width, whole)
 

@@ -109,13 +109,13 @@ class Index:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < TRAILER.size:
-                raise DataError(f"index {path} is damaged")
+                raise DataError("the index is damaged", path=path)
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         header_end = size - TRAILER.size
         documents_end, header_bytes, checksum, magic = TRAILER.unpack_from(self._content, header_end)
         with memoryview(self._content) as content:
             if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != checksum:
-                raise DataError(f"index {path} is damaged")
+                raise DataError("the index is damaged", path=path)
         self._let_go()
         self.header: dict[str, Any] = parse_json(self._content[header_end - header_bytes : header_end])
         self.documents = self._part("documents", DOCUMENT)
@@ -177,7 +177,7 @@ class Index:
     def _mend(self, block: int) -> None:
         """Writes a block's documents into the file, where every process of the machine that has it mapped sees them."""
         begin = block * BLOCK_DOCUMENTS
-        hopeless = DataError(f"index {self.path} is damaged: delete it, and it is made anew at the next start")
+        hopeless = DataError("the index is damaged: delete it, and it is made anew at the next start", path=self.path)
         if self.read_again is None:
             raise hopeless
         documents = self.read_again(begin, min(begin + BLOCK_DOCUMENTS, len(self.documents)))
@@ -315,9 +315,9 @@ def write_once(
             Path(temporary).replace(place)
             made = find()
     except OSError as error:
-        raise DataError(f"cannot write {what} at {place}: {reason_of(error)}") from error
+        raise DataError(f"{what} cannot be written: {reason_of(error)}", path=place) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
     if made is None:
-        raise DataError(f"{what} was written at {place} and cannot be read there")
+        raise DataError(f"{what} was written here and cannot be read", path=place)
     return made

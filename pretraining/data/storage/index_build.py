@@ -197,9 +197,11 @@ def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenForma
         layout = token_format.documents(path)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
     if len(too_long):
-        row = too_long[0]
+        row = int(too_long[0])
         raise DataError(
-            f"{path}, row {row}: a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})"
+            f"a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})",
+            path=path,
+            row=row,
         )
     documents = documents_as_trained(layout, config)
     held_out = held_out_mask(files.name, config.held_out_fraction, files.paths[number], len(documents))
@@ -238,18 +240,18 @@ def _read_files(files: DatasetFiles, config: DataConfig, workers: int | None) ->
                 found.append(problem)
         return found
 
-    problems: list[str] = []
+    problems: list[DataError] = []
     threads = workers or min(32, usable_cores())
     with closing(map_in_order(read, _groups(files.sizes), threads)) as groups:
         for result in chain.from_iterable(groups):
             if isinstance(result, DataError):
-                problems.append(str(result))
+                problems.append(result)
             elif not problems:
                 yield result
             if len(problems) == _PROBLEMS_SHOWN:
                 break
     if problems:
-        raise DataError("\n".join(problems))
+        raise problems[0] if len(problems) == 1 else DataError("\n".join(map(str, problems)))
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[range]:

@@ -103,7 +103,7 @@ def read_bytes(path: str) -> np.ndarray:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot be read: {error.strerror or error}", path=path) from error
 
 
 def as_tokens(content: np.ndarray, width: int, *, signed: bool = False) -> np.ndarray:

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from torchdata.nodes import _apply_udf, _populate_queue, map
+from unit.data.token_files import make_root
+
+from pretraining.config.training import DataConfig
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,3 +18,12 @@ def loaders_end_soon() -> Iterator[None]:
         for module in (map, _apply_udf, _populate_queue):
             patch.setattr(module, "QUEUE_TIMEOUT", 0.01)
         yield
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """Three datasets, a part of each held out; the smallest begins its second pass within 20 steps of 11 samples."""
+    root = make_root(tmp_path_factory.mktemp("data"), web=300, code=120, books=40)
+    return DataConfig(
+        data_path=str(root), seq_length=24, sep_token=999, logical_shards=8, num_workers=0, held_out_fraction=0.2
+    )

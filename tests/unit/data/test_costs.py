@@ -94,15 +94,6 @@ def test_a_resume_at_step_a_billion_reads_and_allocates_what_one_at_step_ten_doe
         assert far.lengths <= 1.1 * near.lengths and far.peak_bytes <= 1.1 * near.peak_bytes
 
 
-def test_a_state_is_as_small_at_any_step(config: DataConfig) -> None:
-    loader = build_loader(opened(config), config, plan(BATCH), 0, 7, 1000)
-    sizes = []
-    for step in (10, 10**12):
-        loader.load_state_dict(loader.state_dict() | {"next_sample": step * BATCH})
-        sizes.append(len(str(loader.state_dict())))
-    assert sizes[1] < sizes[0] + 60
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(("workers", "batches"), [(0, 20_000), (2, 3_000)])
 def test_memory_is_flat_over_any_number_of_batches(tmp_path: Path, workers: int, batches: int) -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, run_command
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.data import killed_reader
-from unit.data.token_files import make_root, opened, plan, rows
+from unit.data.token_files import opened, plan, rows
 
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import IGNORED_LABEL
@@ -32,14 +26,6 @@ Batches = list[list[list[int]]]
 States = list[dict[str, Any]]
 Uninterrupted = tuple[Batches, States, Batches]
 Stage = tuple[int, int, int, int]  # ranks, workers, accumulation, steps
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    root = make_root(tmp_path_factory.mktemp("data"), web=300, code=120, books=40)
-    return DataConfig(
-        data_path=str(root), seq_length=24, sep_token=999, logical_shards=8, num_workers=0, held_out_fraction=0.2
-    )
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +63,7 @@ def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list
     return batches, states
 
 
-@pytest.mark.thorough
-@settings(max_examples=25)
-@given(STAGES)
-@example([(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)])
-@example([(ranks, workers, 1, 1) for ranks in (2, 7) for workers in (5, 0)])
-def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
+def assert_as_without_stops(
     config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
 ) -> None:
     batches, states = go_through(datasets, config, stages)
@@ -93,17 +74,28 @@ def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
         assert state == uninterrupted[1][done]  # it counts what was taken, whatever was read ahead
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("workers", WORKERS)
-def test_every_number_of_ranks_with_every_number_of_threads(
-    config: DataConfig,
-    datasets: OpenedDatasets,
-    uninterrupted: Uninterrupted,
-    ranks: int,
-    workers: int,
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)],
+        [(ranks, workers, 1, 1) for ranks in (2, 7) for workers in (5, 0)],
+        [(1, workers, 1, 1) for _ in range(STEPS // 2) for workers in (0, 3)],
+        *([(ranks, 0, accumulation, 3)] for ranks, accumulation in ((1, 2), (4, 3), (6, 1), (16, 2))),
+    ],
+)
+def test_other_numbers_of_ranks_threads_and_micro_batches_train_on_the_same_batches(
+    config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
 ) -> None:
-    batches, _ = go_through(datasets, config, [(ranks, workers, 2, 4)])
-    assert batches == uninterrupted[0][:4]
+    assert_as_without_stops(config, datasets, uninterrupted, stages)
+
+
+@pytest.mark.thorough
+@settings(max_examples=25)
+@given(STAGES)
+def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
+    config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
+) -> None:
+    assert_as_without_stops(config, datasets, uninterrupted, stages)
 
 
 @pytest.mark.parametrize("dummy", [False, True])
@@ -130,26 +122,3 @@ def test_made_up_data_is_as_elastic(config: DataConfig, uninterrupted: Uninterru
     dummy = replace(config, use_dummy_dataset=True)
     batches, _ = go_through(None, dummy, [(8, 2, 1, 4), (3, 0, 3, 4), (5, 5, 2, 4), (8, 1, 1, 4)])
     assert batches == uninterrupted[2][:16]
-
-
-def test_a_process_that_is_killed_at_any_moment_while_it_reads_ahead_goes_on_as_if_it_had_not_been(
-    tmp_path: Path,
-) -> None:
-    root, steps = make_root(tmp_path / "data", web=200, code=80), 100
-    chance = random.Random(0)
-    lives = [[chance.choice((1, 2, 5)), chance.randint(1, 6)] for _ in range(12)]
-    assert sum(count + killed_reader.STEPS_BEYOND for _, count in lives) < steps
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    arguments = [str(root), str(tmp_path), str(steps), json.dumps([*lives, [3, steps + 1]])]
-    done = run_command([sys.executable, killed_reader.__file__, *arguments], environment)
-    assert done.stdout.split("\n")[:-1] == ["killed"] * 12 + ["ended with 0"]
-
-    config = replace(killed_reader.CONFIG, data_path=str(root), num_workers=0)
-    alone = build_loader(opened(config), config, plan(killed_reader.BATCH), 0, killed_reader.SEED, 1000)
-    expected = [killed_reader.digest(rows(next(alone))) for _ in range(steps)]
-    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
-    assert all(digest == expected[int(step)] for step, digest in lines)
-    trained = [int(step) for step, _ in lines]
-    # A kill between a batch and its state repeats that batch; nothing else is trained on twice, and nothing left out.
-    assert sorted(set(trained)) == list(range(steps)) and trained == sorted(trained) and len(trained) <= steps + 12
-    assert json.loads((tmp_path / "state.json").read_text()) == alone.state_dict()

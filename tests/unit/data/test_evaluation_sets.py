@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -44,8 +45,9 @@ def test_sets_are_named_by_as_much_of_their_paths_as_tells_them_apart(data: Data
 def test_a_set_that_overlaps_the_training_data_is_refused(data: DataConfig, tmp_path: Path, place: str) -> None:
     (tmp_path / "train/web/deeper").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "train/web")
-    with pytest.raises(DataError, match=r"evaluation set .* overlaps the training data: dataset '(web|code)' is"):
+    with pytest.raises(DataError) as raised:
         found(data, tmp_path / place)
+    assert raised.value.path == tmp_path / place
 
 
 def test_a_sub_folder_of_the_root_that_is_not_trained_on_is_no_overlap(data: DataConfig, tmp_path: Path) -> None:
@@ -62,28 +64,28 @@ def test_a_set_may_be_a_file_beside_the_one_that_is_trained_on(data: DataConfig,
     (evaluation,) = find_evaluation_folders([str(parts[1])], flat, list_datasets(flat))
     assert evaluation.name == "val.arrow" and evaluation.files.path(0) == str(parts[1])
     for overlapping in (parts[0], tmp_path / "flat"):
-        with pytest.raises(DataError, match="overlaps the training data"):
+        with pytest.raises(DataError):
             found(flat, overlapping)
-    with pytest.raises(DataError, match=r"val is not a folder; did you mean 'val\.arrow'\?"):
+    with pytest.raises(DataError, match=r"did you mean 'val\.arrow'\?"):
         found(flat, tmp_path / "flat/val")
 
 
 @pytest.mark.parametrize(
-    ("folders", "message"),
+    ("folders", "said"),
     [
-        (["gone"], r"--eval_datasets: .*gone is not a folder$"),
-        (["code"], r"code is not a folder; did you mean .*train/code\?"),
-        (["books", "./books"], r"--eval_datasets names .*books 2 times: give it once"),
-        (["empty"], r"dataset 'empty' has no .* files in"),
-        (["other/web", "/web"], r"--eval_datasets: /web is not a folder"),
+        (["gone"], "/gone: "),
+        (["code"], "/train/code?"),
+        (["books", "./books"], "/books 2 times"),
+        (["empty"], "/empty: "),
+        (["other/web", "/web"], "/web: "),
     ],
 )
 def test_what_cannot_be_a_set_is_refused(
-    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: list[str], message: str
+    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_dataset(tmp_path / "books", documents=3)
     write_dataset(tmp_path / "other/web", documents=3)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(PretrainError, match=message):
+    with pytest.raises(PretrainError, match=re.escape(said)):
         found(data, *folders)

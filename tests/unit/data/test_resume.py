@@ -30,8 +30,12 @@ def state(config: DataConfig) -> dict[str, Any]:
 
 
 def refusal(state: dict[str, Any], config: DataConfig, batch: int = 8, seed: int = 7) -> str:
+    """The text with which a loader refuses a state; it stays where it was."""
+    made = loader(config, plan(batch), seed=seed)
+    next(made)
     with pytest.raises(DataError) as raised:
-        loader(config, plan(batch), seed=seed).load_state_dict(state)
+        made.load_state_dict(state)
+    assert made.next_step == 1
     return str(raised.value)
 
 
@@ -46,64 +50,46 @@ def test_the_state_holds_what_the_order_depends_on(state: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"seq_length": 8}, "seq_length was 16 and is 8"),
-        ({"logical_shards": 5}, "logical_shards was 4 and is 5"),
-        ({"sep_token": 3}, "  - sep_token was None and is 3\nRestore"),
-        ({"bos_token": 3}, "  - bos_token was None and is 3\nRestore"),
-        ({"strip_tokens": (5, 3, 5)}, "  - strip_tokens was [] and is [3, 5]\nRestore"),
-        ({"min_length": 2}, "  - min_length was 1 and is 2\nRestore"),
-        ({"held_out_fraction": 0.1}, "  - held_out_fraction was 0.0 and is 0.1\nRestore"),
-        ({"use_dummy_dataset": True}, "the run read datasets and is to read made-up data: see --use_dummy_dataset"),
+        {"seq_length": 8},
+        {"logical_shards": 5},
+        {"sep_token": 3},
+        {"sep_token": 3, "datasets": ("books",)},  # where no dataset is the same
+        {"bos_token": 3},
+        {"strip_tokens": (5, 3, 5)},
+        {"min_length": 2},
+        {"held_out_fraction": 0.1},
+        {"use_dummy_dataset": True},
     ],
 )
-def test_other_settings_are_refused_by_name(
-    config: DataConfig, state: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
-    text = refusal(state, replace(config, **changes))
-    assert message in text and "start a new run in another --ckpt_save_path" in text
+def test_other_settings_are_refused_by_name(config: DataConfig, state: dict[str, Any], changes: dict[str, Any]) -> None:
+    make_root(Path(config.data_path or ""), books=40)
+    assert next(iter(changes)) in refusal(state, replace(replace(config, datasets=("web", "code")), **changes))
 
 
 def test_all_that_differs_is_in_one_error_with_what_may_differ(config: DataConfig, state: dict[str, Any]) -> None:
-    text = refusal(state, replace(config, seq_length=8), seed=6)
-    assert "seed was 7 and is 6" in text and "seq_length was 16 and is 8" in text
-    assert "(weights, the list of datasets and the global batch size may change)" in text
-
-
-def test_settings_are_refused_where_no_dataset_is_the_same(config: DataConfig, state: dict[str, Any]) -> None:
-    make_root(Path(config.data_path or ""), books=40)
-    text = refusal(state, replace(config, datasets=("books",), sep_token=3))
-    assert "sep_token was None and is 3" in text
-
-
-def test_documents_that_are_read_otherwise_are_refused(config: DataConfig, state: dict[str, Any]) -> None:
     state["datasets"]["web"]["settings"] = "of another release"
-    assert "dataset 'web' is read otherwise" in refusal(state, config)
+    text = refusal(state | {"split": "held_out"}, replace(config, seq_length=8), seed=6)
+    assert text.count("\n  - ") == 4 and "--ckpt_save_path" in text
+    for difference in ("seed was 7 and is 6", "seq_length was 16 and is 8", "split was held_out", "dataset 'web'"):
+        assert difference in text
 
 
 def test_data_is_not_read_where_it_was_made_up(config: DataConfig) -> None:
     made_up = loader(replace(config, use_dummy_dataset=True), plan(8)).state_dict()
-    assert "the run read made-up data and is to read datasets" in refusal(made_up, config)
-
-
-def test_another_split_is_refused(config: DataConfig) -> None:
-    config = replace(config, held_out_fraction=0.5)
-    text = refusal(loader(config, plan(8)).state_dict() | {"split": "held_out"}, config)
-    assert "split was held_out and is train" in text
+    assert "--use_dummy_dataset" in refusal(made_up, config)
 
 
 def test_changed_files_are_refused_and_named(config: DataConfig, state: dict[str, Any]) -> None:
     write_documents(Path(config.data_path or "") / "web/three.arrow", [[1] * 50])
-    text = refusal(state, config)
-    assert "dataset 'web' has other files: 2 with" in text and "3 with" in text
-    assert "(added: three.arrow); new files belong in a new dataset" in text
+    assert "dataset 'web'" in (text := refusal(state, config)) and "added: three.arrow" in text
 
 
 def test_another_vocabulary_of_dummy_tokens_is_refused() -> None:
     config = DataConfig(use_dummy_dataset=True, num_workers=0)
     state = build_loader(None, config, plan(2), 0, 0, 100).state_dict()
-    with pytest.raises(DataError, match="dataset 'dummy' differs: vocab_size was 100 and is 200"):
+    with pytest.raises(DataError, match="vocab_size was 100 and is 200"):
         build_loader(None, config, plan(2), 0, 0, 200).load_state_dict(state)
 
 
@@ -114,35 +100,27 @@ def test_a_phase_that_does_not_follow_from_the_one_before_is_damage(config: Data
     loader(config, plan(4)).load_state_dict(state)
     for damage in ({"first_sample": 9}, {"first_step": 2}, {"base_counts": {"code": 4, "web": 4}}):
         phases = [state["phases"][0], state["phases"][1] | damage]
-        assert "does not follow from the one before" in refusal(state | {"phases": phases}, config)
+        refusal(state | {"phases": phases}, config)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lambda state: state.clear(), "version None, but this release reads version 2"),
-        (lambda state: state.update(version=1), "version 1, but this release reads version 2"),
-        (lambda state: state.pop("seed"), "damaged: KeyError: 'seed'"),
-        (lambda state: state.update(datasets=3), "damaged: AttributeError"),
-        (lambda state: state.update(next_sample="x"), "damaged: TypeError"),
-        (lambda state: state.update(next_sample=-8), "sample -8 is not the first of a step"),
-        (lambda state: state.update(phases=[]), "damaged: IndexError"),
-        (lambda state: state.update(next_sample=9), "sample 9 is not the first of a step"),
+        lambda state: state.clear(),
+        lambda state: state.update(version=1),
+        lambda state: state.pop("seed"),
+        lambda state: state.update(datasets=3),
+        lambda state: state.update(next_sample="x"),
+        lambda state: state.update(next_sample=-8),
+        lambda state: state.update(phases=[]),
+        lambda state: state.update(next_sample=9),
     ],
 )
 def test_a_damaged_state_is_refused(
-    config: DataConfig, state: dict[str, Any], damage: Callable[[dict[str, Any]], object], message: str
+    config: DataConfig, state: dict[str, Any], damage: Callable[[dict[str, Any]], object]
 ) -> None:
     damage(state)
-    assert message in refusal(state, config)
-
-
-def test_a_refused_state_leaves_the_loader_where_it_was(config: DataConfig, state: dict[str, Any]) -> None:
-    made = loader(config, plan(8))
-    next(made)
-    with pytest.raises(DataError):
-        made.load_state_dict(state | {"seed": 1})
-    assert made.next_step == 1
+    refusal(state, config)
 
 
 # What a state that was damaged, or written by other hands, may hold where a number or a list was.

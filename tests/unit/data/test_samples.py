@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from unit.data.token_files import loader, plan, rows
+from unit.data.token_files import loader
 
 from pretraining.config.training import DataConfig
 from pretraining.data.samples import DummySamples
@@ -26,11 +26,3 @@ def test_a_sample_is_a_function_of_its_number_seed_and_split() -> None:
     assert read(1, "train", 10**15) == read(1, "train", 10**15)
     variants = [read(1, "train", 5), read(2, "train", 5), read(1, "held_out", 5), read(1, "train", 6)]
     assert len({tuple(variant) for variant in variants}) == 4
-
-
-def test_it_goes_through_the_same_loader() -> None:
-    whole = loader(CONFIG, plan(6))
-    parts = [loader(CONFIG, plan(6, ranks=4), rank) for rank in range(4)]
-    for _ in range(5):
-        assert rows(next(whole)) == [row for part in parts for row in rows(next(part))]
-    assert whole.state_dict()["next_sample"] == 30

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, library_threads, load_tokenizer, train_tokenizer
+from pretraining.data.tokenizer import END_OF_TEXT, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
 
 TEXTS = ["def add(a, b):\n    return a + b\n" * 20, "The quick brown fox jumps over the lazy dog.\n" * 20]
@@ -56,10 +56,6 @@ def test_training_gives_the_same_bytes_on_any_number_of_threads() -> None:
     assert alone.definition == together.definition == TRAINED.definition
 
 
-def test_a_short_text_gives_a_smaller_vocabulary() -> None:
-    assert train_tokenizer(["ab"], 1000).vocab_size == 258
-
-
 def test_the_environment_is_as_before_after_library_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "yes")
     with library_threads(False):
@@ -78,15 +74,6 @@ def test_saved_and_loaded_it_is_the_same_tokenizer(tmp_path: Path) -> None:
         assert (loaded.sha256, loaded.config) == (TRAINED.sha256, TRAINED.config)
         assert (loaded.end_of_text, loaded.vocab_size) == (0, 300)
         assert loaded.encode(TEXTS[0]) == TRAINED.encode(TEXTS[0])
-
-
-def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    TRAINED.save(tmp_path)
-    automatic = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
-    assert automatic(TEXTS[0])["input_ids"] == TRAINED.encode(TEXTS[0])
-    assert (automatic.eos_token, automatic.eos_token_id) == (END_OF_TEXT, 0)
-    assert automatic.decode(TRAINED.encode(TEXTS[0])) == TEXTS[0]
 
 
 @pytest.mark.parametrize(
@@ -131,28 +118,22 @@ DEFINITION = TRAINED.definition.decode()
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("named", "files"),
     [
-        ({}, "no tokenizer to read at .*tokenizer.json.*train one"),
-        ({"tokenizer.json": "{}"}, "is no tokenizer that the tokenizers library .* can read"),
-        ({"tokenizer.json": DEFINITION, "tokenizer_config.json": "{"}, "tokenizer_config.json cannot be read as JSON"),
-        ({"tokenizer.json": DEFINITION, "special_tokens_map.json": "[]"}, "must hold a JSON object"),
-        (
-            {"tokenizer.json": DEFINITION, "tokenizer_config.json": '{"eos_token": "x!"}'},
-            "'x!' is not in the vocabulary",
-        ),
+        ("tokenizer.json", {}),
+        ("tokenizer.json", {"tokenizer.json": "{}"}),
+        ("tokenizer_config.json", {"tokenizer.json": DEFINITION, "tokenizer_config.json": "{"}),
+        ("special_tokens_map.json", {"tokenizer.json": DEFINITION, "special_tokens_map.json": "[]"}),
+        ("", {"tokenizer.json": DEFINITION, "tokenizer_config.json": '{"eos_token": "x!"}'}),
+        ("", {"tokenizer.model": "of SentencePiece"}),
     ],
 )
-def test_a_broken_tokenizer_is_one_clear_error(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, named: str, files: dict[str, str]) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as raised:
         load_tokenizer(tmp_path)
-
-
-def test_the_wrapper_can_be_compared_by_its_hash() -> None:
-    other: Tokenizer = train_tokenizer(["other words"], 300)
-    assert other.sha256 != TRAINED.sha256
+    assert raised.value.path == tmp_path / named
 
 
 def test_the_bytes_of_the_tokens_of_a_text_are_its_bytes() -> None:
@@ -192,15 +173,6 @@ def added(number: int, content: str, special: bool) -> dict[str, object]:
     return {"id": number, "content": content, "special": special, **sides}
 
 
-def test_a_sentencepiece_model_alone_is_refused_with_its_conversion(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x05<unk>")
-    for path in (tmp_path, tmp_path / "tokenizer.model"):
-        with pytest.raises(DataError, match=rf"from_pretrained\('{tmp_path}'\)\.save_pretrained\('{tmp_path}'\)"):
-            load_tokenizer(path)
-    train_tokenizer(["some text"], 260).save(tmp_path)
-    assert load_tokenizer(tmp_path).encode("a")
-
-
 def test_the_token_that_hugging_face_tools_put_first_is_known() -> None:
     assert TRAINED.begin_of_text is None
     tokenizer = train_tokenizer(["some text"], 260)
@@ -228,7 +200,7 @@ def test_a_name_on_the_hub_is_fetched_unless_there_is_such_a_path(
     write_word_tokenizer(tmp_path / name, {"?": 0, "a": 1, "b": 2}, [])
     assert load_tokenizer(name).vocab_size == 3
     for missing in ("cache/other", "other.json", str(tmp_path / "other"), "./other", "a/b/c"):
-        with pytest.raises(DataError, match="there is no tokenizer to read at"):
+        with pytest.raises(DataError):
             load_tokenizer(missing)
     assert fetched == [name]
 
@@ -245,18 +217,17 @@ def test_a_name_that_cannot_be_fetched_names_the_command(
         monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     else:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    reason = r"\(the network is down\)" if is_installed else "huggingface_hub"
-    with pytest.raises(DataError, match=rf"{reason}.*`hf download someone/words --local-dir=someone/words`"):
+    with pytest.raises(DataError, match="`hf download someone/words --local-dir=someone/words`"):
         load_tokenizer("someone/words")
 
 
 def test_a_regular_expression_that_gives_up_and_a_prompt_that_is_not_utf_8_are_errors() -> None:
     tokenizer = train_tokenizer(["a b"], 300)
-    with pytest.raises(DataError, match="is not UTF-8"):
+    with pytest.raises(DataError, match="UTF-8"):
         tokenizer.encode("a\udcff")
     tokenizer.library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
-        with pytest.raises(DataError, match=r"the tokenizer fails on a text .*retry-limit"):
+        with pytest.raises(DataError, match="retry-limit"):
             encode("a" * 100 + "!")
     with pytest.raises(TypeError):
         tokenizer.encode_batch([1])  # type: ignore[list-item]

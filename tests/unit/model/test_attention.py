@@ -11,20 +11,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_shape import TINY_SHAPE
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from pretraining.model import attention
 from pretraining.model.attention import (
     bounds_of,
-    causal_attention,
     document_attention,
     has_kernel_for_documents,
     locate_documents,
 )
-from pretraining.model.llama import Llama
-from pretraining.model.rope import compute_rotation
 
 Rows = list[list[int]]  # lengths of the documents of each row
 
@@ -66,16 +62,6 @@ def test_outputs_and_gradients_are_those_of_a_dense_mask(rows: Rows, heads: tupl
         torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-
-def test_rows_of_one_document_are_plain_causal_attention() -> None:
-    inputs = draw_heads([[7], [7]], 4, 2)
-    torch.testing.assert_close(document_attention(*inputs, (7, 7)), causal_attention(*inputs))
-
-
-def test_lengths_that_do_not_fill_the_rows_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="split"):
-        document_attention(*draw_heads([[7]], 2, 2), (3, 3))
 
 
 @given(equally_long_rows())
@@ -165,22 +151,6 @@ def test_a_cpu_is_told_lengths_and_rows_of_one_document_nothing() -> None:
     x = torch.zeros(1, 7, 8)
     assert locate_documents((3, 4), x, head_dim=8) == (3, 4)
     assert locate_documents(None, x, head_dim=8) is None
-
-
-def test_blocks_compiled_for_one_call_serve_batches_of_other_documents() -> None:
-    compiled: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        compiled.append(graph)
-        return lambda *_: (torch.zeros(1, 16, 16),)  # the kernel itself needs a GPU
-
-    block = torch.compile(Llama(TINY_SHAPE).bfloat16().blocks[0], backend=keep, fullgraph=True)
-    x, rotation = torch.zeros(1, 16, 16, dtype=torch.bfloat16), compute_rotation(TINY_SHAPE, torch.arange(16)[None])
-    with torch.no_grad():
-        for lengths in ((16,), (12, 4), (1, 3, 12), (5, 11), (2, 5, 6, 3), (9, 1, 1, 1, 4), (7, 8, 1)):
-            block(x, rotation, bounds_of(lengths))
-    assert len(compiled) <= 3  # for the first batch, for any number of documents, and for any longest one
-    assert any("varlen_attn" in str(node.target) for node in compiled[0].graph.nodes)
 
 
 @pytest.mark.parametrize(

@@ -71,38 +71,39 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": "mistral"}, "mistral"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"hidden_size": None}, "it lacks hidden_size"),
-        ({"hidden_size": "16"}, "hidden_size is '16', not a whole number"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but here the activation is SwiGLU"),
-        ({"attention_bias": True}, "attention_bias is True, but here attention has no biases"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1.*set it to 0"),
-        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "16"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"sliding_window": 4096}, "sliding_window"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
-        ({"rope_parameters": "linear"}, "rope_type is 'linear'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "llama3, and low_freq_factor.* is missing"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"rope_parameters": {"rope_theta": "much"}}, "an entry is no number"),
-        ({"head_dim": 4}, "head_dim is 4, but here it is hidden_size / num_attention_heads = 16 / 2"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=2 does not divide among num_key_value_heads=3"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": "linear"}, "linear"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": "much"}}, "rope_theta"),
+        ({"head_dim": 4}, "head_dim is 4"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ],
 )
-def test_what_is_not_computed_here_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+def test_what_is_not_computed_here_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
         shape_of_document(document(**changes), "m/config.json")
 
 
 def test_every_problem_is_named_at_once_and_no_object_is_none() -> None:
     with pytest.raises(CheckpointError) as raised:
         shape_of_document(document(hidden_act="gelu", mlp_bias=True, sliding_window=8), "m/config.json")
-    assert all(name in str(raised.value) for name in ("m/config.json", "hidden_act", "mlp_bias", "sliding_window"))
-    with pytest.raises(CheckpointError, match="holds no object"):
+    assert raised.value.path == Path("m/config.json")
+    assert all(name in str(raised.value) for name in ("hidden_act", "mlp_bias", "sliding_window"))
+    with pytest.raises(CheckpointError):
         shape_of_document([], "m/config.json")
 
 

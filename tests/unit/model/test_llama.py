@@ -64,16 +64,7 @@ def hugging_face(shape: LlamaShape) -> Any:
     if shape.rope_scaling is not None:
         rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
     config = transformers.LlamaConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=shape.max_position_embeddings,
-        rms_norm_eps=shape.rms_norm_eps,
-        tie_word_embeddings=shape.tie_word_embeddings,
+        **{name: value for name, value in vars(shape).items() if not name.startswith("rope")},
         rope_parameters=rope,
         use_cache=False,
     )
@@ -101,6 +92,7 @@ def test_logits_equal_hugging_face(shape: LlamaShape) -> None:
     theirs, ours = twins(shape)
     tokens = draw_tokens(shape, batch=2, length=150)
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+    theirs.load_state_dict(build(shape).state_dict())  # and their weights may be ours
 
 
 @every_shape
@@ -121,15 +113,6 @@ def test_loss_and_gradients_equal_hugging_face(shape: LlamaShape) -> None:
         torch.testing.assert_close(parameter.grad, gradients[name].grad, atol=1e-5, rtol=1e-4)
 
 
-@every_shape
-def test_state_dicts_are_interchangeable(shape: LlamaShape) -> None:
-    theirs, ours = hugging_face(shape), build(shape)
-    theirs.load_state_dict(ours.state_dict())
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    tokens = draw_tokens(shape, batch=1, length=20)
-    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
-
-
 def test_positions_equal_hugging_face() -> None:
     theirs, ours = twins(SHAPE)
     tokens = draw_tokens(SHAPE, batch=2, length=12)
@@ -140,25 +123,6 @@ def test_positions_equal_hugging_face() -> None:
     torch.testing.assert_close(ours(tokens, positions_BS=positions), expected, atol=1e-5, rtol=0)
 
 
-def test_positions_count_from_zero_unless_given() -> None:
-    model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=2, length=10)
-    assert torch.equal(model(tokens), model(tokens, positions_BS=torch.arange(10).expand(2, 10)))
-
-
-def test_only_distances_between_positions_matter() -> None:
-    model, tokens = twins(SHAPE)[1], draw_tokens(SHAPE, batch=2, length=10)
-    shifted = model(tokens, positions_BS=torch.arange(10).expand(2, 10) + 100)
-    torch.testing.assert_close(shifted, model(tokens), atol=1e-4, rtol=0)
-
-
-def test_positions_that_restart_change_what_follows_and_nothing_before() -> None:
-    model, tokens = twins(SHAPE)[1], draw_tokens(SHAPE, batch=1, length=10)
-    restarted = model(tokens, positions_BS=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]))
-    plain = model(tokens)
-    torch.testing.assert_close(restarted[:, :4], plain[:, :4])
-    assert ((restarted - plain)[:, 4:].abs().amax(dim=-1) > 1e-3).all()
-
-
 def test_a_token_does_not_see_the_future() -> None:
     model, tokens = build(SHAPES["grouped_queries"]), draw_tokens(SHAPE, batch=1, length=10)
     changed = tokens.clone()
@@ -166,36 +130,6 @@ def test_a_token_does_not_see_the_future() -> None:
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :6], after[:, :6])
     assert not torch.equal(before[:, 6:], after[:, 6:])
-
-
-@every_shape
-def test_gradients_reach_every_parameter_and_are_finite(shape: LlamaShape) -> None:
-    model, tokens = build(shape), draw_tokens(shape, batch=2, length=16)
-    loss_sum, *_ = model(tokens[:, :-1], tokens[:, 1:])
-    loss_sum.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.any(), name
-
-
-def test_ignored_labels_teach_nothing() -> None:
-    model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=2, length=9)
-    labels = tokens[:, 1:].clone()
-    labels[1] = -100
-    loss_sum, valid_count, *_ = model(tokens[:, :-1], labels)
-    first_alone, first_count, *_ = model(tokens[:1, :-1], tokens[:1, 1:])
-    assert valid_count == first_count == 8
-    torch.testing.assert_close(loss_sum, first_alone)
-
-
-def test_a_batch_of_padding_has_loss_zero_count_zero_and_zero_gradients() -> None:
-    model, tokens = build(SHAPES["tied"]), draw_tokens(SHAPE, batch=2, length=8)
-    loss_sum, valid_count, *_ = model(tokens, torch.full_like(tokens, -100))
-    loss_sum.backward()
-    assert loss_sum == 0
-    assert valid_count == 0
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
 def test_an_untrained_model_knows_nothing() -> None:
@@ -234,14 +168,6 @@ def test_norms_take_their_mean_in_float32() -> None:
     assert torch.equal(norm(x), torch.ones_like(x))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_builds_on_the_meta_device_without_memory(name: str) -> None:
-    with torch.device("meta"):
-        model = Llama(VARIANTS[name])
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert len(model.blocks) == VARIANTS[name].num_hidden_layers
-
-
 def test_forward_runs_on_the_meta_device() -> None:
     shape = VARIANTS["llama3.2_1b"]
     with torch.device("meta"):
@@ -255,31 +181,3 @@ def test_nothing_but_parameters_is_state() -> None:
     """So there is nothing to fill after `to_empty` but parameters, and nothing for a checkpoint to forget."""
     model = build(SHAPES["all_at_once"])
     assert not list(model.buffers())
-
-
-def test_a_tied_head_is_the_embedding_again_after_to_empty() -> None:
-    shape = SHAPES["tied"]
-    with torch.device("meta"):
-        model = Llama(shape)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_an_untied_head_stays_its_own() -> None:
-    model = build(SHAPE)
-    model.tie_weights()
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
-
-
-def test_blocks_compute_the_same_when_recomputed() -> None:
-    """Activation checkpointing sees all inputs of a block, the rotation among them, as arguments."""
-    from torch.utils.checkpoint import checkpoint
-
-    model, tokens = build(SHAPE), draw_tokens(SHAPE, batch=1, length=8)
-    rotation = compute_rotation(SHAPE, torch.arange(8)[None])
-    x = model.model.embed_tokens(tokens)
-    plain = model.blocks[0](x, rotation)
-    recomputed = checkpoint(model.blocks[0], x, rotation, use_reentrant=False)
-    assert torch.equal(plain, recomputed)

@@ -37,13 +37,6 @@ def test_llama3_scaling_keeps_fast_pairs_slows_slow_ones_and_blends_between() ->
     assert (stretched.diff() < 0).all(), "the order of the pairs stays"
 
 
-def test_rotation_broadcasts_over_heads_and_shared_positions() -> None:
-    cos, sin = compute_rotation(SHAPE, torch.arange(10)[None])
-    assert cos.shape == sin.shape == (1, 10, 1, SHAPE.head_dim // 2)
-    x = torch.randn(3, 10, 4, SHAPE.head_dim)
-    assert rotate(x, (cos, sin)).shape == x.shape
-
-
 def test_pairs_are_the_two_halves_of_a_head() -> None:
     """Head dims i and i + E/2 turn together, as in Hugging Face weights, not i and i + 1."""
     shape = replace(SHAPE, head_dim=4)
@@ -57,18 +50,6 @@ def test_position_zero_is_left_alone_and_length_is_kept() -> None:
     turned = rotate(x, compute_rotation(SHAPE, torch.arange(50)[None]))
     assert torch.equal(turned[:, 0], x[:, 0])
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-
-
-def test_scores_depend_on_distance_only() -> None:
-    query, key = torch.randn(2, 1, 1, 1, SHAPE.head_dim, generator=torch.Generator().manual_seed(0))
-
-    def score(query_position: int, key_position: int) -> torch.Tensor:
-        turned_query = rotate(query, compute_rotation(SHAPE, torch.tensor([[query_position]])))
-        turned_key = rotate(key, compute_rotation(SHAPE, torch.tensor([[key_position]])))
-        return (turned_query * turned_key).sum()
-
-    torch.testing.assert_close(score(7, 3), score(1007, 1003), atol=1e-2, rtol=0)
-    assert not torch.isclose(score(7, 3), score(8, 3), atol=1e-2)
 
 
 @pytest.mark.parametrize("position", [255, 257, 4095, 131071])

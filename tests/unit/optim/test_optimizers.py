@@ -236,26 +236,21 @@ def test_groups_are_described_without_making_a_parameter(config: OptimizerConfig
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "named"),
     [
-        (
-            ["optimizer=sgd", "adam_beta1=0.8"],
-            "--adam_beta1 is for --optimizer=adamw or adam or nadam or muon, and sgd",
-        ),
-        (
-            ["optimizer=adamw", "momentum=0.9"],
-            "--momentum is for --optimizer=sgdm or normalized_sgdm or rmsprop or muon",
-        ),
-        (["muon_ns_steps=3"], "--muon_ns_steps is for --optimizer=muon, and adamw does not read it"),
-        (["optimizer=sgdm", "momentum=0", "nesterov=true"], "--nesterov=true looks ahead along the momentum"),
-        (["optimizer=sgdm", "momentum=1"], "it must be below 1"),
-        (["optimizer=moun"], "muon"),
-        (["optimizer=muon", "optimizer_options=a=1"], "muon reads the settings learning_rate, weight_decay, momentum"),
+        (["optimizer=sgd", "adam_beta1=0.8"], "adam_beta1"),
+        (["optimizer=adamw", "momentum=0.9"], "momentum"),
+        (["muon_ns_steps=3"], "muon_ns_steps"),
+        (["optimizer=sgdm", "momentum=0", "nesterov=true"], "nesterov"),
+        (["optimizer=sgdm", "momentum=1"], None),
+        (["optimizer=moun"], None),
+        (["optimizer=muon", "optimizer_options=a=1"], "optimizer_options"),
     ],
 )
-def test_what_an_optimizer_does_not_read_is_refused(flags: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_an_optimizer_does_not_read_is_refused(flags: list[str], named: str | None) -> None:
+    with pytest.raises(ConfigError) as raised:
         load_train_config(["use_dummy_dataset=true", *flags], {})
+    assert named is None or named in raised.value.settings
 
 
 def test_none_stands_for_the_optimizers_own() -> None:

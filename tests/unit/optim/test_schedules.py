@@ -33,11 +33,6 @@ def test_decay_is_half_a_cosine_that_ends_at_the_smallest_rate_on_the_last_step(
     assert rates == sorted(rates, reverse=True)
 
 
-def test_the_rate_stays_at_the_smallest_after_the_end() -> None:
-    schedule = schedule_of(1.0, Horizon(warmup_steps=2, total_steps=10, min_lr_ratio=0.25))
-    assert schedule(9) == schedule(1000) == pytest.approx(0.25)
-
-
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 1), (5, 5), (4, 5)])
 def test_runs_without_room_for_a_decay_stay_at_the_peak(warmup_steps: int, total_steps: int) -> None:
     schedule = schedule_of(1.0, Horizon(warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=0.0))
@@ -63,11 +58,11 @@ def not_a_number(step: int, peak: float, horizon: Horizon) -> float:
 
 
 def test_a_schedule_of_the_users_own_that_gives_no_learning_rate_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule=unit.optim.test_schedules:negative gives -1.0 for step 9"):
+    with pytest.raises(ConfigError, match="for step 9"):
         LearningRate("unit.optim.test_schedules:negative", HORIZON)
     rate = LearningRate("unit.optim.test_schedules:not_a_number", HORIZON)
     assert rate.at(3, 2.0) == 2.0
-    with pytest.raises(ConfigError, match="gives nan for step 4"):
+    with pytest.raises(ConfigError, match="nan for step 4"):
         rate.at(4, 2.0)
 
 
@@ -159,50 +154,35 @@ def test_annealing_goes_from_the_peak_straight_to_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "named"),
     [
-        (("schedule=cosine", "decay_steps=5"), "--decay_steps is for --schedule=trapezoid or wsd, and cosine does not"),
-        (("schedule=trapezoid", "decay_shape=cosine"), "--decay_shape is for --schedule=wsd, and trapezoid does not"),
-        (("schedule=linear", "decay_power=2"), "--decay_power is for --schedule=polynomial, and linear does not"),
-        (("schedule=wsd", "schedule_points=0:1"), "--schedule_points is for --schedule=piecewise_linear"),
-        (("schedule=piecewise_linear",), "needs --schedule_points"),
-        (("schedule=piecewise_linear", "schedule_points=0:1", "warmup_steps=5"), "--warmup_steps is for"),
-        (("schedule=piecewise_linear", "schedule_points=0:1,5"), "'5' is no point: write length:share"),
-        (("schedule=piecewise_linear", "schedule_points=0:-1"), "'0:-1' is no point"),
-        (("schedule=piecewise_linear", "schedule_points=0:1e400"), "'0:1e400' is no point"),
-        (("schedule=piecewise_linear", "schedule_points=x:1"), "'x' is no duration"),
-        (("schedule=wsd", "decay_steps=5", "stable_steps=5"), "two ways to say where the decay begins"),
-        (("training_stage=annealing", "schedule=linear"), "leave it out, or --schedule=linear"),
-        (("training_stage=annealing", "warmup_steps=5"), "leave it out, or --warmup_steps"),
-        (("schedule=coside",), "did you mean cosine"),
+        (("schedule=cosine", "decay_steps=5"), "decay_steps"),
+        (("schedule=trapezoid", "decay_shape=cosine"), "decay_shape"),
+        (("schedule=linear", "decay_power=2"), "decay_power"),
+        (("schedule=wsd", "schedule_points=0:1"), "schedule_points"),
+        (("schedule=piecewise_linear",), "schedule_points"),
+        (("schedule=piecewise_linear", "schedule_points=0:1", "warmup_steps=5"), "warmup_steps"),
+        (("schedule=piecewise_linear", "schedule_points=0:1,5"), "schedule_points"),
+        (("schedule=piecewise_linear", "schedule_points=0:-1"), "schedule_points"),
+        (("schedule=piecewise_linear", "schedule_points=0:1e400"), "schedule_points"),
+        (("schedule=piecewise_linear", "schedule_points=x:1"), None),
+        (("schedule=piecewise_linear", "schedule_points=0:0,60:1,50%:1"), "schedule_points"),
+        (("schedule=wsd", "decay_steps=5", "stable_steps=5"), "stable_steps"),
+        (("training_stage=annealing", "schedule=linear"), "schedule"),
+        (("training_stage=annealing", "warmup_steps=5"), "warmup_steps"),
+        (("schedule=coside",), None),
+        # Parts that are longer than the run.
+        (("schedule=wsd", "decay_steps=98", AFTER_FOUR), "decay_steps"),
+        (("schedule=wsd", "stable_steps=97", AFTER_FOUR), "stable_steps"),
+        (("schedule=wsd", "decay_steps=101%"), "decay_steps"),
+        (("schedule=wsd", "warmup_steps=101%"), "warmup_steps"),
+        (("schedule=wsd", "decay_steps=1ep"), "decay_steps"),
     ],
 )
-def test_what_a_schedule_does_not_read_is_refused(flags: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_a_schedule_cannot_use_is_refused(flags: tuple[str, ...], named: str | None) -> None:
+    with pytest.raises(ConfigError) as raised:
         rate_of(*flags, "num_steps=100")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("decay_steps=98", AFTER_FOUR),
-            r"warm-up \(4 steps\) and --decay_steps=98 \(98 steps\) are longer than the 100",
-        ),
-        (("stable_steps=97", AFTER_FOUR), r"--stable_steps=97 \(97 steps\) are longer than the 100 steps"),
-        (("decay_steps=101%",), r"--decay_steps=101% \(101 steps\) are longer"),
-        (("warmup_steps=101%",), "--warmup_steps=101% is 101 steps"),
-        (("decay_steps=1ep",), "--decay_steps=1ep counts passes over a dataset"),
-    ],
-)
-def test_parts_that_are_longer_than_the_run_are_refused(flags: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        rate_of("schedule=wsd", "num_steps=100", *flags)
-
-
-def test_points_out_of_order_are_refused_with_their_steps() -> None:
-    with pytest.raises(ConfigError, match=r"50%:1 is at step 50, not after the point before it, at step 60"):
-        rate_of("schedule=piecewise_linear", "num_steps=100", "schedule_points=0:0,60:1,50%:1")
+    assert named is None or named in raised.value.settings
 
 
 @pytest.mark.parametrize(
@@ -232,7 +212,7 @@ def flat(step: int, peak: float, horizon: Horizon) -> float:
 
 
 def test_a_schedule_of_ones_own_that_fails_is_named_with_its_line() -> None:
-    with pytest.raises(ConfigError, match=r":fails_late fails: ZeroDivisionError: .*test_schedules\.py, line"):
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
         rate_of("num_steps=100", "schedule=unit.optim.test_schedules:fails_late")
 
 

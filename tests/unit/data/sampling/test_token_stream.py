@@ -124,29 +124,6 @@ def test_every_token_comes_exactly_once_in_every_pass(
     assert seen == {(n, (d, at)): 1 for n in range(passes) for d, length in enumerate(lengths) for at in range(length)}
 
 
-@settings(max_examples=60)
-@given(LENGTHS, st.integers(1, 12))
-def test_shards_are_cut_between_documents_and_balanced(lengths: list[int], count: int) -> None:
-    cut = cut_shards(KnownLengths(lengths, 4), count)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    assert len(cut) == count and cut.documents[0] == 0 and cut.documents[-1] == len(lengths)
-    assert (np.diff(cut.documents) >= 0).all()
-    assert (cut.token_bounds == starts[cut.documents]).all()
-    assert cut.tokens.max() <= sum(lengths) / count + max(lengths)
-
-
-def test_the_label_of_a_samples_last_token_is_the_next_samples_first() -> None:
-    made, _, _ = stream([7, 3, 20, 1], 2, 1, 6)
-    for sample in range(50):
-        assert places(spans_of(made, 0, sample))[-1] == places(spans_of(made, 0, sample + 1))[0]
-
-
-def test_every_pass_has_an_order_of_its_own() -> None:
-    made, _, _ = stream([1] * 64, 8, 1, 64)
-    orders = [tuple(place[0] for place in places(spans_of(made, 0, number))[:64]) for number in range(20)]
-    assert len(set(orders)) == 20
-
-
 def test_a_sample_costs_the_same_in_any_pass() -> None:
     lengths = np.random.default_rng(0).integers(0, 30, 4000).tolist()
     costs = []
@@ -158,19 +135,6 @@ def test_a_sample_costs_the_same_in_any_pass() -> None:
         assert spans.lengths.sum() == 101
         costs.append(known.asked)
     assert max(costs) <= 3 * 64  # a sample of 101 tokens lies in one block of about 1000, or across a border
-
-
-def test_counts_beyond_32_bits_are_exact() -> None:
-    known = EqualLengths(documents=2_000_000, length=100_003)  # 2e11 tokens
-    cut = cut_shards(known, 2)
-    made = TokenStream(known, cut, 4096, KEY, order_cache())
-    tokens = int(cut.tokens[1])
-    for sample in (0, 2**31 + 5, 7 * tokens // 4096, 2**50):
-        spans = spans_of(made, 1, sample)
-        assert spans.lengths.sum() == 4097
-        within = sample * 4096 % tokens
-        assert spans.starts[0] == within % 100_003  # all documents are equally long, whatever their order
-        assert ((spans.documents >= cut.documents[1]) & (spans.documents < cut.documents[2])).all()
 
 
 def test_the_memory_for_orders_is_bounded_and_changes_nothing() -> None:

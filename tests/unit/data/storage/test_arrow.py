@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -9,7 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.data.token_files import random_documents, write_batches, write_documents
+from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage import arrow, token_format
@@ -20,6 +22,14 @@ from pretraining.errors import DataError
 
 def layout_of(path: Path) -> DocumentLayout:
     return ArrowFormat(DataConfig()).documents(str(path))
+
+
+def write(path: Path, *batches: dict[str, pa.Array] | pa.RecordBatch, **options: Any) -> None:
+    """Writes record batches of one schema."""
+    made = [pa.record_batch(batch) if isinstance(batch, dict) else batch for batch in batches]
+    with pa.ipc.new_file(str(path), made[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for batch in made:
+            writer.write_batch(batch)
 
 
 def documents_at(path: Path, layout: DocumentLayout) -> list[list[int]]:
@@ -60,20 +70,9 @@ def test_record_batches_of_plain_integers_are_documents(tmp_path: Path, token: p
     documents = [[], *random_documents(60, vocab_size=200), [], [7] * 5000, [9]]
     path = tmp_path / "x.arrow"
     schema = pa.schema([("number", pa.list_(pa.int16())), pa.field("tokens", token, nullable)])
-    with pa.ipc.new_file(str(path), schema) as writer:
-        for document in documents:
-            batch = [pa.nulls(len(document) + 2, schema.types[0]), pa.array([1, *document, 2], type=token)]
-            writer.write_batch(pa.record_batch(batch, schema=schema).slice(1, len(document)))
+    columns = [[pa.nulls(len(each) + 2, schema.types[0]), pa.array([1, *each, 2], token)] for each in documents]
+    write(path, *(pa.record_batch(each, schema=schema).slice(1, len(each[0]) - 2) for each in columns))
     assert documents_at(path, layout_of(path)) == documents
-
-
-def test_missing_tokens_among_plain_integers_are_refused_with_their_record_batch(tmp_path: Path) -> None:
-    schema = pa.schema([("tokens", pa.uint32())])
-    with pa.ipc.new_file(str(tmp_path / "x.arrow"), schema) as writer:
-        for tokens in ([1, 2], [3, None]):
-            writer.write_batch(pa.record_batch([pa.array(tokens, type=pa.uint32())], schema=schema))
-    with pytest.raises(DataError, match=r"has missing tokens \(null\) in record batch 1"):
-        layout_of(tmp_path / "x.arrow")
 
 
 def test_large_files_are_mapped_and_small_ones_read_with_the_same_result(
@@ -99,39 +98,18 @@ def test_the_schema_of_like_files_is_parsed_once(tmp_path: Path, monkeypatch: py
     assert parse.call_count == 1
     for number in range(3):  # each is told of by its own name
         write_documents(tmp_path / f"bad{number}.arrow", [[1]], column="ids")
-        with pytest.raises(DataError, match=rf"bad{number}\.arrow has no column 'tokens'"):
+        with pytest.raises(DataError) as raised:
             layout_of(tmp_path / f"bad{number}.arrow")
-
-
-def test_schemas_of_very_many_record_batches_are_not_remembered(tmp_path: Path) -> None:
-    arrow._locate.cache_clear()
-    documents = random_documents(1000)
-    write_documents(tmp_path / "x.arrow", documents, batch_documents=1)
-    path = tmp_path / "x.arrow"
-    assert documents_at(path, layout_of(path)) == documents
-    assert arrow._locate.cache_info().currsize == 0
+        assert raised.value.path == tmp_path / f"bad{number}.arrow"
 
 
 def test_many_batches_of_which_some_differ(tmp_path: Path) -> None:
     documents = random_documents(9000, largest=3)
-    path = tmp_path / "x.arrow"
-    schema = pa.schema([("tokens", pa.list_(pa.uint16()))])
-    with pa.ipc.new_file(str(path), schema) as writer:
-        for number, document in enumerate(documents):
-            batch = pa.record_batch([pa.array([document], type=schema.types[0])], schema=schema)
-            if number % 500 == 3:
-                writer.write_batch(batch.slice(0, 0))  # no rows: metadata of another shape
-            writer.write_batch(batch)
-    assert documents_at(path, layout_of(path)) == documents
-
-
-def test_slices_of_longer_columns(tmp_path: Path) -> None:
-    documents = random_documents(40)
-    column = pa.array([[1, 2], *documents, [3]], type=pa.list_(pa.uint16())).slice(1, 40)
-    schema = pa.schema([("tokens", column.type)])
-    path = tmp_path / "x.arrow"
-    with pa.ipc.new_file(str(path), schema) as writer:
-        writer.write_batch(pa.record_batch([column], schema=schema))
+    path, batches = tmp_path / "x.arrow", []
+    for number, document in enumerate(documents):
+        batch = pa.record_batch({"tokens": pa.array([document], pa.list_(pa.uint16()))})
+        batches += [batch.slice(0, 0), batch] if number % 500 == 3 else [batch]  # no rows: other metadata
+    write(path, *batches)
     assert documents_at(path, layout_of(path)) == documents
 
 
@@ -152,130 +130,77 @@ def test_other_columns_may_come_before(tmp_path: Path) -> None:
         "tokens": pa.array(documents, type=pa.list_(pa.int32())),
         "after": pa.array([1, 2, 3]),
     }
-    path = tmp_path / "x.arrow"
-    batch = pa.record_batch(columns)
-    with pa.ipc.new_file(str(path), batch.schema) as writer:
-        writer.write_batch(batch)
-        writer.write_batch(batch.slice(1, 2))
+    path, batch = tmp_path / "x.arrow", pa.record_batch(columns)
+    write(path, batch, batch.slice(1, 2))
     assert documents_at(path, layout_of(path)) == documents + documents[1:]
 
 
-def test_a_column_that_cannot_be_passed_over_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.arrow"
-    batch = pa.record_batch({"view": pa.array(["a"], type=pa.string_view()), "tokens": pa.array([[1]])})
-    with pa.ipc.new_file(str(path), batch.schema) as writer:
-        writer.write_batch(batch)
-    with pytest.raises(DataError, match=r"x\.arrow has a column of type string_view before the tokens"):
-        layout_of(path)
+LISTS = pa.list_(pa.uint16())
+TOKENS = {"tokens": pa.array([[1]], LISTS)}
 
 
-def test_a_file_without_documents(tmp_path: Path) -> None:
-    write_documents(tmp_path / "x.arrow", [])
-    assert len(layout_of(tmp_path / "x.arrow").lengths) == 0
-
-
-def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    schema = pa.schema([("tokens", pa.list_(pa.uint16()))] * 2)
-    with pa.ipc.new_file(str(tmp_path / "x.arrow"), schema) as writer:
-        writer.write_batch(pa.record_batch([pa.array([[1]], schema.types[0])] * 2, schema=schema))
-    with pytest.raises(DataError, match=r"x\.arrow has 2 columns 'tokens', and nothing says which one is meant"):
-        layout_of(tmp_path / "x.arrow")
-
-
-def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> None:
-    write_documents(tmp_path / "x.arrow", [[1]], column="input_ids")
-    with pytest.raises(DataError, match=r"x\.arrow has no column 'tokens', but input_ids: give --col_name"):
-        layout_of(tmp_path / "x.arrow")
-
-
-@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.string()), pa.float32(), pa.string()])
-def test_a_column_of_another_type_is_refused(tmp_path: Path, kind: pa.DataType) -> None:
-    path = tmp_path / "x.arrow"
-    with pa.ipc.new_file(str(path), pa.schema([("tokens", kind)])):
-        pass
-    with pytest.raises(
-        DataError, match=r"x\.arrow has a column 'tokens' of type .*, but documents are lists of integers"
-    ):
-        layout_of(path)
-
-
-def test_compressed_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.arrow"
-    batch = pa.record_batch({"tokens": pa.array([[1] * 1000])})
-    with pa.ipc.new_file(str(path), batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        writer.write_batch(batch)
-    with pytest.raises(DataError, match=r"x\.arrow is compressed"):
-        layout_of(path)
-
-
-def test_missing_tokens_are_refused_with_their_rows(tmp_path: Path) -> None:
-    path = tmp_path / "x.arrow"
-    schema = pa.schema([("tokens", pa.list_(pa.uint16()))])
-    with pa.ipc.new_file(str(path), schema) as writer:
-        for rows in ([[1], [2]], [[3, None]]):
-            writer.write_batch(pa.record_batch([pa.array(rows, type=schema.types[0])], schema=schema))
-    with pytest.raises(DataError, match=r"has missing tokens \(null\) in rows from 2 on"):
-        layout_of(path)
-
-
-def test_streams_are_told_from_files(tmp_path: Path) -> None:
-    path = tmp_path / "x.arrow"
-    batch = pa.record_batch({"tokens": pa.array([[1]])})
+def write_stream(path: Path) -> None:
+    batch = pa.record_batch(TOKENS)
     with pa.ipc.new_stream(str(path), batch.schema) as writer:
         writer.write_batch(batch)
-    with pytest.raises(DataError, match=r"x\.arrow is an Arrow stream"):
+
+
+def twice(path: Path) -> None:
+    write(path, pa.record_batch([pa.array([[1]], LISTS)] * 2, schema=pa.schema([("tokens", LISTS)] * 2)))
+
+
+def change_bytes(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Writes a good file, and changes bytes that stand in it once."""
+
+    def change(path: Path) -> None:
+        write_documents(path, [[7] * 111, [8] * 222])
+        content = path.read_bytes()
+        assert content.count(old) == 1
+        path.write_bytes(content.replace(old, new))
+
+    return change
+
+
+def three_integers(*numbers: int) -> bytes:
+    return struct.pack("<3i", *numbers)
+
+
+UNUSABLE: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: None,
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_bytes(b"no arrow file at all, but long enough"),
+    "a stream": write_stream,
+    "no such column": lambda path: write(path, {"ids": TOKENS["tokens"]}),
+    "two such columns": twice,
+    "lists of fractions": lambda path: write(path, {"tokens": pa.array([[1.5]])}),
+    "fractions": lambda path: write(path, {"tokens": pa.array([1.5])}),
+    "lists of strings": lambda path: write(path, {"tokens": pa.array([["a"]])}),
+    "strings": lambda path: write(path, {"tokens": pa.array(["a"])}),
+    "compressed": lambda path: write(path, {"tokens": pa.array([[1] * 1000])}, compression="lz4"),
+    "a column before": lambda path: write(path, {"view": pa.array(["a"], pa.string_view()), **TOKENS}),
+    "a null token": lambda path: write(path, TOKENS, {"tokens": pa.array([[3, None]], LISTS)}),
+    "a null integer": lambda path: write(path, {"tokens": pa.array([3])}, {"tokens": pa.array([None], pa.int64())}),
+    "offsets backwards": change_bytes(three_integers(0, 111, 333), three_integers(0, 999, 333)),
+}
+
+
+@pytest.mark.parametrize("unusable", UNUSABLE)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, unusable: str) -> None:
+    path = tmp_path / "x.arrow"
+    UNUSABLE[unusable](path)
+    with pytest.raises(DataError) as raised:
         layout_of(path)
-
-
-def test_other_files_and_missing_ones_are_named(tmp_path: Path) -> None:
-    (tmp_path / "x.arrow").write_bytes(b"no arrow file at all, but long enough")
-    with pytest.raises(DataError, match=r"x\.arrow is truncated or damaged"):
-        layout_of(tmp_path / "x.arrow")
-    with pytest.raises(DataError, match=r"cannot read .*y\.arrow: No such file"):
-        layout_of(tmp_path / "y.arrow")
+    assert raised.value.path == path
+    assert raised.value.settings == (("col_name",) if unusable == "no such column" else raised.value.settings)
+    assert ("pretrain prepare" in str(raised.value)) == (unusable == "a stream")
+    assert raised.value.row == (0 if unusable == "offsets backwards" else None)
 
 
 def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
-    whole = tmp_path / "whole.arrow"
-    write_documents(whole, random_documents(30), batch_documents=4)
-    content = whole.read_bytes()
     path = tmp_path / "x.arrow"
+    write_documents(path, random_documents(30), batch_documents=4)
+    content = path.read_bytes()
     for size in (0, 1, 9, 17, 100, len(content) // 2, len(content) - 7, len(content) - 1):
         path.write_bytes(content[:size])
-        with pytest.raises(DataError, match=r"x\.arrow is (truncated or )?damaged"):
+        with pytest.raises(DataError):
             layout_of(path)
-
-
-@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.uint16()])
-def test_a_file_with_a_flipped_byte_gives_documents_inside_it_or_an_error_that_names_it(
-    tmp_path: Path, kind: pa.DataType
-) -> None:
-    whole = tmp_path / "whole.arrow"
-    if kind == pa.uint16():
-        write_batches(whole, [[1, 2, 3], [4], [], [5, 6]], kind)
-    else:
-        write_documents(whole, [[1, 2, 3], [4], [], [5, 6]], batch_documents=2)
-    content = bytearray(whole.read_bytes())
-    path = tmp_path / "x.arrow"
-    for at in range(len(content)):
-        flipped = bytearray(content)
-        flipped[at] ^= 0xFF
-        path.write_bytes(flipped)
-        try:
-            layout = layout_of(path)
-        except DataError as error:
-            assert "x.arrow" in str(error)
-        else:
-            ends = layout.offsets + layout.lengths * layout.width
-            assert (layout.offsets >= 0).all() and (ends <= len(content)).all()
-
-
-def test_list_offsets_that_go_backwards_are_damage(tmp_path: Path) -> None:
-    path = tmp_path / "x.arrow"
-    write_documents(path, [[7] * 111, [8] * 222])
-    content = path.read_bytes()
-    offsets = struct.pack("<3i", 0, 111, 333)
-    assert content.count(offsets) == 1
-    path.write_bytes(content.replace(offsets, struct.pack("<3i", 0, 999, 333)))
-    with pytest.raises(DataError, match=r"x\.arrow is damaged: row 0 lies outside the tokens"):
-        layout_of(path)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from dataclasses import replace
@@ -70,8 +69,7 @@ def bounds_of(counts: BinCounts) -> dict[str, list[int]]:
     return {split: bounds.tolist() for split, bounds in counts.bounds.items()}
 
 
-@pytest.mark.parametrize("packing", ["greedy", "first_fit", "best_fit"])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("packing", "workers"), [("greedy", 1), ("first_fit", 3), ("best_fit", 3)])
 def test_the_bins_of_every_block_are_counted_in_any_number_of_processes(
     index: Index, packing: Packing, workers: int
 ) -> None:
@@ -84,13 +82,11 @@ def test_the_bins_of_every_block_are_counted_in_any_number_of_processes(
         assert counts.bins(split) == sum(expected)
 
 
-def test_they_are_counted_once(index: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pretraining")
+def test_they_are_counted_once(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = build(index)
-    assert caplog.messages == [f"packing dataset 'web': {DOCUMENTS:,} documents into samples of 30 tokens, best_fit"]
     monkeypatch.setattr(bin_counts, "count_bins", None)
     again = build(index)
-    assert len(caplog.messages) == 1 and bounds_of(again) == bounds_of(counts)
+    assert bounds_of(again) == bounds_of(counts)
     assert not again.bounds["train"].flags.owndata  # mapped, and shared with other processes
 
 
@@ -109,35 +105,24 @@ def test_the_counts_of_the_job_that_is_done_first_stay(index: Index, monkeypatch
     assert [file_of(index).stat().st_ino] == first
 
 
-def test_other_lengths_and_packings_have_counts_of_their_own(index: Index) -> None:
-    build(index)
-    assert find(index) is not None
-    assert find(index, seq_length=31) is None and find(index, packing="greedy") is None
-    build(index, "greedy")
-    assert find(index) is not None and find(index, packing="greedy") is not None
-
-
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
-def test_damaged_counts_are_made_anew(index: Index, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_counts_are_made_anew(index: Index, damage: str) -> None:
     expected = bounds_of(build(index))  # before the file, which is mapped, is written over
     content = file_of(index).read_bytes()
-    if damage == "of others":
-        build(index, "greedy")
-        (greedy,) = index.path.parent.glob("*greedy*.bins")
-        content_now = greedy.read_bytes()
-        greedy.unlink()
-    else:
-        content_now = {
-            "empty": b"",
-            "cut": content[:-16],
-            "flipped": content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
-            "no header": content[content.find(b"\n") + 1 :],
-        }[damage]
-    file_of(index).write_bytes(content_now)
+    assert find(index, seq_length=31) is None and find(index, packing="greedy") is None
+    build(index, "greedy")
+    (greedy,) = index.path.parent.glob("*greedy*.bins")
+    damaged = {
+        "empty": b"",
+        "cut": content[:-16],
+        "flipped": content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+        "no header": content[content.find(b"\n") + 1 :],
+        "of others": greedy.read_bytes(),
+    }
+    greedy.unlink()
+    file_of(index).write_bytes(damaged[damage])
     assert find(index) is None
-    caplog.set_level(logging.INFO, "pretraining")
-    assert bounds_of(build(index)) == expected and caplog.messages
-    assert file_of(index).read_bytes() == content
+    assert bounds_of(build(index)) == expected and file_of(index).read_bytes() == content
 
 
 def test_counts_are_valid_for_one_index_only(index: Index, tmp_path: Path) -> None:
@@ -162,7 +147,7 @@ def test_counts_of_read_only_data_lie_beside_the_other_index_place(index: Index,
     build(index, "greedy", index_path=str(tmp_path / "cache"))
     assert find(index, packing="greedy", index_path=str(tmp_path / "cache")) is not None
     assert list((tmp_path / "cache/web").glob("*.bins"))
-    with pytest.raises(DataError, match=r"no place to write the counts of dataset 'web': .*taken .*give --index_path"):
+    with pytest.raises(DataError, match="--index_path"):
         build(index, index_path=str(taken))
 
 
@@ -172,21 +157,21 @@ def test_a_full_disk_leaves_nothing_behind(index: Index, monkeypatch: pytest.Mon
 
     before = set(index.path.parent.iterdir())
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match=r"cannot write .*\.bins: No space left on device"):
+    with pytest.raises(DataError, match="No space left on device"):
         build(index)
     assert set(index.path.parent.iterdir()) == before
 
 
 def test_a_process_that_ends_early_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(DataError, match="packing dataset 'web': the process for blocks 0 to 1 ended with status 1"):
+    with pytest.raises(DataError, match="status 1"):
         build(index, workers=2)
 
 
 def test_counts_that_another_machine_made_elsewhere_are_asked_for(index: Index, tmp_path: Path) -> None:
     settings = config(tmp_path, packing="first_fit")
     listing = list_datasets(settings)
-    with pytest.raises(DataError, match=r"no first_fit counts of dataset 'web' in .*web/\.index or .*--index_path"):
+    with pytest.raises(DataError, match="--index_path"):
         open_datasets(listing, settings)
     build_indices(listing, settings)
     assert open_datasets(listing, settings).datasets[0].counts is not None

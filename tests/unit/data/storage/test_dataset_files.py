@@ -5,12 +5,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from unit.data.token_files import write_documents
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import describe_changes, list_datasets
 from pretraining.errors import DataError
 
@@ -73,29 +70,37 @@ def test_a_folder_is_listed_under_each_of_its_names_up_to_a_bound(tmp_path: Path
     paths = list_datasets(config(tmp_path))[0].paths
     assert len(paths) == 64 and paths[0] == "again00/1.arrow" and paths[-1] == "real/1.arrow"
     (tmp_path / "web/again99").symlink_to("real")
-    with pytest.raises(DataError, match=r"web/real is in .*web under more than 64 names, such as .*link to each other"):
+    with pytest.raises(DataError) as raised:
         list_datasets(config(tmp_path))
+    assert raised.value.path == tmp_path / "web/real"
+
+
+def refused(settings: DataConfig) -> DataError:
+    with pytest.raises(DataError) as raised:
+        list_datasets(settings)
+    return raised.value
 
 
 def test_what_is_no_file_is_no_token_file(tmp_path: Path) -> None:
     put(tmp_path / "web/1.arrow")
     os.mkfifo(tmp_path / "web/2.arrow")
-    with pytest.raises(DataError, match=r"web/2\.arrow is no file that could hold tokens: a pipe or a device"):
-        list_datasets(config(tmp_path))
+    assert refused(config(tmp_path)).path == tmp_path / "web/2.arrow"
 
 
-def test_folders_that_are_nested_without_end_are_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RecursionError(), PermissionError(13, "Permission denied")])
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     put(tmp_path / "web/1.arrow")
     scan = os.scandir
 
-    def nested(path: str) -> Any:
+    def failing(path: str) -> Any:
         if str(path).endswith("web"):
-            raise RecursionError
+            raise error
         return scan(path)
 
-    monkeypatch.setattr(os, "scandir", nested)
-    with pytest.raises(DataError, match=r"cannot list .*web: folders there are nested too deep"):
-        list_datasets(config(tmp_path))
+    monkeypatch.setattr(os, "scandir", failing)
+    assert refused(config(tmp_path)).path == tmp_path / "web"
 
 
 def test_a_listing_does_not_depend_on_the_place_and_can_be_sent(tmp_path: Path) -> None:
@@ -116,52 +121,31 @@ def test_changes_are_named() -> None:
     assert describe_changes({}, {f"{n:03}": 1 for n in range(100)}).endswith("010, 011 and 88 more")
 
 
-def test_no_data_path(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="give --data_path="):
-        list_datasets(DataConfig())
-
-
-def test_a_missing_root_is_named_with_what_is_beside_it(tmp_path: Path) -> None:
-    put(tmp_path / "tokens/web/x.arrow")
-    with pytest.raises(DataError, match=rf"data_path {tmp_path}/token is not a folder; {tmp_path} holds tokens/"):
-        list_datasets(config(tmp_path / "token"))
-    with pytest.raises(DataError, match=rf"{tmp_path}/no does not exist either"):
-        list_datasets(config(tmp_path / "no/such"))
-
-
-def test_a_missing_dataset_is_named_with_the_nearest(tmp_path: Path) -> None:
-    put(tmp_path / "wikipedia/x.arrow")
-    put(tmp_path / "code/x.arrow")
-    with pytest.raises(DataError, match=rf"dataset 'wikpedia' is not in {tmp_path}; did you mean 'wikipedia'\?"):
-        list_datasets(config(tmp_path, datasets=("code", "wikpedia")))
-    with pytest.raises(DataError, match=r"dataset 'zzz' is not in .* holds code/, wikipedia/"):
-        list_datasets(config(tmp_path, datasets=("zzz",)))
-
-
-def test_a_dataset_without_token_files_says_what_is_there(tmp_path: Path) -> None:
-    put(tmp_path / "web/notes.txt")
-    with pytest.raises(
-        DataError, match=r"dataset 'web' has no \*\.arrow, \*\.npy or \*\.bin files in .*web; .*web holds notes\.txt"
-    ):
-        list_datasets(config(tmp_path, datasets=("web",)))
-    (tmp_path / "void").mkdir()
-    with pytest.raises(DataError, match=r"void is empty"):
-        list_datasets(config(tmp_path, datasets=("void",)))
-
-
-def test_a_root_without_datasets_says_what_is_there(tmp_path: Path) -> None:
-    put(tmp_path / "web/notes.txt")
-    with pytest.raises(
-        DataError,
-        match=r"no dataset in .*: none of its sub-folders holds \*\.arrow, \*\.npy or \*\.bin files; .* holds web/",
-    ):
-        list_datasets(config(tmp_path))
-
-
-def test_a_dataset_given_as_the_root_is_recognised(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1]])
-    with pytest.raises(DataError, match=rf"give --datasets=x\.arrow .* --data_path={tmp_path} --datasets=web"):
-        list_datasets(config(tmp_path / "web"))
+@pytest.mark.parametrize(
+    ("place", "names", "said"),
+    [
+        (None, (), "--data_path="),
+        ("roo", (), "root/"),  # beside it
+        ("root/no/such", (), "root/no does not exist"),
+        ("root", ("code", "wikpedia"), "did you mean 'wikipedia'?"),
+        ("root", ("zzz",), "holds code/, flat.arrow, notes/, void/, wikipedia/"),
+        ("root", ("notes",), "holds notes.txt"),
+        ("root", ("void",), "is empty"),
+        ("root", ("flat",), "did you mean 'flat.arrow'?"),
+        ("root", ("code", "code/"), "names code more than once"),
+        ("root/notes", (), "holds notes.txt"),
+        ("root/wikipedia", (), "--datasets=wikipedia"),
+        ("root/flat.arrow", (), "--datasets=flat.arrow"),
+    ],
+)
+def test_what_is_not_there_is_named_with_what_is(
+    tmp_path: Path, place: str | None, names: tuple[str, ...], said: str
+) -> None:
+    for path in ("wikipedia/x.arrow", "code/x.arrow", "notes/notes.txt", "flat.arrow"):
+        put(tmp_path / "root" / path)
+    (tmp_path / "root/void").mkdir()
+    settings = DataConfig() if place is None else config(tmp_path / place, datasets=names)
+    assert said in str(refused(settings))
 
 
 def test_a_dataset_may_be_a_single_file(tmp_path: Path) -> None:
@@ -170,59 +154,27 @@ def test_a_dataset_may_be_a_single_file(tmp_path: Path) -> None:
     deep, train = list_datasets(config(tmp_path, datasets=("train.arrow", "deep/x.arrow")))
     assert (train.name, train.paths, train.path(0)) == ("train.arrow", ("train.arrow",), f"{tmp_path}/train.arrow")
     assert (deep.name, deep.path(0)) == ("deep/x.arrow", f"{tmp_path}/deep/x.arrow")
-    with pytest.raises(DataError, match=r"'train' is not in .*; did you mean 'train\.arrow'\?"):
-        list_datasets(config(tmp_path, datasets=("train",)))
-    with pytest.raises(DataError, match=rf"give --data_path={tmp_path} --datasets=val\.arrow"):
-        list_datasets(config(tmp_path / "val.arrow"))
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.txt", "data.jsonl.gz"])
 def test_data_of_other_forms_is_refused_with_the_command_that_makes_token_files(tmp_path: Path, name: str) -> None:
     put(tmp_path / "web" / name)
     for settings, place in (
-        ({}, tmp_path),
-        ({"datasets": ("web",)}, tmp_path / "web"),
-        ({"datasets": (f"web/{name}",)}, tmp_path / "web" / name),
+        (config(tmp_path), tmp_path),
+        (config(tmp_path, datasets=("web",)), tmp_path / "web"),
+        (config(tmp_path, datasets=(f"web/{name}",)), tmp_path / "web" / name),
+        (config(tmp_path / "web" / name), tmp_path / "web" / name),
     ):
-        with pytest.raises(DataError, match=rf"`pretrain prepare --input_path={place}`"):
-            list_datasets(config(tmp_path, **settings))
-    with pytest.raises(DataError, match=rf"`pretrain prepare --input_path={tmp_path}/web/{name}`"):
-        list_datasets(config(tmp_path / "web" / name))
+        assert f"`pretrain prepare --input_path={place}`" in str(refused(settings))
 
 
-def test_a_saved_dataset_of_hugging_face_is_refused_with_the_command(tmp_path: Path) -> None:
-    schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
-    put(tmp_path / "saved/state.json")
-    with pa.ipc.new_stream(str(tmp_path / "saved/data-00000-of-00001.arrow"), schema) as writer:
-        writer.write_table(pa.table({"input_ids": [[1, 2]]}, schema))
-    with pytest.raises(DataError, match=rf"`pretrain prepare --input_path={tmp_path}/saved`"):
-        list_datasets(config(tmp_path / "saved"))
-    with pytest.raises(DataError, match=rf"stream.* `pretrain prepare --input_path={tmp_path}/saved`"):
-        ArrowFormat(DataConfig()).documents(f"{tmp_path}/saved/data-00000-of-00001.arrow")
-
-
-def test_mds_is_refused_with_what_writes_it_as_parquet(tmp_path: Path) -> None:
-    put(tmp_path / "web/shard.00000.mds.zstd")
-    for settings in ({}, {"datasets": ("web",)}):
-        with pytest.raises(DataError, match=rf"LocalDataset.*prepare --input_path={tmp_path}/web\.parquet"):
-            list_datasets(config(tmp_path, **settings))
-
-
-def test_a_dataset_named_twice_is_refused(tmp_path: Path) -> None:
-    put(tmp_path / "web/x.arrow")
-    with pytest.raises(DataError, match="names web more than once"):
-        list_datasets(config(tmp_path, datasets=("web", "web/")))
-
-
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "web/deep/x.arrow")
-    real = os.scandir
-
-    def refuse(path: str) -> object:
-        if str(path).endswith("deep"):
-            raise PermissionError(13, "Permission denied", path)
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match=r"cannot list .*web/deep: Permission denied"):
-        list_datasets(config(tmp_path))
+@pytest.mark.parametrize(
+    ("files", "place", "made"),
+    [(["state.json", "data.arrow"], "saved", "saved"), (["shard.00000.mds.zstd"], "", "saved.parquet")],
+)
+def test_what_other_tools_saved_is_refused_with_the_command(
+    tmp_path: Path, files: list[str], place: str, made: str
+) -> None:
+    for name in files:
+        put(tmp_path / "saved" / name)
+    assert f"prepare --input_path={tmp_path}/{made}" in str(refused(config(tmp_path / place)))

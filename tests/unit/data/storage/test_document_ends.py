@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -66,26 +65,6 @@ def test_documents_are_those_of_the_oracle(
     expected = [as_trained(document, sep_token, bos_token, strip_tokens, min_length) for document in documents]
     assert trained(root / "rows.arrow", ends) == expected
     assert trained(root / "batches.arrow", ends) == expected
-
-
-@pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
-        ({}, [[], [SEP], [BOS, 7], [7, SEP], [PAD, 7, SEP, 7, PAD]]),
-        ({"sep_token": SEP}, [[], [SEP], [BOS, 7, SEP], [7, SEP], [PAD, 7, SEP, 7, PAD, SEP]]),
-        ({"bos_token": BOS}, [[], [BOS, SEP], [BOS, 7], [BOS, 7, SEP], [BOS, PAD, 7, SEP, 7, PAD]]),
-        ({"strip_tokens": (BOS, SEP, PAD)}, [[], [], [7], [7], [7, SEP, 7]]),
-        ({"strip_tokens": (SEP,), "sep_token": SEP}, [[], [], [BOS, 7, SEP], [7, SEP], [PAD, 7, SEP, 7, PAD, SEP]]),
-        ({"min_length": 2, "sep_token": SEP}, [[], [], [BOS, 7, SEP], [7, SEP], [PAD, 7, SEP, 7, PAD, SEP]]),
-        ({"min_length": 3}, [[], [], [], [], [PAD, 7, SEP, 7, PAD]]),
-        ({"min_length": 3, "strip_tokens": (PAD,)}, [[], [], [], [], [7, SEP, 7]]),
-        ({"min_length": 4, "strip_tokens": (PAD,)}, [[]] * 5),
-    ],
-)
-def test_what_the_settings_mean(tmp_path: Path, ends: dict[str, Any], expected: list[list[int]]) -> None:
-    write_documents(tmp_path / "x.arrow", [[], [SEP], [BOS, 7], [7, SEP], [PAD, 7, SEP, 7, PAD]])
-    made = DataConfig(**ends)
-    assert trained(tmp_path / "x.arrow", made) == expected
 
 
 def test_long_runs_are_stripped_in_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

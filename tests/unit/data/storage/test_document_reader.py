@@ -15,7 +15,6 @@ from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
-from pretraining.data.storage import document_reader as reader_module
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.document_reader import DocumentReader, OpenFile, open_files
@@ -72,27 +71,27 @@ def documents_and_rows(draw: st.DrawFn) -> tuple[list[list[int]], list[list[Piec
     st.sampled_from(
         [(pa.uint16(), pa.uint16()), (pa.int32(), pa.int32()), (pa.uint16(), pa.uint32()), (pa.int64(), pa.uint8())]
     ),
-    st.sampled_from([np.uint16, np.int32]),
+    st.sampled_from([(np.uint16, 200), (np.int32, 70_000)]),  # a separator may be wider than the files' tokens
 )
 def test_rows_are_filled_with_pieces_of_documents_and_their_separators_and_with_zeros_behind(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: tuple[list[list[int]], list[list[Piece]]],
     cut: int,
     kinds: tuple[pa.DataType, pa.DataType],
-    dtype: type,
+    kind: tuple[type, int],
 ) -> None:
-    documents, rows = drawn
+    (documents, rows), (dtype, sep) = drawn, kind
     root = tmp_path_factory.mktemp("reader")
     write_documents(root / "web/a.arrow", documents[:cut], pa.list_(kinds[0]), batch_documents=2)
     write_documents(root / "web/b.arrow", documents[cut:], pa.list_(kinds[1]))
-    made = reader(root, sep_token=200, vocab_size=201)
+    made = reader(root, sep_token=sep, vocab_size=sep + 1)
     width = max(sum(length for _, _, length in pieces) for pieces in rows)
     target: np.ndarray = np.full((len(rows) + 2, width), 77, dtype=dtype)
     numbers = np.roll(np.arange(len(rows)), 1) + 1  # any rows, in any order
     made.read(spans(rows), target, numbers)
     assert (target[[0, -1]] == 77).all()  # others are left alone
     for number, pieces in zip(numbers.tolist(), rows, strict=True):
-        tokens = [token for document, start, length in pieces for token in [*documents[document], 200][start:][:length]]
+        tokens = [token for document, start, length in pieces for token in [*documents[document], sep][start:][:length]]
         assert target[number].tolist() == tokens + [0] * (width - len(tokens))
 
 
@@ -123,12 +122,13 @@ def test_a_token_beyond_the_vocabulary_is_named_with_file_and_row(
     write_documents(tmp_path / "web/b.arrow", [[4], [1, 2, bad, 3]], pa.list_(kind))
     made = reader(tmp_path)
     assert read(made, [(0, 0, 2), (1, 0, 1), (3, 0, 2)], dtype) == [1, 2, 3, 1, 2]
-    with pytest.raises(DataError, match=rf"web/b\.arrow, row 1: token 2 of the document is {bad}, but .* 0 to 999"):
+    with pytest.raises(DataError, match=f"token 2 of the document is {bad}, but") as raised:
         read(made, [(0, 0, 2), (3, 1, 3)], dtype)
+    assert (raised.value.path, raised.value.row) == (tmp_path / "web/b.arrow", 1)
 
 
 @pytest.mark.parametrize("kinds", [("i1",), ("i2",), ("i4",), ("i8",), ("i1", "u2"), ("i2", "u4"), ("i4", "i8")])
-@pytest.mark.parametrize("vocab_size", [100, 40_000, 65_536, 128_256])
+@pytest.mark.parametrize("vocab_size", [100, 65_536, 128_256])
 def test_a_negative_token_of_any_type_is_a_fault_whatever_the_vocabulary(
     tmp_path: Path, kinds: tuple[str, ...], vocab_size: int
 ) -> None:
@@ -142,40 +142,9 @@ def test_a_negative_token_of_any_type_is_a_fault_whatever_the_vocabulary(
     )
     assert read(made, [(0, 0, 3), (1, 0, 1)], dtype) == [1, 2, 99, 3]
     for pieces in ([(2, 1, 1)], [(0, 0, 2), (1, 0, 1), (2, 0, 3)]):  # read by itself, and among others at once
-        with pytest.raises(DataError, match=r"0\.npy, row 2: token 1 of the document is -100, but"):
+        with pytest.raises(DataError, match="token 1 of the document is -100, but") as raised:
             read(made, pieces, dtype)
-
-
-def test_the_whole_of_16_bits_can_be_used(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/a.arrow", [[65_535, 0]])
-    assert read(reader(tmp_path, vocab_size=65_536), [(0, 0, 2)]) == [65_535, 0]
-
-
-def test_files_that_change_after_they_were_listed_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "web/x.arrow"
-    write_documents(path, [[1] * 500, [2]])
-    content = path.read_bytes()
-
-    made = reader(tmp_path)
-    path.write_bytes(content[:-50])
-    with pytest.raises(DataError, match=rf"x\.arrow has changed since .*it had {len(content):,} bytes and now has"):
-        read(made, [(0, 0, 5)])
-    path.write_bytes(b"\0" * len(content))
-    with pytest.raises(DataError, match=r"x\.arrow is damaged: it does not end as"):
-        read(made, [(0, 0, 5)])
-    path.unlink()
-    with pytest.raises(DataError, match=r"cannot open .*x\.arrow: No such file"):
-        read(made, [(0, 0, 5)])
-
-
-def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_crash(tmp_path: Path) -> None:
-    path = tmp_path / "web/x.arrow"
-    write_documents(path, [[1] * 5000, [2]])
-    made = reader(tmp_path)
-    assert read(made, [(1, 0, 1)]) == [2]
-    os.truncate(path, 4000)
-    with pytest.raises(DataError, match=r"x\.arrow ends at byte 4,000, before its documents do"):
-        read(made, [(0, 0, 5000)])
+        assert (raised.value.path, raised.value.row) == (tmp_path / "web/0.npy", 2)
 
 
 def test_a_failing_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +156,9 @@ def test_a_failing_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(DataError, match=r"cannot read .*x\.arrow at byte [\d,]+: Input/output error"):
+    with pytest.raises(DataError, match="Input/output error") as raised:
         read(made, [(0, 0, 3)])
+    assert raised.value.path == tmp_path / "web/x.arrow"
 
 
 def test_reads_that_come_in_parts_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,19 +181,6 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
     assert sum(target.startswith(str(tmp_path)) and target.endswith(".arrow") for target in targets) <= 3
 
 
-def test_a_file_that_goes_after_its_module_is_closed_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_documents(tmp_path / "x.arrow", [[1]])
-    opened = OpenFile(str(tmp_path / "x.arrow"), (tmp_path / "x.arrow").stat().st_size, ARROW)
-    descriptor = opened._descriptor
-    with monkeypatch.context() as ending:
-        ending.setattr(reader_module, "os", None)
-        del opened
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-
-
 def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
     path = str(tmp_path / "web/x.arrow")
@@ -233,14 +190,3 @@ def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: P
     target = bytearray(6)
     held.read_into(memoryview(target), 0)
     assert target == b"ARROW1"
-
-
-@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint16()])
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_a_separator_may_be_wider_than_the_tokens_of_the_files(tmp_path: Path, kind: pa.DataType, dtype: type) -> None:
-    documents = [[1, 2], [3], [4] * 5]
-    write_documents(tmp_path / "web/x.arrow", documents, pa.list_(kind))
-    sep = 999 if dtype == np.uint16 else 70_000
-    made = reader(tmp_path, sep_token=sep, vocab_size=sep + 1)
-    pieces = [(number, 0, len(document) + 1) for number, document in enumerate(documents)]
-    assert read(made, pieces, dtype) == [token for document in documents for token in [*document, sep]]

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from unit.data.token_files import random_documents, write_documents
 
@@ -25,7 +22,6 @@ from pretraining.data.storage.index import (
     find_index,
     index_digest,
     index_places,
-    open_any_index,
     settings_digest,
 )
 from pretraining.data.storage.index_build import build_index, held_out_mask, open_index
@@ -38,11 +34,6 @@ CONFIG = DataConfig()
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def make_folder(path: Path) -> Path:
-    path.mkdir(parents=True)
-    return path
 
 
 def files(root: Path) -> DatasetFiles:
@@ -85,42 +76,15 @@ def test_a_separator_is_counted_where_it_is_not_there_already(tmp_path: Path) ->
     assert lengths_of(index) == [2, 3, 0, 1]
 
 
-def test_splits_share_no_document_and_lose_none(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1]] * 4000)
-    index = build_index(files(tmp_path), dataclasses.replace(CONFIG, held_out_fraction=0.1, sep_token=5))
-    train, held_out = np.array(lengths_of(index)), np.array(lengths_of(index, "held_out"))
-    assert ((train == 2) ^ (held_out == 2)).all() and (train + held_out == 2).all()
-    assert 300 < np.count_nonzero(held_out) < 500
-
-
-def test_held_out_documents_stay_so_when_files_and_rows_are_added(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, held_out_fraction=0.2)
-    documents = [[1]] * 300
-    write_documents(tmp_path / "web/m.arrow", documents)
-    before = lengths_of(build_index(files(tmp_path), config), "held_out")
-    write_documents(tmp_path / "web/a.arrow", documents[:50])
-    write_documents(tmp_path / "web/m.arrow", documents * 2)
-    after = lengths_of(build_index(files(tmp_path), config), "held_out")
-    assert after[50:350] == before
-    assert held_out_mask("web", 0.2, "m.arrow", 300).tolist() == [length == 1 for length in before]
-
-
-def test_more_is_held_out_as_the_fraction_grows() -> None:
-    few, more, everything = (held_out_mask("web", fraction, "x", 1000) for fraction in (0.1, 0.5, 1.0))
-    assert (few <= more).all() and more.sum() > few.sum() and everything.all()
-
-
 def test_which_documents_are_held_out_is_the_same_in_every_release() -> None:
     assert np.flatnonzero(held_out_mask("web", 0.1, "part.arrow", 60)).tolist() == [5, 17, 51]
 
 
-def test_it_is_built_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_built_once(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
-    caplog.set_level(logging.INFO, "pretraining")
     first = build_index(files(tmp_path), CONFIG)
     changed = first.path.stat().st_mtime_ns
     assert build_index(files(tmp_path), CONFIG).path.stat().st_mtime_ns == changed
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("indexing dataset 'web': 1 file,")
 
 
 def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
@@ -143,18 +107,16 @@ def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
     assert find_index(files(tmp_path), different[1]) is None
 
 
-def test_changed_files_are_indexed_anew_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
     write_documents(tmp_path / "web/y.arrow", [[1]])
     build_index(files(tmp_path), CONFIG)
     write_documents(tmp_path / "web/x.arrow", [[1] * 999])
     (tmp_path / "web/y.arrow").rename(tmp_path / "web/z.arrow")
     assert find_index(files(tmp_path), CONFIG) is None
-    caplog.set_level(logging.INFO, "pretraining")
     index = build_index(files(tmp_path), CONFIG)
-    change = "added: z.arrow; removed: y.arrow; changed in size: x.arrow"
-    assert caplog.messages[0] == f"dataset 'web': files changed since it was indexed ({change})"
-    assert index.header["changes"] == change and lengths_of(index) == [999, 1]
+    assert index.header["changes"] == "added: z.arrow; removed: y.arrow; changed in size: x.arrow"
+    assert lengths_of(index) == [999, 1]
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40, -1])
@@ -164,21 +126,6 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     assert find_index(files(tmp_path), CONFIG) is None
     assert lengths_of(build_index(files(tmp_path), CONFIG)) == [2]
-
-
-def test_a_flipped_bit_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
-    for name in ("x", "y"):
-        write_documents(tmp_path / f"web/{name}.arrow", [[1, 2], [3], []] * 5)
-    path = build_index(files(tmp_path), CONFIG).path
-    content = path.read_bytes()
-    for at in range(len(content)):
-        damaged = tmp_path / f"{at}.index"
-        damaged.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
-        index = open_any_index(damaged)
-        if index is not None:
-            assert index.is_for(files(tmp_path), CONFIG)  # documents are looked at when they are needed
-            with pytest.raises(DataError, match=rf"index .*/{at}\.index is damaged: delete it, and it is made anew"):
-                index.split("train").lengths(0, 30)
 
 
 @pytest.mark.parametrize("documents", [30, BLOCK_DOCUMENTS + 700])
@@ -201,19 +148,14 @@ def test_a_flipped_bit_anywhere_in_an_index_is_mended(
         index.split("train").lengths(0, documents)
         assert path.read_bytes() == content
         (said,) = caplog.messages
-        end = min(at // 16 // BLOCK_DOCUMENTS * BLOCK_DOCUMENTS + BLOCK_DOCUMENTS, documents) - 1
-        if at < end_of_documents:
-            begin = end // BLOCK_DOCUMENTS * BLOCK_DOCUMENTS
-            assert said.endswith(f"is damaged: documents {begin} to {end} were read from the token files again")
-        else:
-            assert said == f"index {path} is damaged: it is made again"
+        assert str(path) in said and ("read from the token files again" in said) == (at < end_of_documents)
 
 
 def test_an_index_that_cannot_be_mended_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 2], [3]])
     index = build_index(files(tmp_path), CONFIG)
     content = index.path.read_bytes()
-    hopeless = pytest.raises(DataError, match="is damaged: delete it, and it is made anew at the next start")
+    hopeless = pytest.raises(DataError, match="delete it")
 
     def damaged() -> Index:
         index.path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
@@ -253,7 +195,7 @@ def test_index_path_decides_the_place(tmp_path: Path) -> None:
 def test_no_place_for_an_index_is_an_error_that_names_the_flag(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 2]])
     (tmp_path / "taken").write_text("")
-    with pytest.raises(DataError, match=r"no place to write the index of dataset 'web': .*taken/web.*--index_path"):
+    with pytest.raises(DataError, match="--index_path"):
         build_index(files(tmp_path), dataclasses.replace(CONFIG, index_path=str(tmp_path / "taken")))
 
 
@@ -264,7 +206,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match=r"cannot write the index .*: No space left on device"):
+    with pytest.raises(DataError, match="No space left on device"):
         build_index(files(tmp_path), CONFIG)
     assert list((tmp_path / "web/.index").iterdir()) == []
 
@@ -324,53 +266,23 @@ def test_how_files_are_grouped_changes_nothing(
     assert build_index(files(tmp_path), CONFIG, workers=3).path.read_bytes() == expected
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up where Linux shows it")
-def test_however_many_documents_are_looked_at_little_of_the_index_is_mapped(tmp_path: Path) -> None:
-    count = 2_000_000
-    documents = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), pa.array(np.ones(count, "u2")))
-    with pa.ipc.new_file(make_folder(tmp_path / "web") / "x.arrow", pa.schema([("tokens", documents.type)])) as writer:
-        writer.write_batch(pa.record_batch({"tokens": documents}))
-    index = build_index(files(tmp_path), CONFIG)
-    size = index.path.stat().st_size
-
-    def mapped() -> int:
-        entries = Path("/proc/self/smaps").read_text().split(str(index.path))[1:]
-        return sum(int(entry.split("Rss:")[1].split()[0]) * 1024 for entry in entries)
-
-    assert index.documents["tokens"].sum() == count and mapped() > size * 0.9
-    ways: tuple[Callable[[int], np.ndarray], ...] = (
-        lambda block: index.split("train").lengths(block, block + BLOCK_DOCUMENTS),
-        lambda block: index.documents_at(np.arange(block, min(block + 2000, count), 700)),
-    )
-    for looks in ways:
-        for block in range(0, count, BLOCK_DOCUMENTS):
-            looks(block)
-        assert mapped() < size / 2
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_all_files_that_cannot_be_used_are_named_at_once(tmp_path: Path, workers: int) -> None:
-    for number in range(9):
-        write_documents(tmp_path / f"web/{number}.arrow", [[1]], column="ids" if number in (3, 7) else "tokens")
-    with pytest.raises(DataError, match=r"web/3\.arrow has no column(.|\n)*web/7\.arrow has no column"):
-        build_index(files(tmp_path), CONFIG, workers=workers)
-    assert not index_places(files(tmp_path), CONFIG)[0].exists()
-
-
-def test_a_long_list_of_unusable_files_is_cut(tmp_path: Path) -> None:
-    for number in range(50):
-        (tmp_path / "web").mkdir(exist_ok=True)
-        (tmp_path / f"web/{number:02}.arrow").write_bytes(b"")
+    for number in range(30):
+        write_documents(tmp_path / f"web/{number:02}.arrow", [[1]], column="ids" if number >= 7 else "tokens")
     with pytest.raises(DataError) as raised:
-        build_index(files(tmp_path), CONFIG, workers=1)
-    assert len(str(raised.value).splitlines()) == 10
+        build_index(files(tmp_path), CONFIG, workers=workers)
+    named = [line.partition(":")[0] for line in str(raised.value).splitlines()]
+    assert named == [f"{tmp_path}/web/{number:02}.arrow" for number in range(7, 17)]  # the first ten
+    assert not index_places(files(tmp_path), CONFIG)[0].exists()
 
 
 def test_a_document_longer_than_32_bits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1], [1] * 6])
     monkeypatch.setattr(index_build, "_LARGEST_LENGTH", 5)
-    with pytest.raises(DataError, match=r"x\.arrow, row 1: a document of 6 tokens is too long"):
+    with pytest.raises(DataError) as raised:
         build_index(files(tmp_path), CONFIG)
+    assert (raised.value.path, raised.value.row) == (tmp_path / "web/x.arrow", 1)
 
 
 def mapped_bytes(path: Path) -> int:

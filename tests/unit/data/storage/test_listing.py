@@ -86,5 +86,6 @@ def test_a_file_whose_name_is_not_utf_8_is_read(tmp_path: Path) -> None:
 def test_a_link_to_a_file_that_is_gone_is_an_error_and_not_a_file_less(tmp_path: Path) -> None:
     root = make_root(tmp_path / "data", web=100)
     (root / "web/three.arrow").symlink_to(tmp_path / "elsewhere/three.arrow")
-    with pytest.raises(DataError, match=r"cannot list .*web/three\.arrow: No such file or directory"):
+    with pytest.raises(DataError) as raised:
         list_datasets(DataConfig(data_path=str(root)))
+    assert raised.value.path == root / "web/three.arrow"

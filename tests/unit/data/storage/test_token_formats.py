@@ -17,15 +17,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.commands import VerifyConfig
-from pretraining.config.rules import check_config, find_problems
+from pretraining.config.rules import find_problems
 from pretraining.config.training import DataConfig, Packing, TrainConfig
 from pretraining.data.storage import flat_files
 from pretraining.data.storage.dataset_files import list_datasets
-from pretraining.data.storage.flat_files import BIN_MAGIC, BinFormat, NpyFormat, find_documents
+from pretraining.data.storage.flat_files import BIN_MAGIC, find_documents
 from pretraining.data.storage.token_format import format_class, load_format
 from pretraining.errors import ConfigError, DataError
-from pretraining.tools.verify_data import verify
 
 SEP = 999
 Documents = Sequence[Sequence[int]]
@@ -128,22 +126,16 @@ def test_a_damaged_file_is_read_inside_its_bytes_or_named(
     try:
         layout = load_format(suffix[1:], CONFIG).documents(str(path))
     except DataError as error:
-        assert str(path) in str(error)
+        assert error.path == path
     else:
         assert (layout.offsets + layout.lengths * layout.width <= path.stat().st_size).all()
 
 
-def test_no_separator_is_one_error_with_the_tokens_that_occur_most(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        np.save(make_folder(tmp_path / "web") / f"{name}.npy", np.array([7, 3, 7, 7, 3, 1], np.uint16))
-    with pytest.raises(DataError) as raised:
+def test_no_separator_is_an_error_with_the_tokens_that_occur_most(tmp_path: Path) -> None:
+    np.save(make_folder(tmp_path / "web") / "a.npy", np.array([7, 3, 7, 7, 3, 1], np.uint16))
+    with pytest.raises(DataError, match=r"are 7 \(3 times\), 3 \(2 times\), 1 \(1 times\)") as raised:
         opened(replace(CONFIG, data_path=str(tmp_path)))
-    first, second = str(raised.value).splitlines()
-    assert first == (
-        f"{tmp_path}/web/a.npy has no sep_token=999 in its 6 tokens, so no document ends: see --sep_token. "
-        "The tokens that occur most are 7 (3 times), 3 (2 times), 1 (1 times)"
-    )
-    assert "b.npy" in second
+    assert raised.value.path == tmp_path / "web/a.npy" and raised.value.settings == ("sep_token",)
 
 
 def make_folder(path: Path) -> Path:
@@ -161,48 +153,46 @@ def header(version: int, tokens: int) -> bytes:
     return np.array([BIN_MAGIC, version, tokens, *[0] * 253], "<i4").tobytes()
 
 
-WRONG_FILES: dict[str, tuple[str, bytes | np.ndarray, Literal["uint16", "uint32"] | None, str]] = {
-    "no array": ("x.npy", b"[1, 2, 3]" * 20, None, r"damaged: it has no NumPy header.* `mv .*/x\.npy .*/x\.bin`"),
-    "an empty file": ("x.npy", b"", None, "is truncated or damaged: "),
-    "a cut array": ("x.npy", npy_bytes([1, 2, 3])[:-1], None, "is truncated or damaged: "),
-    "more than an array": ("x.npy", npy_bytes([1, 2, 3]) + b"xx", None, "3 tokens of 2 bytes do not end where it does"),
-    "objects": ("x.npy", np.array([{}]), None, "is truncated or damaged: .*Python objects"),
-    "two dimensions": ("x.npy", np.zeros((2, 3), np.uint16), None, r"shape \(2, 3\) and type uint16"),
-    "fractions": ("x.npy", np.zeros(3), None, r"shape \(3,\) and type float64"),
-    "big-endian": ("x.npy", np.zeros(3, ">u2"), None, "little-endian"),
-    "no header": ("x.bin", bytes(2000), None, "give --token_dtype=uint16 or uint32"),
-    "no header, short": ("x.bin", bytes(20), None, "give --token_dtype=uint16 or uint32"),
-    "a header and a type": ("x.bin", header(1, 0), "uint16", "leave out --token_dtype=uint16"),
-    "an unknown version": ("x.bin", header(2, 0), None, "header of version 2, and 1, 7 can be read"),
-    "a header of more": ("x.bin", header(1, 9) + bytes(16), None, "9 tokens of 2 bytes, but 16 bytes follow it"),
-    "a negative header": ("x.bin", header(1, -2), None, "truncated or damaged"),
-    "half a header": ("x.bin", header(1, 9)[:500], None, "it ends at byte 500, inside its header"),
-    "half a token": ("x.bin", bytes(2003), "uint16", "2,003 bytes are no uint16 tokens"),
+WRONG_FILES: dict[str, tuple[str, bytes | np.ndarray | None, Literal["uint16", "uint32"] | None]] = {
+    "nothing": ("x.npy", None, None),
+    "no array": ("x.npy", b"[1, 2, 3]" * 20, None),
+    "an empty file": ("x.npy", b"", None),
+    "a cut array": ("x.npy", npy_bytes([1, 2, 3])[:-1], None),
+    "more than an array": ("x.npy", npy_bytes([1, 2, 3]) + b"xx", None),
+    "objects": ("x.npy", np.array([{}]), None),
+    "two dimensions": ("x.npy", np.zeros((2, 3), np.uint16), None),
+    "fractions": ("x.npy", np.zeros(3), None),
+    "big-endian": ("x.npy", np.zeros(3, ">u2"), None),
+    "no header": ("x.bin", bytes(2000), None),
+    "no header, short": ("x.bin", bytes(20), None),
+    "a header and a type": ("x.bin", header(1, 0), "uint16"),
+    "an unknown version": ("x.bin", header(2, 0), None),
+    "a header of more": ("x.bin", header(1, 9) + bytes(16), None),
+    "a negative header": ("x.bin", header(1, -2), None),
+    "half a header": ("x.bin", header(1, 9)[:500], None),
+    "half a token": ("x.bin", bytes(2003), "uint16"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_FILES)
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, wrong: str) -> None:
-    name, content, dtype, message = WRONG_FILES[wrong]
-    path = make_folder(tmp_path / "web") / name
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, wrong: str) -> None:
+    name, content, dtype = WRONG_FILES[wrong]
+    path = tmp_path / name
     if isinstance(content, np.ndarray):
         np.save(path, content, allow_pickle=True)
-    else:
+    elif content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as raised:
-        opened(replace(CONFIG, data_path=str(tmp_path), token_dtype=dtype))
-    assert str(path) in str(raised.value)
-
-
-@pytest.mark.parametrize("kind", [NpyFormat, BinFormat])
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, kind: type[NpyFormat | BinFormat]) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*x: No such file"):
-        kind(CONFIG).documents(str(tmp_path / "x"))
+    with pytest.raises(DataError) as raised:
+        load_format(path.suffix[1:], replace(CONFIG, token_dtype=dtype)).documents(str(path))
+    assert raised.value.path == path
+    assert ("token_dtype" in raised.value.settings) == (
+        wrong in ("no array", "an empty file", *list(WRONG_FILES)[9:12])
+    )
 
 
 def test_documents_without_a_separator_token_are_refused(tmp_path: Path) -> None:
     write_npy(tmp_path / "web/x.npy", [[1]])
-    with pytest.raises(ConfigError, match=r"documents of \*\.npy files end at a token: give its id as --sep_token"):
+    with pytest.raises(ConfigError, match="--sep_token"):
         opened(replace(CONFIG, data_path=str(tmp_path), sep_token=None))
 
 
@@ -210,14 +200,15 @@ def test_two_kinds_in_one_dataset_are_refused_and_one_can_be_chosen(tmp_path: Pa
     write_npy(tmp_path / "web/x.npy", [[1, 2], [3]])
     write_bin(tmp_path / "web/deep/y.bin", [[1]])
     config = replace(CONFIG, data_path=str(tmp_path))
-    with pytest.raises(DataError, match=r"'web' holds files of two kinds in .*: 1 \*\.npy and 1 \*\.bin.*=npy"):
+    with pytest.raises(DataError) as raised:
         list_datasets(config)
+    assert raised.value.path == tmp_path / "web" and raised.value.settings == ("file_type",)
     assert list_datasets(replace(config, file_type="bin"))[0].paths == ("deep/y.bin",)
 
 
 def test_a_type_for_files_that_say_theirs_is_refused(tmp_path: Path) -> None:
     make_root(tmp_path, web=5)
-    with pytest.raises(ConfigError, match=r"--token_dtype=uint16 is for \*\.bin files, and there are none"):
+    with pytest.raises(ConfigError, match="--token_dtype=uint16"):
         list_datasets(replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16"))
 
 
@@ -227,22 +218,14 @@ def test_a_type_for_files_that_say_theirs_is_refused(tmp_path: Path) -> None:
         ({"file_type": "hf_parquet"}, "pretrain prepare --input_path=raw"),
         ({"file_type": "parquet"}, "pretrain prepare --input_path=raw"),
         ({"file_type": "Arow"}, "did you mean arrow"),
-        ({"file_type": "npy", "token_dtype": "uint16"}, "is for *.bin files"),
+        ({"file_type": "npy", "token_dtype": "uint16"}, "--token_dtype"),
     ],
 )
 def test_settings_that_no_format_takes_are_refused_before_anything_is_read(
     changes: dict[str, Any], message: str
 ) -> None:
-    config = TrainConfig(data=DataConfig(data_path="raw", **changes))
-    (problem,) = find_problems(config)
+    (problem,) = find_problems(TrainConfig(data=DataConfig(data_path="raw", **changes)))
     assert message in problem
-    with pytest.raises(ConfigError, match=re.escape(problem)):
-        check_config(config)
-
-
-@pytest.mark.parametrize("file_type", ["auto", "arrow", "npy", "bin", "my.formats:Lines"])
-def test_known_formats_and_ones_own_are_no_problem(file_type: str) -> None:
-    assert not find_problems(TrainConfig(data=DataConfig(data_path="raw", file_type=file_type)))
 
 
 @pytest.mark.parametrize("file_type", ["no_such_module:Format", "json:NoSuchName", "json:loads", "pathlib:PurePath"])
@@ -262,33 +245,16 @@ def test_a_format_of_ones_own_that_fails_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "failing", raising=False)
     (make_folder(tmp_path / "data/web") / "a.x").write_text("text")
-    with pytest.raises(ConfigError, match=r"--file_type=failing:Format fails: ZeroDivisionError.*failing\.py, line 4"):
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
         loader(replace(CONFIG, data_path=str(tmp_path / "data"), file_type="failing:Format"), plan(1))
 
 
-def test_other_types_are_another_index_and_another_order(tmp_path: Path) -> None:
-    write_raw(tmp_path / "web/x.bin", random_documents(60))
+def test_a_resume_with_another_type_is_refused(tmp_path: Path) -> None:
+    np.array([7, 0, SEP, 0] * 60, np.uint16).tofile(make_folder(tmp_path / "web") / "x.bin")
     narrow = replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16")
     state = loader(narrow, plan(2)).state_dict()
-    assert state["token_dtype"] == "uint16"
-    wide = replace(narrow, token_dtype="uint32", sep_token=int(np.fromfile(tmp_path / "web/x.bin", "<u4")[3]))
     with pytest.raises(DataError, match="token_dtype was uint16 and is uint32"):
-        loader(wide, plan(2), vocab_size=2**32).load_state_dict(state)
-
-
-def test_arrow_files_have_the_state_that_they_always_had(tmp_path: Path) -> None:
-    config = replace(CONFIG, data_path=str(make_root(tmp_path, web=60)))
-    assert not {"token_dtype", "file_type"} & loader(config, plan(2)).state_dict().keys()
-
-
-def test_verify_reads_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_raw(tmp_path / "web/x.bin", [[1, 2], [SEP + 1]])
-    config = VerifyConfig(data_path=str(tmp_path), sep_token=SEP, token_dtype="uint16", vocab_size=SEP + 2)
-    verify(config)
-    assert "1 file, 2 documents, 3 tokens" in capsys.readouterr().out
-    with pytest.raises(DataError, match="1 fault in 1 file "):
-        verify(replace(config, vocab_size=SEP + 1))
-    assert "x.bin, row 1, byte 6: token 0 of the document is 1000" in capsys.readouterr().out
+        loader(replace(narrow, token_dtype="uint32"), plan(2), vocab_size=2**32).load_state_dict(state)
 
 
 def example_of_the_docs() -> str:
@@ -311,5 +277,6 @@ def test_a_format_of_ones_own_needs_no_registration(tmp_path: Path, monkeypatch:
     for _ in range(10):
         assert rows(next(found)) == rows(next(expected))
     path.write_text(path.read_text()[:-1] + "x")
-    with pytest.raises(DataError, match=r"x\.txt is damaged: it does not end as a text does"):
+    with pytest.raises(DataError) as raised:
         next(loader(config, plan(3)))
+    assert raised.value.path == path
