@@ -120,7 +120,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         *(([word], f"{word} is given no value") for word in ("--seed", "--data_path", "--max_tokens", "--recipe")),
         (["--noseed"], "--seed is given no value"),
         (["demo"], "'demo' sets nothing"),
-        (["mine.yaml"], "--recipe=mine.yaml"),
+        (["mine.yaml"], "--recipe=mine.yaml: there is no such file"),
         (["seed=1", "mine.yaml"], "'mine.yaml' sets nothing: write --recipe=mine.yaml"),
         (["--accept_llama"], "--accept_llama"),
         (["--accept_llama=perhaps"], "--accept_llama=perhaps: true or false"),
