@@ -58,7 +58,10 @@ class Wandb:
         except self._wandb.errors.UsageError as error:
             raise ConfigError(f"--tracker=wandb: {error}") from None
         except Exception as error:
-            log.warning("--tracker=wandb cannot be started (%s; %s): training goes on without it", reason, error)
+            log.warning(
+                "--tracker=wandb cannot be started (%s; %s): training goes on without it",
+                *(_first_line(reason), _first_line(error)),
+            )
             return None
         log.warning(
             "--tracker=wandb: W&B cannot be reached (%s): the run is kept in %s, and `wandb sync` sends it from there",

@@ -43,46 +43,44 @@ def test_the_global_batch_is_the_product_where_it_is_left_open(batch_size: int, 
     assert plan.padding_sequences == 0
 
 
-def test_one_micro_batch_is_the_default() -> None:
-    assert plan_batch(BatchConfig(batch_size=3), 4) == BatchPlan(12, 3, 1, 4)
+@pytest.mark.parametrize(
+    ("batch", "count", "plan"),
+    [
+        (BatchConfig(batch_size=3), 4, BatchPlan(12, 3, 1, 4)),
+        (BatchConfig(batch_size=2, global_batch_size=64), 8, BatchPlan(64, 2, 4, 8)),
+        # Three of 4 would compute 12 sequences for a share of 9; three of 3 compute none in vain.
+        (BatchConfig(batch_size=4, global_batch_size=9), 1, BatchPlan(9, 3, 3, 1)),
+        (BatchConfig(batch_size=4, global_batch_size=16, grad_accum_steps=4), 2, BatchPlan(16, 2, 4, 2)),
+    ],
+)
+def test_what_is_left_open_is_derived(batch: BatchConfig, count: int, plan: BatchPlan) -> None:
+    assert plan_batch(batch, count) == plan
 
 
-def test_accumulation_is_derived_from_the_global_batch() -> None:
-    assert plan_batch(BatchConfig(batch_size=2, global_batch_size=64), 8) == BatchPlan(64, 2, 4, 8)
+@pytest.mark.parametrize("count", [1, 2, 3, 64])
+def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_told_otherwise(count: int) -> None:
+    given = BatchConfig(batch_size=2, grad_accum_steps=4)
+    assert plan_batch(given, count, restored_global_batch_size=64).global_batch_size == 64
+    told = BatchConfig(global_batch_size=8)
+    assert plan_batch(told, count, restored_global_batch_size=64).global_batch_size == 8
 
 
-def test_micro_batches_are_evened_out() -> None:
-    # Three of 4 would compute 12 sequences for a share of 9; three of 3 compute none in vain.
-    assert plan_batch(BatchConfig(batch_size=4, global_batch_size=9), 1) == BatchPlan(9, 3, 3, 1)
-
-
-def test_given_accumulation_shrinks_the_micro_batch() -> None:
-    assert plan_batch(BatchConfig(batch_size=4, global_batch_size=16, grad_accum_steps=4), 2) == BatchPlan(16, 2, 4, 2)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 64])
-def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks(count: int) -> None:
-    plan = plan_batch(BatchConfig(batch_size=2, grad_accum_steps=4), count, restored_global_batch_size=64)
-    assert plan.global_batch_size == 64
-
-
-def test_a_named_global_batch_wins_over_the_restored_one() -> None:
-    assert plan_batch(BatchConfig(global_batch_size=8), 2, restored_global_batch_size=64).global_batch_size == 8
-
-
-def test_accumulation_that_cannot_hold_the_share_is_refused_with_the_arithmetic() -> None:
-    with pytest.raises(ConfigError) as error:
-        plan_batch(BatchConfig(batch_size=2, global_batch_size=64, grad_accum_steps=4), 2)
-    assert str(error.value) == (
-        "global_batch_size=64 over 2 data-parallel ranks is at most 32 sequences a rank, but grad_accum_steps=4 x "
-        "batch_size=2 takes 8: give --grad_accum_steps=16, a --batch_size of 8, or leave out --grad_accum_steps to "
-        "have it derived"
-    )
-
-
-def test_accumulation_with_empty_micro_batches_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at most 2 sequences a rank, too few for grad_accum_steps=3 micro-batches"):
-        plan_batch(BatchConfig(batch_size=2, global_batch_size=8, grad_accum_steps=3), 4)
+@pytest.mark.parametrize(
+    ("batch", "count", "arithmetic"),
+    [
+        (
+            BatchConfig(batch_size=2, global_batch_size=64, grad_accum_steps=4),
+            2,
+            "--grad_accum_steps=16, a --batch_size of 8",
+        ),
+        (BatchConfig(batch_size=2, global_batch_size=8, grad_accum_steps=3), 4, "at most 2 sequences a rank"),
+        *((BatchConfig(**{name: 10**18}), 1, "100,000,000 at most") for name in ("global_batch_size", "batch_size")),
+        (BatchConfig(grad_accum_steps=10**9), 1, "100,000,000 at most"),
+    ],
+)
+def test_a_batch_that_cannot_be_dealt_out_is_refused(batch: BatchConfig, count: int, arithmetic: str) -> None:
+    with pytest.raises(ConfigError, match=arithmetic):
+        plan_batch(batch, count)
 
 
 def test_a_plan_says_what_is_wasted() -> None:
@@ -90,11 +88,3 @@ def test_a_plan_says_what_is_wasted() -> None:
     assert even.describe() == "64 sequences a step: 8 data-parallel ranks x 4 micro-batches of 2"
     uneven = plan_batch(BatchConfig(batch_size=2, global_batch_size=64), 3)
     assert uneven.describe().endswith("; 2 of 66 computed sequences are padding (3.0% wasted)")
-
-
-@pytest.mark.parametrize(
-    "settings", [{"global_batch_size": 10**18}, {"batch_size": 10**18}, {"grad_accum_steps": 10**9}]
-)
-def test_a_batch_that_no_memory_holds_is_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"sequences is more than any run has \(100,000,000 at most\)"):
-        plan_batch(BatchConfig(**settings), 1)

@@ -107,63 +107,42 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
     ("arguments", "problem"),
     [
         (["--learning_rat=1"], "--learning_rat is not known: did you mean learning_rate?"),
-        (["--lr=1"], "--lr is not known: did you mean learning_rate?"),
-        (["--wd=1"], "--wd is not known: did you mean weight_decay?"),
-        (["--bf16"], "--bf16 is not known: write --mixed_precision=true, and --mp_dtype=bfloat16, the default"),
-        (["--fp16"], "--fp16 is not known: write --mixed_precision=true --mp_dtype=float16"),
-        (["--fp8"], "--fp8 is not known: write --float8=tensorwise, or rowwise"),
-        (
-            ["--gradient-checkpointing"],
-            "--gradient_checkpointing is not known: write --fsdp_activation_checkpointing=true",
-        ),
-        *(
-            (
-                [f"--{name}=2"],
-                f"--{name} is not known: there is none; --sharding_strategy says how a model is laid out over GPUs",
-            )
-            for name in ("context_parallel", "tensor_parallel_size")
-        ),
-        (["--recipes=demo"], "--recipes is not known: did you mean recipe?"),
-        (["--optimizer.learning_rat=1"], "--optimizer.learning_rat is not known: did you mean learning_rate?"),
+        (["--lr=1"], "did you mean learning_rate?"),
+        (["--bf16"], "--mixed_precision=true"),
+        (["--gradient-checkpointing"], "--fsdp_activation_checkpointing=true"),
+        (["--context_parallel=2"], "--sharding_strategy"),
+        (["--recipes=demo"], "did you mean recipe?"),
+        (["--optimizer.learning_rat=1"], "did you mean learning_rate?"),
         (["--model.seed=1"], "--model.seed is not known: seed is a setting of run"),
-        (["--checkpoint=a"], "--checkpoint is not known: it is a section; write checkpoint.<setting>"),
+        (["--checkpoint=a"], "checkpoint.<setting>"),
         (["xyzzy=1"], "xyzzy is not known: --help lists every setting"),
-        (["--seed=x"], "--seed=x: a whole number is needed, as 5000, 5_000 or 5e3"),
-        (["--seed"], "--seed is given no value: write --seed=…"),
-        (["--data_path"], "--data_path is given no value: write --data_path=…"),
-        (["--noseed"], "--seed is given no value: write --seed=…"),
-        (["--max_tokens"], "--max_tokens is given no value: write --max_tokens=…"),
-        (["--recipe"], "--recipe is given no value: write --recipe=…"),
-        (["demo"], "'demo' sets nothing: write name=value or --name=value"),
+        (["--seed=x"], "--seed=x: a whole number is needed"),
+        *(([word], f"{word} is given no value") for word in ("--seed", "--data_path", "--max_tokens", "--recipe")),
+        (["--noseed"], "--seed is given no value"),
+        (["demo"], "'demo' sets nothing"),
         (["mine.yaml"], "--recipe=mine.yaml: there is no such file"),
         (["seed=1", "mine.yaml"], "'mine.yaml' sets nothing: write --recipe=mine.yaml"),
-        (["--accept_llama"], "--accept_llama is about recipes of other systems, and none is given"),
-        (["--accept_llama=perhaps"], "--accept_llama=perhaps: true or false is needed (also yes, no, on, off, 1, 0)"),
-        (["--num_steps=10", "--max_tokens=5B"], "two run lengths, --num_steps=10 and --max_tokens=5B: keep one"),
-        (["seed=1", "--seed=2"], "two values for seed, seed=1 and --seed=2: keep one"),
-        (["--seed=1", "--run.seed=2"], "two values for seed, --seed=1 and --run.seed=2: keep one"),
-        (["--max_tokens=2ep"], "--max_tokens=2ep: it counts tokens, so write 5_000_000_000 or 5B"),
-        (
-            ["--warmup_steps=30min"],
-            "--warmup_steps=30min: seconds mean nothing here, give steps, tokens, epochs or percent",
-        ),
-        (
-            ["--resume_from_checkpoint=true"],
-            "--resume_from_checkpoint=true: it takes the path of a run or checkpoint; a run found in --ckpt_save_path "
-            "is continued without a flag",
-        ),
-        (["--recipe=demo", "--config=demo"], "recipes are named twice, --recipe=demo and --config=demo: write one "
-         "comma list, read left to right"),
-        (["--recipe=demo,,demo"], "--recipe=demo,,demo: there is an empty item in the comma list"),
+        (["--accept_llama"], "--accept_llama"),
+        (["--accept_llama=perhaps"], "--accept_llama=perhaps: true or false"),
+        (["--num_steps=10", "--max_tokens=5B"], "two run lengths, --num_steps=10 and --max_tokens=5B"),
+        (["seed=1", "--seed=2"], "seed=1 and --seed=2"),
+        (["--seed=1", "--run.seed=2"], "--seed=1 and --run.seed=2"),
+        (["--max_tokens=2ep"], "--max_tokens=2ep"),
+        (["--warmup_steps=30min"], "--warmup_steps=30min: seconds"),
+        (["--resume_from_checkpoint=true"], "--resume_from_checkpoint=true"),
+        (["--recipe=demo", "--config=demo"], "--recipe=demo and --config=demo"),
+        (["--recipe=demo,,demo"], "--recipe=demo,,demo"),
         (["--held_out_fraction=1"], "--held_out_fraction=1: it must be below 1"),
-        (["--adam_beta2=1"], "--adam_beta2=1: it must be below 1"),
+        (["--data_path=~nobody_of_that_name/a"], "~nobody_of_that_name"),
+        (["--recipe=~nobody_of_that_name/a.yaml"], "~nobody_of_that_name"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_told_with_what_to_write(arguments: list[str], problem: str) -> None:
     if not {"--recipe", "--data_path"} & {argument.partition("=")[0] for argument in arguments}:
         arguments = [*arguments, "--use_dummy_dataset=true", "--ckpt_save_path=runs/a"]
     overrides, flags = through_fire(*arguments)
-    assert problems_of(*overrides, **flags) == (problem,)
+    [found] = problems_of(*overrides, **flags)
+    assert problem in found
 
 
 def test_all_problems_come_in_one_error() -> None:
@@ -179,10 +158,6 @@ def test_a_value_that_cannot_be_read_makes_no_second_problem() -> None:
     assert len(problems_of(num_steps="soon", warmup_steps="5000", use_dummy_dataset="true")) == 1
 
 
-def test_a_recipe_that_cannot_be_read_makes_no_second_problem() -> None:
-    assert problems_of(recipe="missing.yaml") == ("--recipe=missing.yaml: there is no such file",)
-
-
 def test_every_recipe_that_cannot_be_read_is_named() -> None:
     assert len(problems_of(recipe="missing.yaml,nowhere.json,demo")) == 2
 
@@ -196,10 +171,6 @@ def test_a_path_with_a_comma_is_one_recipe_where_it_is_there(tmp_path: Path) -> 
     assert problems[1].startswith("--recipe=b.yaml: there is no such file. (A comma parts recipes.")
 
 
-def test_without_data_the_error_says_how_to_get_some() -> None:
-    assert problems_of() == ("no data: give --data_path, --use_dummy_dataset=true or --recipe=demo",)
-
-
 def test_later_recipes_win_and_flags_win_over_all(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.json"
     first.write_text("use_dummy_dataset: true\nseed: 1\nbatch_size: 11\nlearning_rate: 1e-1")
@@ -209,10 +180,6 @@ def test_later_recipes_win_and_flags_win_over_all(tmp_path: Path) -> None:
     assert config.run.seed == 2  # from the second
     assert config.batch.batch_size == 13  # from the command line
     assert config.data.seq_length == 4096  # default
-
-
-def test_a_recipe_may_be_named_positionally() -> None:
-    assert load_train_config(["recipe=demo"]).model.model_variant == "demo"
 
 
 def test_a_run_length_of_a_recipe_may_be_replaced_under_its_other_name() -> None:
@@ -230,10 +197,6 @@ def test_values_may_come_from_python() -> None:
     config = load_train_config([], flags)
     assert config.data.datasets == ("a", "b") and config.data.weights == (1.0, 2.5)
     assert config.optimizer.learning_rate == 1e-4 and config.run.deterministic
-
-
-def test_a_flag_without_a_value_may_come_as_none() -> None:
-    assert load_train_config([], {"use_dummy_dataset": None}).data.use_dummy_dataset
 
 
 @dataclass(frozen=True)
@@ -270,30 +233,21 @@ def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest
     assert (config.run.seed, config.checkpoint.ckpt_save_path) == (7, f"{tmp_path}/runs/a")
     assert config.evaluation.eval_datasets == (f"{tmp_path}/b", "c")
     assert config.evaluation.sample_prompt == "~/x"
-    for flag in ("ckpt_save_path=~nobody_of_that_name/a", "recipe=~nobody_of_that_name/a.yaml"):
-        with pytest.raises(ConfigError, match=r"there is no home folder ~nobody_of_that_name: write the path in full"):
-            load_train_config([flag], DUMMY)
 
 
-def test_a_required_setting_that_is_missing_is_explained() -> None:
-    with pytest.raises(ConfigError, match="--output_path is missing: where to write"):
-        parse_config(Flat)
-
-
-def test_a_required_setting_that_cannot_be_read_is_one_problem() -> None:
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({}, "output_path"),
+        ({"output_path": "True"}, "output_path"),  # what fire makes of a flag without a value
+        ({"run.count": "3", "output_path": "x"}, "run"),
+        ({"max_tokens": "3", "output_path": "x"}, "max_tokens"),  # another name of a setting that it lacks
+    ],
+)
+def test_a_flat_command_refuses_what_it_lacks_or_does_not_know(flags: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse_config(Flat, [], {"output_path": "True"})
-    assert error.value.problems == ("--output_path is given no value: write --output_path=…",)
-
-
-def test_a_flat_setting_has_no_section() -> None:
-    with pytest.raises(ConfigError, match=r"--run\.count is not known: write count without a section"):
-        parse_config(Flat, [], {"run.count": "3", "output_path": "x"})
-
-
-def test_foreign_names_of_settings_that_a_command_lacks_are_unknown_to_it() -> None:
-    with pytest.raises(ConfigError, match="--max_tokens is not known"):
-        parse_config(Flat, [], {"max_tokens": "3", "output_path": "x"})
+        parse_config(Flat, [], flags)
+    assert len(error.value.problems) == 1 and error.value.settings[0] == named
 
 
 @given(

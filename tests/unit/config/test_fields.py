@@ -13,7 +13,7 @@ import pytest
 from annotated_types import Gt
 from helpers import ROOT
 
-from pretraining.config.fields import build, required, sections_of, setting, settings_of, values_of
+from pretraining.config.fields import build, required, sections_of, setting, settings_of
 from pretraining.config.training import BatchConfig, TrainConfig
 from pretraining.config.values import limit_problem
 
@@ -53,11 +53,6 @@ def test_a_field_or_its_section_says_that_it_changes_silently() -> None:
 def test_building_keeps_the_defaults_of_the_root() -> None:
     config = build(Mixed, {"name": "a", "heights": (3,), "batch_size": 5})
     assert config == Mixed("a", Size(width=8, heights=(3,)), BatchConfig(batch_size=5))
-
-
-def test_values_are_the_inverse_of_building() -> None:
-    config = Mixed("a", Size(width=1), BatchConfig(grad_accum_steps=7))
-    assert build(Mixed, values_of(config)) == config
 
 
 def test_a_root_without_default_sections_is_built() -> None:

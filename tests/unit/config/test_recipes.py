@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from annotated_types import Ge, Le, Lt
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -62,71 +59,57 @@ JSON_TEXT = """
 
 @pytest.mark.parametrize(("text", "name"), [(YAML_TEXT, "a.yaml"), (YAML_TEXT, "a.yml"), (JSON_TEXT, "a.json")])
 def test_a_recipe_is_read_like_flags(tmp_path: Path, text: str, name: str) -> None:
-    config = load_config(recipe(tmp_path, text, name))
-    assert config.optimizer.learning_rate == 0.001
-    assert config.optimizer.weight_decay == 0.0
-    assert config.optimizer.adam_beta1 == 0.8
-    assert config.data.datasets == ("a", "b") and config.data.weights == (1.0, 2.5)
-    assert config.data.data_path == "1e5"
-    assert config.run.deterministic
-    assert config.run.seed == 10
-    assert config.run.num_steps == Duration(5_000_000_000, "tokens")
-    assert config.checkpoint.checkpoint_interval == Duration(500, "steps")
-    assert config.report.tracker == ()
-    assert config.data.tokenizer_path is None
-
-
-@pytest.mark.parametrize("text", ["", "# nothing but a comment", "run:"])
-def test_a_recipe_may_set_nothing(tmp_path: Path, text: str) -> None:
-    assert load_config(recipe(tmp_path, text)) == TrainConfig()
+    flags = ["learning_rate=1e-3", "weight_decay=0", "adam_beta1=.8", "datasets=a,b", "weights=1,2.5", "data_path=1e5"]
+    more = ["deterministic=on", "seed=10", "num_steps=5Btok", "checkpoint_interval=500", "tracker=none"]
+    assert load_config(recipe(tmp_path, text, name)) == load_train_config([*flags, *more])
+    assert load_config(recipe(tmp_path, "run:")) == TrainConfig()
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "name", "part"),
     [
-        ("learning_rat: 1", "FILE: learning_rat is not known: did you mean learning_rate?"),
-        ("model:\n  seed: 1", "FILE: model.seed is not known: seed is a setting of run"),
-        ("checkpoint: a", "FILE: checkpoint is not known: it is a section; write checkpoint.<setting>"),
-        ("seed: {a: 1}", "FILE: seed.a is not known: --help lists every setting"),
-        ("run:\n  seed: {a: 1}", "FILE: run.seed.a is not known: --help lists every setting"),
-        ("seed: x", "FILE: seed: x: a whole number is needed, as 5000, 5_000 or 5e3"),
-        ("seed: [1, 2]", "FILE: seed: [1, 2]: a whole number is needed, not a list"),
-        ("seed: null", "FILE: seed: null: a whole number is needed, not null"),
-        ("datasets: [[a]]", "FILE: datasets: a list holds plain values, not lists or mappings"),
-        ("num_steps: 5\nmax_tokens: 5B", "two run lengths, FILE: num_steps: 5 and FILE: max_tokens: 5B: keep one"),
-        ("seed: 1\nrun: {seed: 2}", "two values for seed, FILE: seed: 1 and FILE: run.seed: 2: keep one"),
-        ("just words", "recipe FILE holds no settings: write name: value on each line"),
-        ("- a\n- b", "recipe FILE holds no settings: write name: value on each line"),
-    ],
-)
-def test_a_mistake_names_the_file(tmp_path: Path, text: str, problem: str) -> None:
-    assert problems_of(recipe(tmp_path, text)) == (problem,)
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "message"),
-    [
+        ("learning_rat: 1", "a.yaml", "learning_rat is not known: did you mean learning_rate?"),
+        ("model:\n  seed: 1", "a.yaml", "model.seed is not known"),
+        ("checkpoint: a", "a.yaml", "it is a section"),
+        ("run:\n  seed: {a: 1}", "a.yaml", "run.seed.a is not known"),
+        ("seed: x", "a.yaml", "seed: x: a whole number"),
+        ("seed: [1, 2]", "a.yaml", "not a list"),
+        ("seed: null", "a.yaml", "not null"),
+        ("datasets: [[a]]", "a.yaml", "a list holds plain values"),
+        ("num_steps: 5\nmax_tokens: 5B", "a.yaml", "two run lengths"),
+        ("seed: 1\nrun: {seed: 2}", "a.yaml", "two values for seed"),
+        ("just words", "a.yaml", "holds no settings"),
+        ("- a\n- b", "a.yaml", "holds no settings"),
         ("a: [1", "a.yaml", "is not valid YAML"),
-        ("seed: 1\nseed: 2", "a.yaml", "is not valid YAML: seed stands there twice (mapping from line 1)"),
-        ("seed: 1\n? [1]\n: 2", "a.yaml", "line 2: a list or a mapping is no name of a setting"),
-        ("? " * 31 + "a", "a.yaml", "line 1: a list or a mapping is no name of a setting"),
+        ("seed: 1\nseed: 2", "a.yaml", "seed stands there twice"),
+        ("seed: 1\n? [1]\n: 2", "a.yaml", "line 2"),
+        ("? " * 31 + "a", "a.yaml", "line 1"),
+        ("{<<: 3}", "a.yaml", "<< takes a mapping"),
         ("seed: *unknown", "a.yaml", "is not valid YAML"),
         ("{", "a.json", "is not valid JSON"),
-        ('{"seed": 1, "seed": 2}', "a.json", "is not valid JSON: seed stands there twice"),
-        ('{"learning_rate": NaN}', "a.json", "learning_rate: NaN: a number is needed"),
+        ('{"seed": 1, "seed": 2}', "a.json", "seed stands there twice"),
+        ('{"learning_rate": NaN}', "a.json", "learning_rate: NaN"),
         ("a: " + "[" * 31 + "]" * 31, "a.yaml", "a list holds plain values"),
-        ("a: " + "[" * 32 + "]" * 32, "a.yaml", "lists and mappings are nested more than 32 deep"),
-        (f"skip_samples: [{'1, ' * 2**14}]", "a.yaml", "written out it holds more than 16,384 values"),
+        ("a: " + "[" * 32 + "]" * 32, "a.yaml", "more than 32 deep"),
+        (f"skip_samples: [{'1, ' * 2**14}]", "a.yaml", "more than 16,384 values"),
+        ("#" * (LARGEST_FILE_BYTES + 1), "a.yaml", "more than 1,048,576 bytes"),
+        ("\udcff\udcfe", "a.yaml", "cannot be read"),
     ],
 )
-def test_a_file_that_cannot_be_parsed_says_why(tmp_path: Path, text: str, name: str, message: str) -> None:
-    assert message in problems_of(recipe(tmp_path, text, name))[0]
+def test_a_mistake_names_the_file(tmp_path: Path, text: str, name: str, part: str) -> None:
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    [problem] = problems_of(str(tmp_path / name))
+    assert "FILE" in problem and part in problem
 
 
-def test_a_file_that_is_no_text_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in problems_of(str(path))[0]
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").mkdir()
+    for name in ("a.yaml", "b.yaml", "c.yaml"):
+        [problem] = problems_of(str(tmp_path / name))
+        assert "FILE" in problem
+    with pytest.raises(ConfigError, match=r"did you mean demo\?"):
+        read_recipe("dmo")
 
 
 def test_merged_mappings_stand_beneath_a_mappings_own_keys_and_the_first_one_counts_most() -> None:
@@ -139,25 +122,9 @@ def test_merged_mappings_stand_beneath_a_mappings_own_keys_and_the_first_one_cou
     assert tree["one"] == tree["b"] and tree["<<"] == "text"
 
 
-def test_what_is_merged_has_to_be_a_mapping() -> None:
-    with pytest.raises(
-        ConfigError, match=r"a\.yaml is not valid YAML: << takes a mapping, or a list of them .* line 1"
-    ):
-        parse_tree("{<<: 3}", "a.yaml")
-
-
 def test_a_recipe_may_repeat_itself_by_aliases(tmp_path: Path) -> None:
     settings = read_recipe(str(recipe(tmp_path, "seed: &a 5\nbatch: {batch_size: *a}"))).assignments
     assert [(each.name, each.raw) for each in settings] == [("seed", "5"), ("batch.batch_size", "5")]
-
-
-def test_what_a_recipe_is_not_read_from_is_said(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.yaml")
-    (tmp_path / "b.yaml").mkdir()
-    (tmp_path / "c.yaml").write_text("#" * (LARGEST_FILE_BYTES + 1))
-    said = ("it is a pipe, not a file", "Is a directory", "it has more than 1,048,576 bytes")
-    for name, reason in zip("abc", said, strict=True):
-        assert f"cannot be read: {reason}" in problems_of(str(tmp_path / f"{name}.yaml"))[0]
 
 
 def test_a_recipe_executes_nothing(tmp_path: Path) -> None:
@@ -165,15 +132,6 @@ def test_a_recipe_executes_nothing(tmp_path: Path) -> None:
     path = recipe(tmp_path, f"data_path: !!python/object/apply:os.mkdir ['{target}']")
     problems_of(path)
     assert not target.exists()
-
-
-def test_a_missing_file_is_named() -> None:
-    assert problems_of("nowhere/a.yaml") == ("--recipe=FILE: there is no such file",)
-
-
-def test_an_unknown_name_lists_the_shipped_recipes() -> None:
-    with pytest.raises(ConfigError, match=r"--recipe=dmo is not known: did you mean demo\? Shipped are demo; .*\.json"):
-        read_recipe("dmo")
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -186,20 +144,6 @@ def test_the_demo_is_a_small_model_on_its_own_text() -> None:
     assert config.model.model_variant == "demo" and resolve_shape(config.model).vocab_size == 4096
     assert config.data.seq_length == 256 and config.data.sep_token == 0 and config.data.held_out_fraction > 0
     assert not config.parallel.mixed_precision
-
-
-def test_a_dump_has_every_setting_in_its_section() -> None:
-    tree = yaml.safe_load(dump_config(TrainConfig()))
-    expected = {
-        section.name: [field.name for field in dataclasses.fields(getattr(TrainConfig(), section.name))]
-        for section in dataclasses.fields(TrainConfig)
-    }
-    assert {section: list(content) for section, content in tree.items()} == expected
-
-
-def test_a_dump_is_plain_to_read() -> None:
-    text = dump_config(load_train_config(["recipe=demo"], {"datasets": "a,b", "checkpoint_interval": "30min"}))
-    assert "datasets: [a, b]\n" in text and "checkpoint_interval: 30min\n" in text and "num_steps: 600\n" in text
 
 
 def values(setting: Setting) -> st.SearchStrategy[Any]:
@@ -239,9 +183,3 @@ configs = st.fixed_dictionaries({}, optional={name: values(known) for name, know
 def test_a_dumped_configuration_loads_back_equal(tmp_path: Path, chosen: dict[str, Any]) -> None:
     config = build(TrainConfig, chosen)
     assert load_config(recipe(tmp_path, dump_config(config))) == config
-
-
-def test_a_dump_may_be_turned_into_json(tmp_path: Path) -> None:
-    config = load_train_config(["recipe=demo"])
-    as_json = json.dumps(yaml.safe_load(dump_config(config)))
-    assert load_config(recipe(tmp_path, as_json, "a.json")) == config

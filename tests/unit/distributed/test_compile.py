@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -112,14 +111,12 @@ def test_an_error_of_the_compiler_names_the_flag_and_what_it_said() -> None:
     compile_blocks([block])
     with torch.compiler.set_stance("default"), pytest.raises(ConfigError) as error, naming_the_flag(rank=3):
         block(torch.ones(2))
-    text = str(error.value)
-    assert text.startswith("--use_torch_compile=true: the model's blocks cannot be compiled here (Unsupported):\n    ")
-    assert "graph_break" in text and "Train with --use_torch_compile=false" in text
-    assert error.value.rank == 3
-    assert len(text.splitlines()) <= 9
+    assert error.value.settings == ("use_torch_compile",) and error.value.rank == 3
+    assert "graph_break" in str(error.value) and len(str(error.value).splitlines()) <= 9
 
 
 def test_other_errors_stay_what_they_are() -> None:
     for other in (DataError("gone"), RuntimeError("shape")):
-        with pytest.raises(type(other), match=re.escape(str(other))), naming_the_flag(rank=None):
+        with pytest.raises(type(other)) as error, naming_the_flag(rank=None):
             raise other
+        assert error.value is other

@@ -29,17 +29,13 @@ def test_one_number_that_is_not_finite_shows_in_the_norm(poison: float) -> None:
     assert not torch.isfinite(gradient_norm(gradients, world()))
 
 
+@pytest.mark.parametrize("scale", [1.0, 64.0])
 @pytest.mark.parametrize(("threshold", "norm_after"), [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
-def test_clipping_shortens_a_long_gradient_and_nothing_else(threshold: float, norm_after: float) -> None:
-    gradients = gradients_of_norm_five()
-    clip_gradients(gradients, torch.tensor(5.0), threshold)
-    assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(norm_after, rel=1e-5)
-
-
-@pytest.mark.parametrize(("threshold", "norm_after"), [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
-def test_clipping_undoes_the_scale_of_the_loss(threshold: float, norm_after: float) -> None:
-    gradients = [64 * gradient for gradient in gradients_of_norm_five()]
-    clip_gradients(gradients, torch.tensor(5.0), threshold, torch.tensor(64.0))
+def test_clipping_shortens_a_long_gradient_and_undoes_the_scale_of_the_loss(
+    threshold: float, norm_after: float, scale: float
+) -> None:
+    gradients = [scale * gradient for gradient in gradients_of_norm_five()]
+    clip_gradients(gradients, torch.tensor(5.0), threshold, torch.tensor(scale))
     assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(norm_after, rel=1e-5)
 
 

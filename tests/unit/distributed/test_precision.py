@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -7,42 +9,35 @@ from pretraining.config.training import ParallelConfig
 from pretraining.distributed.fsdp import precision_policy
 from pretraining.distributed.parallelize import compute_dtype
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize(
-    ("asked", "avx512", "amx", "dtype"),
+    ("device", "asked", "mp_dtype", "units", "dtype"),
     [
-        (True, False, False, torch.bfloat16),
-        (False, True, True, torch.float32),
-        (None, False, False, torch.float32),
-        (None, True, False, torch.bfloat16),
-        (None, False, True, torch.bfloat16),
+        ("cpu", True, "bfloat16", "", torch.bfloat16),
+        ("cpu", False, "bfloat16", "avx512_bf16", torch.float32),
+        ("cpu", None, "bfloat16", "", torch.float32),
+        ("cpu", None, "bfloat16", "avx512_bf16", torch.bfloat16),
+        ("cpu", None, "bfloat16", "amx_tile", torch.bfloat16),
+        ("cpu", None, "float16", "avx512_bf16", torch.float32),
+        ("cpu", True, "float16", "", torch.float16),
+        ("cuda", None, "bfloat16", "cuda", torch.bfloat16),
+        ("cuda", None, "bfloat16", "", torch.float32),
+        ("cuda", None, "float16", "cuda", torch.float16),
     ],
 )
-def test_a_cpu_computes_in_bfloat16_where_it_has_units_for_it_or_is_told_to(
-    asked: bool | None, avx512: bool, amx: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_a_device_computes_in_half_precision_where_it_has_units_for_it_or_is_told_to(
+    device: str,
+    asked: bool | None,
+    mp_dtype: Literal["bfloat16", "float16"],
+    units: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert compute_dtype(ParallelConfig(mixed_precision=asked), CPU) == dtype
-
-
-@pytest.mark.parametrize("has_units", [True, False])
-def test_a_gpu_computes_in_bfloat16_where_it_has_units_for_it(has_units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_units)
-    dtype = compute_dtype(ParallelConfig(), torch.device("cuda"))
-    assert dtype == (torch.bfloat16 if has_units else torch.float32)
-
-
-def test_float16_is_for_gpus_and_for_cpus_that_are_told_to() -> None:
-    for device, asked, dtype in (
-        ("cuda", None, torch.float16),
-        ("cpu", None, torch.float32),
-        ("cpu", True, torch.float16),
-    ):
-        parallel = ParallelConfig(mixed_precision=asked, mp_dtype="float16")
-        assert compute_dtype(parallel, torch.device(device)) == dtype
+    for name in ("avx512_bf16", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name == units)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: units == "cuda")
+    parallel = ParallelConfig(mixed_precision=asked, mp_dtype=mp_dtype)
+    assert compute_dtype(parallel, torch.device(device)) == dtype
 
 
 def test_gradients_are_reduced_in_float32_in_either_precision() -> None:

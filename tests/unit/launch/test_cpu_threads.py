@@ -45,19 +45,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (math.inf, "slurm", 2, {"SLURM_CPUS_ON_NODE": "4"}, 2),
         (math.inf, "single", 1, {"SLURM_CPUS_ON_NODE": "many"}, 8),
     ],
-    ids=[
-        "all cores",
-        "shared",
-        "more processes than cores",
-        "a quota",
-        "a quota of a half more",
-        "a quota, shared",
-        "half a core",
-        "cores of a SLURM task",
-        "cores of a SLURM task, shared by torchrun",
-        "cores of a SLURM job",
-        "no number",
-    ],
 )
 def test_a_process_has_its_share_of_what_it_may_use(
     quota: float, launcher: str, processes: int, environ: dict[str, str], expected: int, machine: pytest.MonkeyPatch
@@ -85,17 +72,6 @@ def test_cores_that_a_launcher_has_given_to_a_process_are_not_shared(machine: py
         (5, {}, "single", 1, "5", False),
         (16, {"OMP_NUM_THREADS": "3"}, "single", 1, "16", False),
     ],
-    ids=[
-        "nothing said",
-        "nothing in it",
-        "a variable",
-        "one, without torchrun",
-        "torchrun's own",
-        "not torchrun's",
-        "torchrun of one process says nothing",
-        "a flag",
-        "a flag wins",
-    ],
 )
 def test_the_user_decides_and_what_torchrun_sets_is_no_decision(
     wanted: int | None, environ: dict[str, str], launcher: str, processes: int, number: str, is_chosen: bool
@@ -108,5 +84,4 @@ def test_the_user_decides_and_what_torchrun_sets_is_no_decision(
 def test_torch_that_is_imported_already_keeps_its_threads(machine: pytest.MonkeyPatch) -> None:
     machine.setitem(sys.modules, "torch", sys)
     environ: dict[str, str] = {}
-    assert not set_threads(4, layout_of(), environ).is_chosen
-    assert environ == {}
+    assert not set_threads(4, layout_of(), environ).is_chosen and environ == {}

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 
+BUFFERED = plain_environment({"PYTHONUNBUFFERED": ""})
 BEGIN = "import atexit, ctypes, os, sys, tempfile, threading\nfrom pretraining.launch.program import run_as_program\n"
 
 
 def run_program(program: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    """Runs Python code in a process of its own, with its output piped."""
-    command = [sys.executable, "-c", BEGIN + program]
+    """Runs Python code in a process of its own, whose output stays in Python's buffers until it is flushed."""
     return subprocess.run(
-        command,
+        [sys.executable, "-c", BEGIN + program],
         cwd=ROOT,
-        env=buffered(),
+        env=BUFFERED,
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -26,27 +26,23 @@ def run_program(program: str, stdout: int | None = subprocess.PIPE) -> subproces
     )
 
 
-def buffered() -> dict[str, str]:
-    """The environment of a process whose output stays in Python's buffers until it is flushed."""
-    return plain_environment({"PYTHONUNBUFFERED": ""})
-
-
 def outcome(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("code", [0, 1, 75, 124, 130, 139])
-def test_the_exit_code_of_a_command_is_the_programs(code: int) -> None:
-    assert outcome(run_program(f"run_as_program(lambda: sys.exit({code}))")) == (code, "", "")
-
-
-def test_a_command_that_returns_has_succeeded_whatever_it_returns() -> None:
-    assert outcome(run_program("run_as_program(lambda: 3)")) == (0, "", "")
-    assert outcome(run_program("run_as_program(lambda: sys.exit())")) == (0, "", "")
-
-
-def test_a_text_to_exit_with_is_said() -> None:
-    assert outcome(run_program("run_as_program(lambda: sys.exit('no such thing'))")) == (1, "", "no such thing\n")
+@pytest.mark.parametrize(
+    ("command", "ended"),
+    [
+        ("lambda: 3", (0, "", "")),
+        ("lambda: sys.exit()", (0, "", "")),
+        ("lambda: sys.exit('no such thing')", (1, "", "no such thing\n")),
+        *((f"lambda: sys.exit({code})", (code, "", "")) for code in (0, 1, 75, 139)),
+    ],
+)
+def test_the_exit_code_of_a_command_is_the_programs(command: str, ended: tuple[int, str, str]) -> None:
+    assert outcome(run_program(f"run_as_program({command})")) == ended
+    without_output = "os.close(1)\nsys.stdout = None\n"
+    assert outcome(run_program(f"{without_output}run_as_program({command})")) == ended
 
 
 @pytest.mark.parametrize(("error", "code"), [("ZeroDivisionError", 1), ("KeyboardInterrupt", 130)])
@@ -112,7 +108,7 @@ def test_a_reader_that_is_gone_is_an_exit_code_and_nothing_to_say() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env=buffered(),
+        env=BUFFERED,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -131,8 +127,3 @@ def test_output_that_finds_no_space_is_said() -> None:
         done = run_program("run_as_program(lambda: print('lost'))", stdout=full.fileno())
     assert done.returncode == 1
     assert done.stderr == "error: the output cannot be written: [Errno 28] No space left on device\n"
-
-
-def test_a_program_without_output_ends_like_any_other() -> None:
-    program = "os.close(1)\nsys.stdout = None\nrun_as_program(lambda: sys.exit(75))"
-    assert outcome(run_program(program)) == (75, "", "")

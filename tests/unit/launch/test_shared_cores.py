@@ -143,26 +143,20 @@ def test_threads_stay_awake_where_nobody_else_wants_the_cores(
 
 
 @pytest.mark.usefixtures("contended")
-def test_a_single_thread_has_none_to_wait_for() -> None:
-    before = threading.active_count()
-    with leaving_cores_to_others(1, {}):
-        assert threading.active_count() == before
-
-
-@pytest.mark.usefixtures("contended")
-@pytest.mark.parametrize("name", shared_cores.WAITING)
-def test_the_user_decides_how_threads_wait(name: str) -> None:
-    before = threading.active_count()
-    with leaving_cores_to_others(2, {name: "1"}):
-        assert threading.active_count() == before
-
-
-@pytest.mark.usefixtures("contended")
-@pytest.mark.parametrize(("name", "found"), [("find_openmp", None), ("seconds_waited", {})])
-def test_nothing_is_watched_where_the_system_does_not_tell(
-    name: str, found: object, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("threads", "environ", "unknown"),
+    [
+        (1, {}, {}),  # it has none to wait for
+        *((2, {name: "1"}, {}) for name in shared_cores.WAITING),  # the user decides how threads wait
+        (2, {}, {"find_openmp": None}),
+        (2, {}, {"seconds_waited": {}}),
+    ],
+)
+def test_nothing_is_watched_where_nobody_waits_or_the_system_does_not_tell(
+    threads: int, environ: dict[str, str], unknown: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_cores, name, lambda: found)
+    for name, found in unknown.items():
+        monkeypatch.setattr(shared_cores, name, lambda found=found: found)
     before = threading.active_count()
-    with leaving_cores_to_others(2, {}):
+    with leaving_cores_to_others(threads, environ):
         assert threading.active_count() == before

@@ -50,13 +50,6 @@ def test_control_characters_are_escaped_in_messages_and_results(capsys: pytest.C
     assert capsys.readouterr() == (escaped, "rank 0: \\x9b2J\n")
 
 
-def test_a_second_call_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    log_to_terminal(1)
-    log_to_terminal(0)
-    log.info("once")
-    assert capsys.readouterr() == ("once\n", "")
-
-
 def test_messages_are_shown_for_a_while_beside_what_the_program_has_set_up(capsys: pytest.CaptureFixture[str]) -> None:
     logger, own = logging.getLogger(PACKAGE), logging.NullHandler()
     logger.addHandler(own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,7 +59,8 @@ def summed(sums: Sums) -> dict[str, list[float]]:
     return {name: pair.tolist() for name, pair in sums.items()}
 
 
-def test_outputs_are_those_of_the_micro_batch_and_know_no_gradients() -> None:
+@pytest.mark.parametrize("needs_hidden_states", [True, False])
+def test_outputs_are_those_of_the_micro_batch_and_know_no_gradients(needs_hidden_states: bool) -> None:
     seen: list[Outputs] = []
 
     def look(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
@@ -67,28 +68,18 @@ def test_outputs_are_those_of_the_micro_batch_and_know_no_gradients() -> None:
         assert batch is INPUTS and not torch.is_grad_enabled()
         return {}
 
-    metrics, loss = metrics_of(look, needs_hidden_states=True)
+    metrics, loss = metrics_of(look, needs_hidden_states)
     metrics.add({}, loss, INPUTS)
     (found,) = seen
     assert float(found.loss_sum) == pytest.approx(float(loss.objective_sum.detach()))
     assert int(found.valid_tokens) == int((INPUTS.labels_BS != IGNORED_LABEL).sum())
     assert torch.equal(found.losses, loss.tokens_BS2[..., 0]) and torch.equal(found.hits, loss.tokens_BS2[..., 1])
-    assert found.hidden_states is not None and found.hidden_states.shape == (3, 4, 6)
-    assert not any(each.requires_grad for each in (found.hidden_states, found.losses, found.loss_sum))
-
-
-def test_hidden_states_are_kept_for_one_call_and_only_where_they_are_asked_for() -> None:
-    seen: list[Outputs] = []
-
-    def look(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
-        seen.append(outputs)
-        return {}
-
-    for needs in (False, True):
-        metrics, loss = metrics_of(look, needs)
-        metrics.add({}, loss, INPUTS)
-        assert metrics._hidden is None
-    assert [outputs.hidden_states is None for outputs in seen] == [True, False]
+    assert not any(each.requires_grad for each in (found.losses, found.loss_sum)) and metrics._hidden is None
+    if needs_hidden_states:
+        assert found.hidden_states is not None and found.hidden_states.shape == (3, 4, 6)
+        assert not found.hidden_states.requires_grad
+    else:
+        assert found.hidden_states is None
 
 
 def test_sums_and_counts_are_added_up_by_name() -> None:
@@ -154,42 +145,38 @@ def test_rows_of_one_set_are_looked_at_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (None, "returned None: return a dict"),
-        ({3: (1, 1)}, "return a dict"),
-        ({"": (1, 1)}, "return a dict"),
-        ({"mine": 3.0}, "mine is no pair"),
-        ({"mine": (1.0, 2, 3)}, "mine is no pair"),
-        ({"mine": ("one", 1)}, "mine is a pair with str in it"),
-        ({"mine": (True, 1)}, "mine is a pair with bool in it"),
-        ({"mine": (torch.ones(2), 1)}, r"mine is a pair with a tensor of shape \(2,\) in it"),
-        ({"mine": (torch.ones((), device="meta"), 1)}, "mine is a pair with a tensor on meta in it"),
+        (None, "None"),
+        ({3: (1, 1)}, "a dict"),
+        ({"": (1, 1)}, "a dict"),
+        ({"mine": 3.0}, "mine"),
+        ({"mine": (1.0, 2, 3)}, "mine"),
+        ({"mine": ("one", 1)}, "mine .* str"),
+        ({"mine": (True, 1)}, "mine .* bool"),
+        ({"mine": (torch.ones(2), 1)}, r"mine .* \(2,\)"),
+        ({"mine": (torch.ones((), device="meta"), 1)}, "mine .* meta"),
     ],
     ids=str,
 )
-def test_what_is_no_metric_is_refused_in_a_sentence(returned: Any, said: str) -> None:
+def test_what_is_no_metric_is_refused(returned: Any, said: str) -> None:
     metrics, loss = metrics_of(lambda outputs, batch: returned)
     with pytest.raises(ConfigError, match=said):
         metrics.add({}, loss, INPUTS)
 
 
-def test_other_names_than_before_are_refused_by_the_rank_that_has_them() -> None:
-    names = iter(["a", "b"])
-    metrics, loss = metrics_of(lambda outputs, batch: {next(names): (1, 1)})
-    metrics.add({}, loss, INPUTS)
-    with pytest.raises(ConfigError, match="returned b, and a before: return the same names each time") as refused:
-        metrics.add({}, loss, INPUTS)
-    assert refused.value.rank == 0
-
-
-def test_other_names_on_another_rank_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("elsewhere", "rank"), [(False, 0), (True, None)], ids=["before", "on another rank"])
+def test_other_names_are_refused_by_the_rank_that_has_them_or_by_all(
+    elsewhere: bool, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gather(function: Callable[[], tuple[str, ...]]) -> list[tuple[str, ...]]:
-        return [function(), ()]
+        return [function(), () if elsewhere else function()]
 
     monkeypatch.setattr(module, "gather_from_every_rank", gather)
-    metrics, loss = metrics_of(lambda outputs, batch: {"a": (1, 1)})
-    with pytest.raises(ConfigError, match="returned a on rank 0 and no metric on rank 1") as refused:
-        metrics.add({}, loss, INPUTS)
-    assert refused.value.rank is None
+    names = iter(["a", "b"])
+    metrics, loss = metrics_of(lambda outputs, batch: {next(names): (1, 1)})
+    with pytest.raises(ConfigError) as refused:
+        for _ in range(2):
+            metrics.add({}, loss, INPUTS)
+    assert refused.value.rank == rank
 
 
 def test_a_run_without_a_hook_does_nothing() -> None:
@@ -203,14 +190,3 @@ def test_a_run_without_a_hook_does_nothing() -> None:
 def test_a_mean_is_over_all_that_was_counted_and_of_nothing_there_is_none() -> None:
     assert Ratio.total([Ratio(2.0, 4.0), Ratio(1.0, 2.0)]).value == 0.5
     assert math.isnan(Ratio.total([]).value)
-
-
-def test_a_mapping_of_any_kind_will_do() -> None:
-    class Names(dict[str, Any]):
-        pass
-
-    result: Mapping[str, Any] = Names(mine=[torch.tensor(3), torch.tensor(2.0)])
-    metrics, loss = metrics_of(lambda outputs, batch: result)
-    sums: Sums = {}
-    metrics.add(sums, loss, INPUTS)
-    assert summed(sums) == {"mine": [3.0, 2.0]}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -56,21 +57,19 @@ def test_durations_read_as_a_person_says_them(seconds: float, text: str) -> None
     assert format_seconds(seconds) == text
 
 
-def test_the_line_shows_loss_rate_mfu_time_left_gradient_norm_and_learning_rate() -> None:
-    line = summary(REPORT, 8, 80)
-    assert line == "loss 3.2500  98,765 tok/s  MFU 45.6%  1h 01m left  grad 0.500  lr 3.0e-04"
+@pytest.mark.parametrize(
+    ("changes", "beginning"),
+    [
+        ({}, "loss 3.2500  98,765 tok/s  MFU 45.6%  1h 01m left  grad 0.500  lr 3.0e-04"),
+        ({"mfu": None}, "loss 3.2500  98,765 tok/s  1h 01m left"),
+        ({"skipped_updates": 2}, "loss 3.2500  2 updates skipped  "),
+        ({"custom": {"mine": 0.25, "norm": 1234.5678}}, "loss 3.2500  mine 0.25  norm 1235  "),
+    ],
+)
+def test_the_line_shows_what_there_is(changes: dict[str, Any], beginning: str) -> None:
+    assert summary(replace(REPORT, **changes), 8, 80).startswith(beginning)
     assert "  0.500 s/step  98,765 tok/s" in summary(REPORT, 8, 80, shows_step_time=True)
-
-
-def test_metrics_of_the_users_own_stand_behind_the_loss() -> None:
-    report = replace(REPORT, custom={"mine": 0.25, "norm": 1234.5678})
-    assert "loss 3.2500  mine 0.25  norm 1235  " in summary(report, 1, 80)
-
-
-def test_mfu_is_left_out_where_the_peak_is_not_known_and_skips_show_only_when_there_are_some() -> None:
-    line = summary(replace(REPORT, mfu=None), 1, 80)
-    assert "MFU" not in line and "skipped" not in line
-    assert "loss 3.2500  2 updates skipped" in summary(replace(REPORT, skipped_updates=2), 1, 80)
+    assert "  z-loss 1.2e-02" in summary(replace(REPORT, z_loss=0.0123), 1, 80)
 
 
 @pytest.mark.parametrize("shows_step_time", [False, True])
@@ -84,15 +83,6 @@ def test_a_line_fits_80_columns(
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 and line.startswith("step 1234567/2000000  loss 3.2500  ") for line in lines)
     assert custom or "k tok/s  MFU 45.6%" in lines[0]
-
-
-def test_plain_lines_are_one_a_report(capsys: pytest.CaptureFixture[str]) -> None:
-    log_to_terminal()
-    with PlainLines(100, 1) as display:
-        display.show(REPORT)
-        log.info("a message")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 50/100  loss 3.2500") and lines[1] == "a message"
 
 
 def test_the_live_line_is_redrawn_and_messages_stay_above_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,20 +125,15 @@ def test_the_live_line_advances_with_each_step_but_is_drawn_ten_times_a_second_a
 def test_auto_is_live_on_a_terminal_but_for_those_that_open_mpi_makes(
     name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert isinstance(choose_display("auto", 10, 1), PlainLines)  # without a terminal
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     if name is not None:
         monkeypatch.setenv(name, "0")
     assert isinstance(choose_display("auto", 10, 1), LiveLine) == (name is None)
     assert isinstance(choose_display("live", 10, 1), LiveLine)
+    assert isinstance(choose_display("plain", 10, 1), PlainLines)
     monkeypatch.setattr("sys.stdout", None)  # closed
     assert not isinstance(choose_display("auto", 10, 1), LiveLine)
-
-
-def test_auto_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert isinstance(choose_display("auto", 10, 1), PlainLines)
-    assert isinstance(choose_display("plain", 10, 1), PlainLines)
-    live = choose_display("live", 10, 1)
-    assert isinstance(live, LiveLine)
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,8 +144,3 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         log.warning("what every rank says")
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err == "rank 1: what every rank says\n"
-
-
-def test_z_loss_is_shown_where_there_is_some() -> None:
-    assert "z-loss" not in summary(REPORT, 1, 80)
-    assert "  z-loss 1.2e-02" in summary(replace(REPORT, z_loss=0.0123), 1, 80)

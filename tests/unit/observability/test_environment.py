@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ROOT
 
 from pretraining.distributed.processes import Processes
-from pretraining.observability import environment
 from pretraining.observability.environment import (
     ENVIRONMENT_FILE,
     _by_host,
@@ -85,24 +83,29 @@ def test_what_looks_like_a_secret_is_not_written(given: list[str], shown: list[s
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("content", [b"[{]", b'{"a": 1}', b"[" * 100_000, b"\xff"])
-def test_a_damaged_file_is_put_aside_and_refuses_nothing(
-    content: bytes, run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_put_aside_and_refuses_nothing(content: bytes, run: Path) -> None:
     path = run / "logs" / ENVIRONMENT_FILE
     path.write_bytes(content)
     record_environment(run, 3, "single", ALONE)
     assert [record["step"] for record in records_of(run)] == [3]
     assert (run / "logs" / f"{ENVIRONMENT_FILE}.damaged").read_bytes() == content
-    (message,) = caplog.messages
-    assert message.startswith(f"{path} is damaged (") and "it is environment.json.damaged now" in message
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_place_that_cannot_be_written_is_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    os.mkfifo(run / "logs" / ENVIRONMENT_FILE)
+def test_a_start_goes_on_without_a_place_to_write_without_git_and_without_its_folder(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run / "gone").mkdir()
+    monkeypatch.chdir(run / "gone")
+    (run / "gone").rmdir()
+    monkeypatch.setenv("PATH", "")
     record_environment(run, 3, "single", ALONE)
-    (message,) = caplog.messages
-    assert "environment.json cannot be written (" in message and message.endswith("this start is not in it")
+    [record] = records_of(run)
+    assert record["working_folder"] is None
+    (run / "logs" / ENVIRONMENT_FILE).unlink()
+    os.mkfifo(run / "logs" / ENVIRONMENT_FILE)
+    record_environment(run, 4, "single", ALONE)
+    assert ENVIRONMENT_FILE in caplog.messages[-1]
 
 
 def test_the_commit_is_that_of_this_code_and_changed_files_are_dirt(tmp_path: Path) -> None:
@@ -119,16 +122,3 @@ def test_the_commit_is_that_of_this_code_and_changed_files_are_dirt(tmp_path: Pa
     (tmp_path / "code.py").write_text("2")
     assert _git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
     assert _git_state(tmp_path / "runs") is None  # a folder of another repository is none of this code
-
-
-def test_without_git_the_commit_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert _git_state(ROOT) is None
-
-
-def test_a_working_folder_that_is_gone_is_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert environment._working_folder() is None

@@ -135,22 +135,22 @@ def test_a_report_after_a_resume_is_that_of_the_run_which_was_not_stopped(stop: 
     assert after.reports[-1].step_seconds == 2.0  # rates are those of the process
 
 
-def test_a_report_tells_datasets_apart_and_counts_hits() -> None:
-    recorder = Recorder()
-    observe(recorder, [1.0, math.nan, 3.0], every=3, skipped=(1,))
-    assert recorder.reports[0].losses == {"web": 2.0, "code": 2.0}
-    assert recorder.reports[0].token_accuracy == 0.5
-    values = recorder.logged[0][1]
-    assert (values["loss/web"], values["loss/code"], values["token_accuracy"]) == (2.0, 2.0, 0.5)
-    assert "losses" not in values
-
-
-def test_metrics_of_the_users_own_are_means_over_what_was_counted_in_the_updates_that_were_made() -> None:
+def test_a_report_tells_datasets_apart_and_a_skipped_step_does_not_spoil_the_means() -> None:
     recorder = Recorder()
     observer = observe(recorder, [1.0, math.nan, 3.0], every=3, skipped=(1,), custom=True)
-    assert recorder.reports[0].custom == {"mine": 1.0}  # (2 + 6) / (4 + 4)
-    assert recorder.logged[0][1]["custom/mine"] == 1.0 and "custom" not in recorder.logged[0][1]
-    assert observer.newest == recorder.logged[0][1]
+    [report], values = recorder.reports, recorder.logged[0][1]
+    assert (report.loss, report.skipped_updates, report.token_accuracy) == (2.0, 1, 0.5)
+    assert report.losses == {"web": 2.0, "code": 2.0}
+    assert report.custom == {"mine": 1.0}  # (2 + 6) / (4 + 4)
+    assert (values["loss/web"], values["loss/code"], values["token_accuracy"], values["custom/mine"]) == (2, 2, 0.5, 1)
+    assert observer.newest == values and not {"losses", "custom"} & values.keys()
+
+
+@pytest.mark.parametrize(("loss", "skipped", "name"), [(math.nan, (0,), "loss"), (1e4, (), "perplexity")])
+def test_what_is_no_number_is_null(loss: float, skipped: tuple[int, ...], name: str) -> None:
+    recorder = Recorder()
+    observe(recorder, [loss], every=1, skipped=skipped)
+    assert recorder.logged[0][1][name] is None
 
 
 def test_a_metric_that_is_not_finite_stays_behind_at_a_resume_and_without_any_nothing_is_reported() -> None:
@@ -183,65 +183,26 @@ def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:
     assert report.memory_gib > 0 and report.memory_reserved_gib is None
 
 
-def test_mfu_counts_attention_as_far_as_it_reached_on_average_over_the_interval() -> None:
+def test_mfu_counts_attention_as_far_as_it_reached_and_hfu_what_is_computed_again_too() -> None:
     recorder = Recorder()
-    observe(recorder, [1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))
-    assert [report.mfu for report in recorder.reports] == pytest.approx([0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0])
+    observe(recorder, [1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0), recomputed_share=0.25)
+    expected = [0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0]
+    assert [report.mfu for report in recorder.reports] == pytest.approx(expected)
+    assert [report.hfu for report in recorder.reports] == pytest.approx([1.25 * mfu for mfu in expected])
 
 
-def test_hfu_counts_what_is_computed_again_and_mfu_does_not() -> None:
-    for share in (0.0, 0.25):
-        recorder = Recorder()
-        observe(recorder, [1.0] * 4, every=2, recomputed_share=share)
-        report = recorder.reports[0]
-        assert report.mfu == pytest.approx(5.0 / 20.0) and report.hfu == pytest.approx((1 + share) * 5.0 / 20.0)
-
-
-def test_a_skipped_step_is_counted_and_does_not_spoil_the_mean() -> None:
-    recorder = Recorder()
-    observe(recorder, [1.0, math.nan, 3.0], every=3, skipped=(1,))
-    assert recorder.reports[0].loss == 2.0 and recorder.reports[0].skipped_updates == 1
-
-
-def test_an_interval_of_skipped_steps_has_no_loss_and_json_gets_null() -> None:
-    recorder = Recorder()
-    observe(recorder, [math.nan], every=1, skipped=(0,))
-    assert math.isnan(recorder.reports[0].loss)
-    assert recorder.logged[0][1]["loss"] is None
-
-
-def test_trackers_get_the_canonical_names() -> None:
-    recorder = Recorder()
-    observe(recorder, [1.0], every=1)
-    step, values = recorder.logged[0]
-    names = {
-        "tokens_seen",
-        "loss",
-        "learning_rate",
-        "grad_norm",
-        "tokens_per_second_per_gpu",
-        "mfu",
-        "step_seconds",
-        "memory_gib",
-    }
-    assert step == 1 and names <= values.keys()
-
-
-def test_perplexity_norm_of_the_parameters_samples_and_the_rate_of_each_group_are_reported() -> None:
+def test_trackers_get_numbers_under_their_canonical_names() -> None:
     recorder = Recorder()
     observe(recorder, [2.0, 4.0], every=2)
-    _, values = recorder.logged[0]
+    step, values = recorder.logged[0]
+    assert step == 2 and {"tokens_seen", "grad_norm", "tokens_per_second_per_gpu", "step_seconds", "memory_gib"} <= {
+        *values
+    }
     assert values["perplexity"] == pytest.approx(math.exp(3.0))
     assert values["param_norm"] == pytest.approx(5.0)  # of 9 + 16 ones
     assert values["samples_per_second"] == pytest.approx(1.0)  # 2 samples of 5 tokens in a step of 2 seconds
     assert (values["learning_rate_group_0"], values["learning_rate_group_1"]) == (0.1, 0.02)
     assert all(value is None or isinstance(value, (int, float)) for value in values.values())
-
-
-def test_a_perplexity_that_no_float_can_hold_is_null() -> None:
-    recorder = Recorder()
-    observe(recorder, [1e4], every=1)
-    assert recorder.logged[0][1]["perplexity"] is None and recorder.logged[0][1]["loss"] == 1e4
 
 
 def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> None:

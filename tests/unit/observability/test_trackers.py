@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,23 +37,17 @@ def test_metrics_are_one_object_a_line_and_readable_at_once(tmp_path: Path) -> N
     tracker.close()
 
 
-def test_a_resumed_run_drops_what_it_is_about_to_report_again(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(tmp_path: Path) -> None:
     first = metrics_in(tmp_path, 0)
     for step in (10, 20, 30):
         first.log(step, {"loss": float(step)})
     first.close()
     with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('{"step": 40, "lo')  # what a killed process leaves
+        file.write('{"step": "4"}\n' + "[" * 100_000 + '\n{"step": 40, "lo')  # damage, and what a kill leaves
     resumed = metrics_in(tmp_path, 20)
     resumed.log(30, {"loss": 0.5})
     resumed.close()
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(10, 10.0), (20, 20.0), (30, 0.5)]
-
-
-def test_a_new_run_in_an_old_folder_starts_its_metrics_anew(tmp_path: Path) -> None:
-    first = metrics_in(tmp_path, 0)
-    first.log(10, {"loss": 1.0})
-    first.close()
     metrics_in(tmp_path, 0).close()
     assert lines_of(tmp_path) == []
 
@@ -64,22 +59,7 @@ def config_of(run: Path, *trackers: str, tracker_dir: Path | None = None) -> Tra
     )
 
 
-def test_tensorboard_gets_every_known_number(tmp_path: Path) -> None:
-    trackers = open_trackers(config_of(tmp_path, "tensorboard", tracker_dir=tmp_path / "board"), 0, {})
-    trackers.log(10, {"loss": 2.5, "mfu": None})
-    trackers.close()
-    events = EventAccumulator(str(tmp_path / "board"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["loss"]
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(10, 2.5)]
-    assert trackers.state_dict() == {}
-
-
-def test_without_a_tracker_there_is_metrics_jsonl_alone(tmp_path: Path) -> None:
-    trackers = open_trackers(config_of(tmp_path), 0, {})
-    assert list(trackers.by_name) == [METRICS_FILE]
-    trackers.close()
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == [METRICS_FILE]
+OWN = "unit.observability.test_trackers:Service"
 
 
 class Service:
@@ -97,73 +77,55 @@ class Service:
 
 
 def test_a_tracker_of_the_users_own_gets_settings_name_and_the_id_that_it_gave_before(tmp_path: Path) -> None:
-    own = "unit.observability.test_trackers:Service"
-    config = config_of(tmp_path / "mine", own)
-    first = open_trackers(config, 0, {})
-    assert first.state_dict() == {own: "id-of-mine"}
-    later = open_trackers(config_of(tmp_path / "moved", own), 7, first.state_dict())
-    service: Any = later.by_name[own]
+    first = open_trackers(config_of(tmp_path / "mine", OWN), 0, {})
+    assert first.state_dict() == {OWN: "id-of-mine"}
+    later = open_trackers(config_of(tmp_path / "moved", OWN), 7, first.state_dict())
+    service: Any = later.by_name[OWN]
     assert service.run_id == "id-of-mine" and service.run.restored_step == 7 and service.run.config.report.tracker
     for trackers in (first, later):
         trackers.close()
 
 
+def test_ids_are_kept_in_the_runs_folder_where_a_start_finds_them_without_a_checkpoint(tmp_path: Path) -> None:
+    first = open_trackers(config_of(tmp_path, OWN), 0, {OWN: "first"})
+    service: Any = first.by_name[OWN]
+    service.run_id = "late"  # as of a service that answers later
+    first.log(1, {})
+    first.close()
+    open_trackers(config_of(tmp_path, "tensorboard"), 0, {}).close()  # a start without it forgets nothing
+    for given in ({}, {OWN: "of an old checkpoint"}):
+        newest = open_trackers(config_of(tmp_path, OWN), 0, given)
+        assert newest.state_dict() == {OWN: "late"}
+        newest.close()
+    (tmp_path / "logs" / IDS_FILE).unlink()
+    (tmp_path / "logs" / IDS_FILE).mkdir()  # one that cannot be written ends nothing
+    trackers = open_trackers(config_of(tmp_path, OWN), 0, {OWN: "kept by checkpoints"})
+    trackers.close()
+    assert trackers.state_dict() == {OWN: "kept by checkpoints"}
+
+
 def test_names_are_the_settings_or_else_those_of_the_folder_and_of_this_project(tmp_path: Path) -> None:
-    own = "unit.observability.test_trackers:Service"
-    plain = config_of(tmp_path / "mine", own)
+    plain = config_of(tmp_path / "mine", OWN)
     report = replace(plain.report, tracker_project_name="llamas", tracker_run_name="first", tracker_run_id="77")
     for config, expected in ((plain, ("pretraining", "mine")), (replace(plain, report=report), ("llamas", "first"))):
         trackers = open_trackers(config, 0, {})
-        service: Any = trackers.by_name[own]
+        service: Any = trackers.by_name[OWN]
         assert (service.run.project, service.run.name) == expected
         trackers.close()
     assert service.run_id == "77"
 
 
-def test_ids_are_kept_in_the_runs_folder_where_a_start_finds_them_without_a_checkpoint(tmp_path: Path) -> None:
-    own = "unit.observability.test_trackers:Service"
-    open_trackers(config_of(tmp_path, own), 0, {own: "first"}).close()
-    later = open_trackers(config_of(tmp_path, own), 0, {})
-    assert later.state_dict() == {own: "first"}
-    later.close()
-    open_trackers(config_of(tmp_path, "tensorboard"), 0, {}).close()  # a start without it forgets nothing
-    newest = open_trackers(config_of(tmp_path, own), 0, {own: "of an old checkpoint"})
-    assert newest.state_dict() == {own: "first"}
-    newest.close()
-
-
-def test_an_id_that_comes_late_is_kept_too(tmp_path: Path) -> None:
-    own = "unit.observability.test_trackers:Service"
-    trackers = open_trackers(config_of(tmp_path, own), 0, {})
-    service: Any = trackers.by_name[own]
-    service.run_id = "late"
-    trackers.log(1, {})
-    assert json.loads((tmp_path / "logs" / IDS_FILE).read_text())[own] == "late"
-    trackers.close()
-
-
 def test_row_35_any_flipped_bit_of_the_ids_refuses_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    own = "unit.observability.test_trackers:Service"
-    open_trackers(config_of(tmp_path, own), 0, {own: "first"}).close()
+    open_trackers(config_of(tmp_path, OWN), 0, {OWN: "first"}).close()
     path = tmp_path / "logs" / IDS_FILE
     content = path.read_bytes()
     for at in range(0, 8 * len(content), 3):
         path.write_bytes(content[: at // 8] + bytes([content[at // 8] ^ 1 << at % 8]) + content[at // 8 + 1 :])
         caplog.clear()
-        trackers = open_trackers(config_of(tmp_path, own), 0, {own: "of the checkpoint"})
+        trackers = open_trackers(config_of(tmp_path, OWN), 0, {OWN: "of the checkpoint"})
         trackers.close()
-        if trackers.state_dict() != {own: "first"}:
-            assert trackers.state_dict() == {own: "of the checkpoint"} and "is damaged" in caplog.text
-
-
-def test_ids_that_cannot_be_written_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    own = "unit.observability.test_trackers:Service"
-    (tmp_path / "logs" / IDS_FILE).mkdir(parents=True)
-    trackers = open_trackers(config_of(tmp_path, own), 0, {})
-    trackers.log(1, {})
-    trackers.close()
-    assert [f"{tmp_path}/logs/{IDS_FILE}" in message for message in caplog.messages] == [True, True]
-    assert caplog.messages[1].endswith("checkpoints keep the ids")
+        if trackers.state_dict() != {OWN: "first"}:
+            assert trackers.state_dict() == {OWN: "of the checkpoint"} and "is damaged" in caplog.text
 
 
 def test_jsonl_is_metrics_jsonl_in_the_trackers_folder(tmp_path: Path) -> None:
@@ -176,10 +138,14 @@ def test_jsonl_is_metrics_jsonl_in_the_trackers_folder(tmp_path: Path) -> None:
     alone.close()
 
 
-def test_tensorboard_shows_the_settings_as_text_and_as_hyperparameters(tmp_path: Path) -> None:
-    open_trackers(config_of(tmp_path, "tensorboard"), 0, {}).close()
+def test_tensorboard_gets_every_known_number_and_the_settings(tmp_path: Path) -> None:
+    trackers = open_trackers(config_of(tmp_path, "tensorboard"), 0, {})
+    trackers.log(10, {"loss": 2.5, "mfu": None})
+    trackers.close()
     events = EventAccumulator(str(tmp_path / "logs"))
     events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(10, 2.5)]
+    assert "mfu" not in events.Tags()["scalars"]
     (text,) = events.Tensors("settings/text_summary")
     assert b"    report:\n" in text.tensor_proto.string_val[0]
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
@@ -188,9 +154,13 @@ def test_tensorboard_shows_the_settings_as_text_and_as_hyperparameters(tmp_path:
     assert hparams["use_dummy_dataset"].string_value == "false" and hparams["tracker_dir"].string_value == "none"
 
 
-def test_a_tracker_that_cannot_be_found_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--tracker=no\.such:Thing: no\.such cannot be imported"):
-        open_trackers(config_of(tmp_path, "no.such:Thing"), 0, {})
+@pytest.mark.parametrize("name", ["no.such:Thing", "wandb", "mlflow"])
+def test_a_tracker_that_cannot_be_found_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=name) as error:
+        open_trackers(config_of(tmp_path, name), 0, {})
+    assert error.value.settings == ("tracker",) and (":" in name or f"'pretraining[{name}]'" in str(error.value))
 
 
 # Disks that are full, services that are away
@@ -218,40 +188,18 @@ def test_reports_that_find_no_room_are_written_once_there_is_some_and_this_is_sa
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     trackers = open_trackers(config_of(tmp_path, "tensorboard"), 0, {})
-    (events,) = (tmp_path / "logs").glob("events.out.tfevents.*")
     metrics = tmp_path / "logs" / METRICS_FILE
     trackers.log(1, {"loss": 1.0})
     with no_file_longer_than(metrics.stat().st_size + 10):
         for step in (2, 3):
             trackers.log(step, {"loss": float(step)})
         assert [line["step"] for line in lines_of(tmp_path / "logs")] == [1]  # no half line
-    assert caplog.messages == [
-        f"{path} cannot be written since step 2 (File too large): training goes on, and each report tries again"
-        for path in (metrics, events)
-    ]
+    assert len(caplog.messages) == 2 and str(metrics) in caplog.messages[0] and "step 2" in caplog.messages[0]
     trackers.log(4, {"loss": 4.0})
-    assert caplog.messages[2:] == [f"step 4  {name} can be written again" for name in (METRICS_FILE, "tensorboard")]
+    assert len(caplog.messages) == 4 and all("step 4" in message for message in caplog.messages[2:])
     trackers.close()
     assert [line["step"] for line in lines_of(tmp_path / "logs")] == [1, 2, 3, 4]
     assert scalars_of(tmp_path / "logs", "loss") == [(step, float(step)) for step in (1, 2, 3, 4)]
-
-
-def test_a_full_disk_under_the_curves_leaves_the_metrics_complete(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("no /dev/full here")
-    trackers = open_trackers(config_of(tmp_path, "tensorboard", tracker_dir=tmp_path / "board"), 0, {})
-    board: Any = trackers.by_name["tensorboard"]
-    monkeypatch.setattr(board.file, "_file", full.open("wb", buffering=0))
-    for step in range(1, 6):
-        trackers.log(step, {"loss": 1.0})
-    trackers.close()
-    assert [line["step"] for line in lines_of(tmp_path / "logs")] == [1, 2, 3, 4, 5]
-    first, last = caplog.messages
-    assert f"{tmp_path}/board/events.out.tfevents." in first and "since step 1 (No space left on device)" in first
-    assert last.endswith("cannot be written (No space left on device); it lacks 5 reports")
 
 
 def test_reports_wait_in_memory_up_to_a_number(
@@ -283,11 +231,7 @@ def test_a_service_that_is_away_ends_nothing(tmp_path: Path, caplog: pytest.LogC
         trackers.log(step, {})
     trackers.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
-    assert caplog.messages == [
-        "--tracker=mine:Away cannot be written since step 1 (the service has hung up): training goes on, and each "
-        "report tries again",
-        "--tracker=mine:Away cannot be written (still)",
-    ]
+    assert ["hung up" in message for message in caplog.messages] == [True, False]
 
 
 # Damage
@@ -315,12 +259,6 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
         assert all(message == f"{path}: 1 damaged line dropped" for message in caplog.messages)
 
 
-def test_a_line_that_is_nested_deeply_is_dropped_like_any_other(tmp_path: Path) -> None:
-    (tmp_path / METRICS_FILE).write_text("[" * 100_000 + '\n{"step": "4"}\n{"step": 4}\n')
-    metrics_in(tmp_path, 4).close()
-    assert lines_of(tmp_path) == [{"step": 4}]
-
-
 def test_a_later_start_hides_the_points_that_it_makes_again(tmp_path: Path) -> None:
     config = config_of(tmp_path, "tensorboard")
     for restored_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
@@ -336,25 +274,21 @@ def test_a_later_start_hides_the_points_that_it_makes_again(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "named"),
     [
-        (
-            ["tracker_project_name=a"],
-            "--tracker_project_name is for --tracker=wandb or mlflow, and tensorboard does not",
-        ),
-        (["tracker=tensorboard,jsonl", "tracker_run_id=a"], "tensorboard,jsonl does not read it"),
-        (["tracker=wandb,mlflow", "tracker_run_id=a"], "the id of one tracker only, and wandb and mlflow have ids"),
-        (["tracker=wandb,my.own:Tracker", "tracker_run_id=a"], "and wandb and my.own:Tracker have ids"),
-        (["tracker=wandbb"], "wandb"),
+        (["tracker_project_name=a"], "tracker_project_name"),
+        (["tracker=tensorboard,jsonl", "tracker_run_id=a"], "tracker_run_id"),
+        (["tracker=wandb,mlflow", "tracker_run_id=a"], "tracker_run_id"),
+        (["tracker=wandb,my.OWN:Tracker", "tracker_run_id=a"], "tracker_run_id"),
+        (["tracker=none", "tracker_project_name=a", "tracker_run_name=b", "tracker_run_id=c"], None),
+        (["tracker=my.OWN:Tracker", "tracker_project_name=a", "tracker_run_id=c"], None),
+        (["tracker=tensorboard,mlflow", "tracker_project_name=a", "tracker_run_id=c"], None),
     ],
 )
-def test_names_that_no_tracker_reads_are_refused(flags: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_train_config(["data_path=d", *flags], {})
-
-
-def test_names_may_stay_where_tracking_is_off_and_where_a_class_of_ones_own_reads_them() -> None:
-    for tracker in ("none", "my.own:Tracker", "wandb", "tensorboard,mlflow"):
-        names = ["tracker_project_name=a", "tracker_run_name=b", "tracker_run_id=c"]
-        config = load_train_config(["data_path=d", f"tracker={tracker}", *names], {})
-        assert config.report.tracker_project_name == "a"
+def test_names_that_no_tracker_reads_are_refused(flags: list[str], named: str | None) -> None:
+    if named is None:
+        assert load_train_config(["data_path=d", *flags], {}).report.tracker_project_name == "a"
+    else:
+        with pytest.raises(ConfigError) as error:
+            load_train_config(["data_path=d", *flags], {})
+        assert error.value.settings[0] == named

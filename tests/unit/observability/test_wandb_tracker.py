@@ -77,20 +77,15 @@ def opened(run: Path, restored_step: int = 0, report: ReportConfig = WANDB) -> T
 
 
 def test_all_starts_of_a_run_are_one_run_there_with_the_settings_of_each(tmp_path: Path, wandb: FakeWandb) -> None:
-    for step in (0, 7):
-        opened(tmp_path / "mine", step).close()
-    first, second = wandb.inits
+    names = replace(WANDB, tracker_project_name="llamas", tracker_run_name="first", tracker_run_id="abc")
+    for step, report in ((0, WANDB), (7, WANDB), (8, names)):
+        opened(tmp_path / "mine", step, report).close()
+    first, second, named = wandb.inits
     assert first["id"] == second["id"] and len(first["id"]) == 16 and first["resume"] == "allow"
     assert (first["project"], first["name"], first["dir"]) == ("pretraining", "mine", f"{tmp_path}/mine/logs")
     assert first["config"]["seq_length"] == TrainConfig().data.seq_length and first["allow_val_change"]
-    assert wandb.exit_codes == [0, 0]
-
-
-def test_names_and_id_are_those_of_the_settings(tmp_path: Path, wandb: FakeWandb) -> None:
-    names = replace(WANDB, tracker_project_name="llamas", tracker_run_name="first", tracker_run_id="abc")
-    opened(tmp_path, report=names).close()
-    (arguments,) = wandb.inits
-    assert (arguments["project"], arguments["name"], arguments["id"]) == ("llamas", "first", "abc")
+    assert (named["project"], named["name"], named["id"]) == ("llamas", "first", "abc")
+    assert wandb.exit_codes == [0, 0, 0]
 
 
 def test_steps_that_come_again_after_a_rollback_are_values_and_not_steps_of_wandb(
@@ -104,36 +99,23 @@ def test_steps_that_come_again_after_a_rollback_are_values_and_not_steps_of_wand
     assert wandb.rows == [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3, 2)]
 
 
-def test_a_server_that_is_away_is_one_warning_and_the_run_is_kept_offline(
-    tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("works_offline", [True, False])
+def test_a_server_that_is_away_is_one_warning_and_the_run_is_kept_offline_or_goes_on_without_it(
+    works_offline: bool, tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
 ) -> None:
     def is_away(arguments: dict[str, Any]) -> None:
-        if "mode" not in arguments:
+        if "mode" not in arguments or not works_offline:
             raise TimeoutError("no answer\nfor a long time")
 
     wandb.fails = is_away
     trackers = opened(tmp_path)
     trackers.log(1, {"loss": 2.0})
     trackers.close()
-    assert wandb.inits[0]["mode"] == "offline" and wandb.rows and wandb.teardowns == 1
-    assert caplog.messages == [
-        f"--tracker=wandb: W&B cannot be reached (no answer): the run is kept in {tmp_path}/logs/wandb, and "
-        "`wandb sync` sends it from there"
-    ]
-
-
-def test_where_nothing_helps_training_goes_on_without_it(
-    tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
-) -> None:
-    def is_broken(arguments: dict[str, Any]) -> None:
-        raise OSError("no process can be started")
-
-    wandb.fails = is_broken
-    trackers = opened(tmp_path)
-    trackers.log(1, {"loss": 2.0})
-    trackers.close()
     (message,) = caplog.messages
-    assert message.startswith("--tracker=wandb cannot be started (no process") and "goes on without it" in message
+    assert ("wandb sync" in message) is works_offline and "no answer" in message and "\n" not in message
+    assert bool(wandb.rows) is works_offline
+    if works_offline:
+        assert wandb.inits[0]["mode"] == "offline" and wandb.teardowns == 1
 
 
 def test_a_name_that_it_refuses_is_an_error_at_the_start(tmp_path: Path, wandb: FakeWandb) -> None:
@@ -141,8 +123,9 @@ def test_a_name_that_it_refuses_is_an_error_at_the_start(tmp_path: Path, wandb: 
         raise KeyError("no slash in a name")
 
     wandb.fails = refuse
-    with pytest.raises(ConfigError, match="--tracker=wandb: 'no slash in a name'"):
+    with pytest.raises(ConfigError) as error:
         opened(tmp_path)
+    assert error.value.settings == ("tracker",)
 
 
 def test_what_fails_later_is_one_warning(tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,11 +134,7 @@ def test_what_fails_later_is_one_warning(tmp_path: Path, wandb: FakeWandb, caplo
     for step in (1, 2):
         trackers.log(step, {"loss": 2.0})
     trackers.close()
-    assert caplog.messages == [
-        "--tracker=wandb cannot be written since step 1 (its process has died): training goes on, and each report "
-        "tries again",
-        "--tracker=wandb cannot be written (still dead)",
-    ]
+    assert ["its process has died" in message for message in caplog.messages] == [True, False]
 
 
 def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path: Path, wandb: FakeWandb) -> None:
@@ -165,12 +144,6 @@ def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path: Path, wandb: Fake
     except ValueError:
         trackers.close()
     assert wandb.exit_codes == [1]
-
-
-def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"needs the `wandb` package .*: pip install 'pretraining\[wandb\]'"):
-        opened(tmp_path)
 
 
 # The real one, which reads its environment once a process

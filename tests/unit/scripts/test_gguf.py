@@ -7,12 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
-import torch
 from helpers import ROOT, plain_environment
-from safetensors.torch import load_file
 from unit.checkpoint.checkpoint_files import SHAPES
 from unit.tools.test_sample import TEXTS, make_run, printed
 
@@ -25,11 +23,6 @@ pytestmark = pytest.mark.slow
 gguf = pytest.importorskip("gguf", reason="needs the extra `slow`")
 from scripts import to_gguf  # noqa: E402  # it imports gguf
 
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 PROMPTS = ("some text", "and ä few ✓", "0123 !\n\n\t  signs")
 GREEDY = """
 import json, sys, xllamacpp
@@ -56,60 +49,16 @@ def test_llama_cpp_writes_the_same_text(shape: LlamaShape, tmp_path: Path, capsy
     assert theirs == ours
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("config.json", None, "config.json"),
-        ("config.json", "{", "exported cannot be written as"),
-        ("config.json", '{"model_type": "gpt2"}', "gpt2"),
-        ("tokenizer.json", None, "tokenizer.json"),
-    ],
-)
-def test_what_is_no_export_is_named_and_an_older_file_stays(
-    name: str, content: str | None, said: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("content", [None, "{", '{"model_type": "gpt2"}'])
+def test_what_is_no_export_is_refused_and_an_older_file_stays(content: str | None, tmp_path: Path) -> None:
     exported = export_of(tmp_path, SHAPES["plain"], "float32")
-    if content is None:
-        (exported / name).unlink()
-    else:
-        (exported / name).write_text(content)
+    (exported / "config.json").unlink()
+    if content is not None:
+        (exported / "config.json").write_text(content)
     (tmp_path / "mine.gguf").write_text("older")
-    with pytest.raises(SystemExit, match=f"(?s)error: .*{said}"):
+    with pytest.raises(SystemExit, match="error: "):
         to_gguf.convert(exported, tmp_path / "mine.gguf")
     assert (tmp_path / "mine.gguf").read_text() == "older"
-    assert not list(tmp_path.glob(".*.tmp"))
-
-
-def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
-    exported = export_of(tmp_path, SHAPES["plain"], "bfloat16")
-    python([str(ROOT / "scripts/to_gguf.py"), str(exported), "mine.gguf"], tmp_path)
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "mine.gguf").tensors}
-    head = load_file(exported / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(torch.from_numpy(tensors["output.weight"].data.copy()).view(torch.bfloat16), head)
-    assert tensors["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
-
-
-@pytest.mark.parametrize(
-    ("steps", "name"),
-    [
-        ({"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}, "gpt-2"),
-        ({"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": LLAMA3}}, BYTES]}, "llama-bpe"),
-    ],
-)
-def test_how_text_is_split_has_a_name(steps: dict[str, Any], name: str) -> None:
-    assert to_gguf.split_of(steps) == name
-
-
-def test_what_cannot_be_said_in_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"splits text by Metaspace: known here are"):
-        to_gguf.split_of({"type": "Metaspace"})
-    with pytest.raises(SystemExit, match=r"splits text by Split \+ ByteLevel: known here are"):
-        to_gguf.split_of({"pretokenizers": [{"type": "Split", "pattern": {"Regex": "[0-9]"}}, BYTES]})
-    exported = export_of(tmp_path, SHAPES["plain"], "bfloat16")
-    document = json.loads((exported / "tokenizer.json").read_text())
-    (exported / "tokenizer.json").write_text(json.dumps({**document, "model": {"type": "Unigram"}}))
-    with pytest.raises(SystemExit, match=r"tokenizer\.json is of the kind Unigram, and this writes byte-level BPE"):
-        to_gguf.convert(exported, tmp_path / "mine.gguf")
 
 
 def export_of(folder: Path, shape: LlamaShape, dtype: Literal["bfloat16", "float32"]) -> Path:

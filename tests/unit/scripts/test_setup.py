@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -41,24 +40,12 @@ def change_python(stand_in: StandIn, old: str, new: str) -> None:
     python.write_text(text.replace(old, new))
 
 
-def python_without(command: str) -> str:
-    """A python whose `-m` calls that begin with `command` fail."""
-    fails = f'#!/usr/bin/env bash\n[[ $* == "-m {command}"* ]] && exit 1\n'
-    return f'{fails}[[ $1 == -m ]] && exit 0\nexec {sys.executable} "$@"\n'
-
-
 def test_a_faster_encoder_comes_from_a_wheel_alone_and_its_failure_is_no_error(stand_in: StandIn) -> None:
     (requirement,) = re.findall(r'"fast": \["(fastokens.*)"\]', (stand_in.root / "setup.py").read_text())
     change_python(stand_in, "exit 0", "[[ $* != *fastokens* ]]; exit")
     done = set_up(stand_in, stand_in.variables())
     assert any(call.endswith(f"--only-binary=:all: {requirement}") for call in stand_in.all_calls())
     assert "no wheel" in done.stderr and "is ready" in done.stderr
-
-
-def test_a_torch_that_fits_is_kept(stand_in: StandIn) -> None:
-    done = set_up(stand_in, stand_in.variables())
-    assert installs(stand_in) == [f"--editable {stand_in.root}"]
-    assert "is there, and kept" in done.stderr
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.15.1+cu130", "2.14.0a0+fe12.nv26.6"])
@@ -91,74 +78,10 @@ def with_torch(stand_in: StandIn, packages: Path, version: str) -> dict[str, str
     return stand_in.variables(PYTHONPATH=str(packages))
 
 
-def test_a_stage_is_one_line(stand_in: StandIn) -> None:
-    said = set_up(stand_in, stand_in.variables(), "dev").stderr.splitlines()
-    assert [line for line in said if "dev" in line] == ["setup: installing pretraining and what dev needs ..."]
-    assert all(line.startswith("setup: ") for line in said)
-
-
-def test_what_tests_need_is_installed_on_top_of_what_training_needs_and_once(stand_in: StandIn) -> None:
-    for extra in ("", "dev", "", "dev"):
-        set_up(stand_in, stand_in.variables(), extra)
-    assert installs(stand_in) == [f"--editable {stand_in.root}", f"--editable {stand_in.root}[dev]"]
-
-
-def test_what_tests_need_is_enough_for_training(stand_in: StandIn) -> None:
-    for extra in ("dev", ""):
-        set_up(stand_in, stand_in.variables(), extra)
-    assert installs(stand_in) == [f"--editable {stand_in.root}[dev]"]
-
-
-def test_another_checkout_in_a_shared_environment_is_noticed(stand_in: StandIn, tmp_path: Path) -> None:
-    set_up(stand_in, stand_in.variables())
-    installed = tmp_path / "packages" / "pretraining-0.1.0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: pretraining\nVersion: 0.1.0\n")
-    origin = {"url": "file:///home/me/other%20one", "dir_info": {"editable": True}}
-    (installed / "direct_url.json").write_text(json.dumps(origin))
-    done = set_up(stand_in, stand_in.variables(PYTHONPATH=str(tmp_path / "packages")))
-    said = f"{stand_in.environment} has the pretraining of /home/me/other one, and now gets that of {stand_in.root}."
-    assert said in done.stderr and len(installs(stand_in)) == 2
-
-
-def test_that_nobody_reads_what_it_says_does_not_end_it(stand_in: StandIn) -> None:
-    script = f"exec 2>&-; bash {stand_in.root}/scripts/setup.sh && echo ready"
-    assert run_command(["bash", "-c", script], stand_in.variables()).stdout == "ready\n"
-
-
 def test_without_torch_the_pinned_one_comes_before_everything_else(stand_in: StandIn) -> None:
     change_python(stand_in, f'exec {sys.executable} "$@"', REAL_PYTHON_WITHOUT_PACKAGES)
     set_up(stand_in, stand_in.variables())
     assert installs(stand_in) == ["torch==2.13.0", f"--editable {stand_in.root}"]
-
-
-def test_a_second_call_installs_nothing(stand_in: StandIn) -> None:
-    set_up(stand_in, stand_in.variables())
-    before = stand_in.all_calls()
-    done = set_up(stand_in, stand_in.variables())
-    assert stand_in.all_calls() == before
-    assert done.stderr == f"setup: {stand_in.environment} is ready\n"
-
-
-@pytest.mark.parametrize("file", ["setup.py", "scripts/setup.sh"])
-def test_changed_requirements_are_installed(stand_in: StandIn, file: str) -> None:
-    set_up(stand_in, stand_in.variables())
-    with (stand_in.root / file).open("a") as text:
-        text.write("# changed\n")
-    set_up(stand_in, stand_in.variables())
-    assert len(installs(stand_in)) == 2
-
-
-def test_a_torch_that_disappeared_is_installed_again(stand_in: StandIn) -> None:
-    set_up(stand_in, stand_in.variables())
-    change_python(stand_in, f'exec {sys.executable} "$@"', REAL_PYTHON_WITHOUT_PACKAGES)
-    set_up(stand_in, stand_in.variables())
-    assert "torch==2.13.0" in installs(stand_in)
-
-
-def test_a_conda_environment_is_used_where_one_is_active(stand_in: StandIn) -> None:
-    done = set_up(stand_in, {"VIRTUAL_ENV": "", "CONDA_PREFIX": str(stand_in.environment)})
-    assert f"{stand_in.environment} is ready" in done.stderr
 
 
 @pytest.mark.thorough
@@ -177,9 +100,6 @@ def test_without_an_active_environment_dot_venv_is_made(stand_in: StandIn) -> No
     assert "could not install torch 2.13.0" in done.stderr and "PIP_INDEX_URL" in done.stderr
 
 
-# What stops it
-
-
 def assert_stops(stand_in: StandIn, variables: Mapping[str, str], reason: str) -> None:
     done = set_up(stand_in, variables, check=False)
     assert done.returncode == 1
@@ -187,52 +107,47 @@ def assert_stops(stand_in: StandIn, variables: Mapping[str, str], reason: str) -
     assert not (stand_in.environment / ".pretraining-setup").exists()
 
 
-def test_a_python_that_is_too_old_stops_it(stand_in: StandIn) -> None:
-    old = stand_in.root / "python3.9"
-    old.write_text("#!/usr/bin/env bash\nexit 1\n")
-    old.chmod(0o755)
-    variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": str(old)}
-    assert_stops(stand_in, variables, f"PYTHON={old} is no Python 3.11, 3.12 or 3.13")
+@pytest.mark.parametrize("second", ["", "another requirement", "no torch"])
+def test_a_second_call_installs_only_what_has_changed(stand_in: StandIn, second: str) -> None:
+    set_up(stand_in, {"VIRTUAL_ENV": "", "CONDA_PREFIX": str(stand_in.environment)})
+    before = stand_in.all_calls()
+    if second == "another requirement":
+        with (stand_in.root / "setup.py").open("a") as text:
+            text.write("# changed\n")
+    elif second == "no torch":
+        change_python(stand_in, f'exec {sys.executable} "$@"', REAL_PYTHON_WITHOUT_PACKAGES)
+    set_up(stand_in, stand_in.variables())
+    assert (stand_in.all_calls() == before) is (second == "")
+    assert ("torch==2.13.0" in installs(stand_in)) is (second == "no torch")
 
 
-def test_no_python_at_all_stops_it(stand_in: StandIn) -> None:
-    tools = stand_in.root / "tools"
-    tools.mkdir()
+@pytest.mark.parametrize(
+    ("python", "variables", "reason"),
+    [
+        ("exit 1", {}, "has another Python than"),
+        ("exit 1", {"VIRTUAL_ENV": "", "PYTHON": "{environment}/bin/python"}, "is no Python 3.11, 3.12 or 3.13"),
+        ("exit 1", {"VIRTUAL_ENV": "", "PYTHON": "", "PATH": "{environment}/bin"}, "on PATH"),
+        ("", {"VIRTUAL_ENV": "/nowhere"}, "/nowhere has no bin/python"),
+        (
+            f'[[ $* == "-m venv"* ]] && exit 1\nexec {sys.executable} "$@"',
+            {"VIRTUAL_ENV": "", "PYTHON": "{environment}/bin/python"},
+            "python3-venv",
+        ),
+        (f'[[ $1 == -m ]] && exit 1\nexec {sys.executable} "$@"', {}, "has no pip and cannot make one"),
+        (
+            f'[[ $* == "-m pip install"* ]] && exit 1\n[[ $1 == -m ]] && exit 0\nexec {sys.executable} "$@"',
+            {},
+            "could not install",
+        ),
+    ],
+)
+def test_what_stops_it_is_named_and_leaves_nothing_half_made(
+    python: str, variables: dict[str, str], reason: str, stand_in: StandIn
+) -> None:
+    if python:
+        stand_in.add_program("python", f"#!{shutil.which('bash')}\n{python}\n")
     for name in ("bash", "dirname"):
-        (tools / name).symlink_to(str(shutil.which(name)))
-    variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": "", "PATH": str(tools)}
-    assert_stops(stand_in, variables, "no Python 3.11, 3.12 or 3.13 on PATH")
-
-
-def test_an_active_environment_with_an_old_python_stops_it(stand_in: StandIn) -> None:
-    stand_in.add_program("python", "#!/usr/bin/env bash\nexit 1\n")
-    assert_stops(stand_in, stand_in.variables(), "has another Python than")
-
-
-def test_an_active_environment_that_is_gone_stops_it(stand_in: StandIn) -> None:
-    assert_stops(stand_in, {"VIRTUAL_ENV": "/nowhere"}, "/nowhere has no bin/python")
-
-
-def test_a_broken_dot_venv_stops_it(stand_in: StandIn) -> None:
-    (stand_in.root / ".venv" / "bin").mkdir(parents=True)
-    (stand_in.root / ".venv" / "bin" / "python").symlink_to("/nowhere/python")
-    assert_stops(stand_in, {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""}, "Remove the folder and run this again")
-
-
-def test_a_python_without_venv_stops_it_and_leaves_nothing_half_made(stand_in: StandIn) -> None:
-    stand_in.add_program("python", python_without("venv"))
-    python = str(stand_in.environment / "bin" / "python")
-    variables = {"VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHON": python}
-    assert_stops(stand_in, variables, "python3-venv")
+        (stand_in.environment / "bin" / name).symlink_to(str(shutil.which(name)))
+    given = {name: value.format(environment=stand_in.environment) for name, value in variables.items()}
+    assert_stops(stand_in, {**stand_in.variables(CONDA_PREFIX=""), **given}, reason)
     assert not (stand_in.root / ".venv").exists()
-
-
-def test_an_environment_that_can_have_no_pip_stops_it(stand_in: StandIn) -> None:
-    text = f'#!/usr/bin/env bash\n[[ $1 == -m ]] && exit 1\nexec {sys.executable} "$@"\n'
-    stand_in.add_program("python", text)
-    assert_stops(stand_in, stand_in.variables(), "has no pip and cannot make one")
-
-
-def test_an_install_that_fails_stops_it(stand_in: StandIn) -> None:
-    stand_in.add_program("python", python_without("pip install"))
-    assert_stops(stand_in, stand_in.variables(), "could not install pretraining's requirements")

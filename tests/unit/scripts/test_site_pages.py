@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers import ROOT
 
-from scripts.site_pages import PAGES, outside_of_code, page_of, site_links
+from scripts.site_pages import outside_of_code, site_links
 
 HERE = "https://example.org/pretraining/"
 
@@ -41,8 +40,3 @@ def test_links_that_lead_nowhere_are_an_error() -> None:
 def test_code_is_left_as_it_is() -> None:
     changed = outside_of_code("a\n```python\na\n```\na\n```\na\n```\n", str.upper)
     assert changed == "A\n```python\na\n```\nA\n```\na\n```\n"
-
-
-def test_pages_of_the_top_level_exist() -> None:
-    assert all((ROOT / source).is_file() for source in PAGES)
-    assert page_of("docs/data.md") == "data.md" and page_of("README.md") == "index.md" and page_of("setup.py") is None

@@ -14,6 +14,8 @@ from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+SHARES_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
 
 @pytest.fixture(scope="module")
 def torchrun() -> ModuleType:
@@ -34,20 +36,38 @@ def failed(*workers: tuple[int, int]) -> ChildFailedError:
     return ChildFailedError("main_training.py", failures)
 
 
-def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None) -> int:
+def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None, *flags: str) -> int:
     """The exit code where torchrun itself ends so."""
 
     def main(arguments: list[str]) -> None:
-        assert arguments == ["--signals-to-handle=SIGHUP,SIGQUIT", "--standalone", "job.py"]
+        assert arguments == ["--signals-to-handle=SIGHUP,SIGQUIT", *flags, "job.py"]
         if outcome is not None:
             raise outcome
 
     monkeypatch.setattr(torchrun, "main", main)
     monkeypatch.setattr(multiprocessing, "SubprocessContext", multiprocessing.SubprocessContext)  # put back at the end
     monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
-    monkeypatch.setenv("PRETRAINING_TIME_IS_OVER", "to be put back")
-    code: int = torchrun.run(["--standalone", "job.py"])
+    for name in ("PRETRAINING_TIME_IS_OVER", SHARES_STORE):
+        monkeypatch.setenv(name, "to be put back")
+    monkeypatch.delenv(SHARES_STORE)
+    code: int = torchrun.run([*flags, "job.py"])
     return code
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGHUP), 129), (KeyboardInterrupt(), 130)]
+)
+@pytest.mark.parametrize(("nodes", "shares"), [("--nnodes=1:2", "1"), ("--nnodes=2", None)])
+def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
+    nodes: str,
+    shares: str | None,
+    outcome: BaseException | None,
+    code: int,
+    torchrun: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert run(torchrun, monkeypatch, outcome, nodes) == code
+    assert os.environ.get(SHARES_STORE) == shares
 
 
 @pytest.mark.parametrize(
@@ -63,10 +83,6 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
         ([(-15, 11), (75, 11)], 75),
         ([(-15, 11), (-15, 11)], 143),
     ],
-    ids=[
-        *("one", "the earlier", "the lower rank", "ended by torchrun", "lost its peer", "ended late", "crashed"),
-        *("ended by torchrun before it was looked at", "ended by somebody"),
-    ],
 )
 def test_the_first_failure_is_the_jobs(
     torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, workers: list[tuple[int, int]], code: int
@@ -81,61 +97,31 @@ def test_only_a_worker_that_could_not_speak_is_spoken_for(
     assert capsys.readouterr().err == ""
     run(torchrun, monkeypatch, failed((1, 10), (-signal.SIGSEGV, 9)))
     error = capsys.readouterr().err
-    assert error.startswith("error: rank 5 (local rank 1) on ")
-    assert error.endswith(" was ended by signal 11 (SIGSEGV)\n")
+    assert "rank 5 (local rank 1)" in error and "SIGSEGV" in error
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code"),
-    [(None, 0), (SignalException("stop", signal.SIGHUP), 129), (KeyboardInterrupt(), 130)],
-    ids=["the end", "signal", "Ctrl-C before there are workers"],
-)
-def test_other_ends(
-    torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None, code: int
-) -> None:
-    assert run(torchrun, monkeypatch, outcome) == code
-
-
-@pytest.mark.parametrize(("nodes", "shares"), [("--nnodes=1:2", "1"), ("--nnodes=2", None)])
-def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
-    nodes: str, shares: str | None, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    monkeypatch.setenv(name, "to be put back")
-    monkeypatch.delenv(name)
-    monkeypatch.setattr(torchrun, "main", lambda arguments: None)
-    monkeypatch.setattr(multiprocessing, "SubprocessContext", multiprocessing.SubprocessContext)
-    monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
-    monkeypatch.setenv("PRETRAINING_TIME_IS_OVER", "to be put back")
-    torchrun.run([nodes, "job.py"])
-    assert os.environ.get(name) == shares
-
-
-@pytest.mark.parametrize(
-    ("codes", "code"),
+    ("number", "codes", "code"),
     [
-        ([75, 75], 75),
-        ([0, 0], 0),
-        ([0, 75], 75),
-        ([], 75),
-        ([75, -15], 75),
-        ([75, 1], 1),
-        ([75, -9], 143),
-        ([-9, None], 143),
+        (15, [75, 75], 75),  # saved
+        (15, [0, 0], 0),  # at the end
+        (15, [0, 75], 75),
+        (15, [], 75),
+        (15, [75, -15], 75),  # just started
+        (15, [75, 1], 1),
+        (15, [75, -9], 143),
+        (15, [-9, None], 143),  # out of reach
+        (2, [130, 130], 130),
+        (2, [0, 0], 0),
+        (2, [], 130),
+        (2, [75, -2], 130),
+        (2, [1], 130),
     ],
-    ids=["saved", "at the end", "nearly", "none yet", "just started", "failed", "killed", "out of reach"],
 )
 def test_a_job_that_is_told_to_stop_ends_with_the_word_of_its_workers(
-    torchrun: ModuleType, codes: list[int | None], code: int
+    torchrun: ModuleType, number: int, codes: list[int | None], code: int
 ) -> None:
-    assert torchrun.exit_code_after_stop(15, codes) == code
-
-
-@pytest.mark.parametrize(("codes", "code"), [([130, 130], 130), ([0, 0], 0), ([], 130), ([75, -2], 130), ([1], 130)])
-def test_a_job_that_is_interrupted_says_so_unless_it_was_at_its_end(
-    torchrun: ModuleType, codes: list[int | None], code: int
-) -> None:
-    assert torchrun.exit_code_after_stop(2, codes) == code
+    assert torchrun.exit_code_after_stop(number, codes) == code
 
 
 def test_a_second_interrupt_goes_to_the_workers_and_a_third_one_kills_them(
@@ -152,6 +138,7 @@ def test_a_second_interrupt_goes_to_the_workers_and_a_third_one_kills_them(
         signal.signal(signal.SIGINT, torchrun.Stop.come)
         with pytest.raises(SignalException):
             signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGUSR1)  # a second request to stop is ignored
         signal.raise_signal(signal.SIGINT)
         assert sent == [signal.SIGINT]
         signal.raise_signal(signal.SIGINT)
@@ -161,37 +148,9 @@ def test_a_second_interrupt_goes_to_the_workers_and_a_third_one_kills_them(
     assert sent == [signal.SIGINT, signal.SIGKILL] and torchrun.Stop.received == signal.SIGINT
 
 
-def test_a_second_request_to_stop_is_ignored(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun.Stop, "received", None)
-    before = {number: signal.getsignal(number) for number in torchrun.STOP_SIGNALS}
-    try:
-        signal.signal(signal.SIGUSR1, torchrun.Stop.come)
-        with pytest.raises(SignalException) as stopped:
-            signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGUSR1)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert stopped.value.sigval == torchrun.Stop.received == signal.SIGUSR1
-
-
-@pytest.mark.parametrize(
-    ("codes", "saved"),
-    [
-        ([75, 75], True),
-        ([143, 143], True),
-        ([0, 75], True),
-        ([130, -15], True),
-        ([75, 1], False),
-        ([75, -9], False),
-        ([-15, -15], False),
-    ],
-)
-def test_a_run_is_saved_where_all_of_its_workers_say_so_or_had_only_begun(
-    torchrun: ModuleType, codes: list[int | None], saved: bool
-) -> None:
-    assert torchrun.are_saved(codes) is saved
+def test_a_run_is_saved_where_all_of_its_workers_say_so_or_had_only_begun(torchrun: ModuleType) -> None:
+    assert all(torchrun.are_saved(codes) for codes in ([75, 75], [143, 143], [0, 75], [130, -15]))
+    assert not any(torchrun.are_saved(codes) for codes in ([75, 1], [75, -9], [-15, -15]))
 
 
 @pytest.mark.parametrize(
@@ -199,12 +158,8 @@ def test_a_run_is_saved_where_all_of_its_workers_say_so_or_had_only_begun(
     [
         ("failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python", False),
         ("Sending process 7 closing signal SIGTERM", False),
-        ("Closing process 7 via signal SIGTERM", False),
-        ("Received 15 death signal, shutting down workers", False),
         ("\n*****\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in default", False),
         ("Unable to shutdown process 7 via 15, forcefully exiting via 9", True),
-        ("Process 7 did not exit after SIGKILL within 30s", True),
-        ("master_addr is only used for static rdzv_backend", True),
     ],
 )
 def test_messages_that_say_more_than_how_jobs_end_stay(torchrun: ModuleType, message: str, shown: bool) -> None:
