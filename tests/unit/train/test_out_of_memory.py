@@ -22,7 +22,6 @@ from pretraining.train import loop, restore
 from pretraining.train.step import StepContext, train_step
 
 GIB = 2**30
-CPU = torch.device("cpu")
 
 
 def use_of(**changes: object) -> MemoryUse:
@@ -107,54 +106,13 @@ def test_the_table_adds_up() -> None:
     assert not any("allocator" in line for line in memory_table(use_of(reserved=None)))
 
 
-SETTINGS = [*TINY, "use_dummy_dataset=true"]
-NAMED = re.compile(r"--(\w+)=")
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "hsdp"])
-@pytest.mark.parametrize("batch", ["batch_size=8", "batch_size=1"])
-@pytest.mark.parametrize(("world_size", "shard_size"), [(1, 1), (8, 8), (8, 4), (8, 1)])
-def test_every_flag_that_is_recommended_exists(strategy: str, batch: str, world_size: int, shard_size: int) -> None:
-    config = load_train_config([*SETTINGS, f"sharding_strategy={strategy}", batch], {})
-    text = "\n".join(advise(config, use_of(allocated=50 * GIB), world_size, shard_size, CPU))
-    flags = set(NAMED.findall(text))
-    assert flags and flags <= settings_of(TrainConfig).keys()
-    assert ("batch_size" in flags) == (batch != "batch_size=1")
+def test_advice_names_settings_that_exist_and_what_the_allocator_holds() -> None:
+    config = load_train_config([*TINY, "use_dummy_dataset=true", "batch_size=8"])
+    text = "\n".join(advise(config, use_of(allocated=50 * GIB), 1, torch.device("cpu")))
+    flags = set(re.findall(r"--(\w+)=", text))
+    assert {"batch_size", "sharding_strategy"} <= flags <= settings_of(TrainConfig).keys()
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
-
-
-def test_what_saves_most_comes_first_with_what_it_saves() -> None:
-    config = load_train_config([*SETTINGS, "sharding_strategy=ddp", "batch_size=8", "global_batch_size=64"], {})
-    lines = advise(config, use_of(), 8, 1, CPU)
-    assert lines[0].startswith(
-        "--fsdp_activation_checkpointing=true (slower by up to a third); --selective_checkpointing=2"
-    )
-    assert lines[1] == "--batch_size=4 in place of 8: about 30.0 GiB less"
-    assert "--sharding_strategy=fsdp in place of ddp: about 14.0 GiB less" in lines
-    few_activations = use_of(peak=18 * GIB)
-    assert advise(config, few_activations, 8, 1, CPU)[0].startswith("--sharding_strategy=fsdp")
-
-
-LARGE = ["vocab_size=128256", "batch_size=1", "seq_length=8192"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "advice", "is_given"),
-    [
-        (["sharding_strategy=fsdp", "batch_size=1"], "--fsdp_activation_checkpointing=true", True),
-        (
-            ["sharding_strategy=fsdp", "batch_size=1", "fsdp_activation_checkpointing=true"],
-            "_checkpointing=true",
-            False,
-        ),
-        ([*LARGE, "loss_chunk_tokens=0"], "--loss_chunk_tokens=none", True),
-        ([*LARGE, "loss_chunk_tokens=none"], "--loss_chunk_tokens", False),
-        ([*LARGE, "loss_chunk_tokens=256"], "--loss_chunk_tokens", False),
-    ],
-)
-def test_what_is_on_already_is_not_recommended(flags: list[str], advice: str, is_given: bool) -> None:
-    text = "\n".join(advise(load_train_config([*SETTINGS, *flags], {}), use_of(), 8, 8, CPU))
-    assert (advice in text) is is_given
+    assert "PYTORCH" not in "\n".join(advise(config, use_of(reserved=None), 1, torch.device("cpu")))
 
 
 def test_snapshots_of_memory_need_a_gpu(tmp_path: Path) -> None:
