@@ -1,16 +1,16 @@
-"""Every rule that looks at more than one setting, or at more of one than its type and limits, in one place.
+"""Every rule over several settings, in one place.
 
-A rule is a function whose parameters are named after the settings that it reads, or after a whole section. It yields a
-sentence for each problem, naming the flag to change, or lets through the ConfigError of what it tries. A rule is left
-out where one of its settings could not be read, since it would only make a second, misleading problem. Rules use what
-is known before a run starts; what needs the number of GPUs or the data is checked where that is known
-(`batch_plan.py`, `Duration.to_steps`).
+Most rules are rows: settings that cannot be as they are at the same time, and what to do. The others are functions
+whose parameters are named after the settings, or sections, that they read; each yields a sentence per problem, naming
+the flag to change, or lets through the ConfigError of what it tries. A rule is left out if one of its settings could
+not be read: it would only make a second, misleading problem. Rules use what is known before a run starts; what needs
+the number of GPUs or the data is checked where that is known (`batch_plan.py`, `Duration.to_steps`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
@@ -92,6 +92,116 @@ class Rule:
         )
 
 
+@dataclass(frozen=True)
+class Row:
+    """Settings that cannot be as they are at the same time.
+
+    Attributes:
+        settings: by name, `ON`, `OFF`, `GIVEN` (also as 0) or values; the first is named first.
+        remedy: what to do.
+        root: the configurations that it is for.
+    """
+
+    settings: Mapping[str, Any]
+    remedy: str
+    root: type = TrainConfig
+
+    def problem(self, values: Mapping[str, Any]) -> str | None:
+        """Return the sentence about settings that are so; None if they are not."""
+        for name, asked in self.settings.items():
+            value = values[name]
+            is_on = bool(getattr(value, "amount", value))
+            kinds = {ON: is_on, OFF: not is_on, GIVEN: value is not None}
+            if not (kinds[asked] if asked in (ON, OFF, GIVEN) else value in asked):
+                return None
+        first, *others = [f"--{name}={format_value(values[name])}" for name in self.settings]
+        return f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.remedy}"
+
+
+ON, OFF, GIVEN = object(), object(), object()
+TO_EVALUATE_ON = {"held_out_fraction": OFF, "eval_datasets": OFF}
+EVALUATE_ON = "give documents to evaluate on, --held_out_fraction=0.01 or --eval_datasets=<folders>"
+ONE = "leave one of them out"
+ROWS = (
+    # data
+    Row({"weights": ON, "datasets": OFF}, "weights are proportions of --datasets: name these, in the same order"),
+    Row({"col_name": [""]}, "name the column that holds the token ids"),
+    # length and schedule
+    Row({"num_steps": OFF}, "give a length, in steps (1000), tokens (5Btok) or epochs (2ep)"),
+    Row(
+        {"stable_steps": GIVEN, "decay_steps": GIVEN},
+        "both say where the decay begins; keep the one that stays as it is when the run gets longer",
+    ),
+    Row(
+        {"schedule": ["piecewise_linear"], "schedule_points": OFF},
+        "give --schedule_points, as in 0:0,2000:1,80%:1,100%:0.1",
+    ),
+    # parallelism and precision
+    Row({"backend": ["gloo"], "device": ["cuda"]}, f"GPUs talk by NCCL; {ONE}"),
+    Row({"backend": ["nccl"], "device": ["cpu"]}, f"CPUs talk by gloo; {ONE}"),
+    Row({"float8": ON, "device": ["cpu"]}, f"float8 needs a GPU; {ONE}"),
+    Row({"float8": ON, "mixed_precision": [False]}, f"all but the matrices is in bfloat16 then; {ONE}"),
+    Row({"float8": ON, "mp_dtype": ["float16", "float32"]}, f"all but the matrices is in bfloat16 then; {ONE}"),
+    Row({"mp_dtype": ["float16", "float32"], "mixed_precision": [False]}, f"mixed precision is off; {ONE}"),
+    Row(
+        {"hsdp_group_size": ON, "sharding_strategy": ["ddp", "zero2", "fsdp"]},
+        "only hsdp and hsdp_zero2 shard inside groups; change one or leave --hsdp_group_size out",
+    ),
+    Row(
+        {"replica_check_interval": ON, "sharding_strategy": ["fsdp", "zero2"]},
+        "there is one copy of the weights, in pieces; give --replica_check_interval=0, or a strategy with replicas",
+    ),
+    # checkpoints
+    Row({"ckpt_save_path": [""]}, "name the run's folder"),
+    Row({"ckpt_save_path": [""]}, "name the run's folder", ImportConfig),
+    Row(
+        {"weights_only": [True], "ckpt_load_path": OFF, "resume_from_checkpoint": OFF},
+        "name the run or checkpoint whose weights to begin with, --ckpt_load_path",
+    ),
+    Row({"init_from": ["scratch"], "ckpt_load_path": ON}, f"a run from scratch loads nothing; {ONE}"),
+    Row({"init_from": ["scratch"], "resume_from_checkpoint": ON}, f"a run from scratch loads nothing; {ONE}"),
+    Row({"resume_from_checkpoint": ON, "ckpt_load_path": ON}, f"both say what to start from; {ONE}"),
+    Row(
+        {"resume_from_checkpoint": ["true", "True", "false", "False"]},
+        "name a run or a checkpoint; a run in --ckpt_save_path resumes without a flag",
+    ),
+    Row({"ckpt_format": ["full"], "async_save": [True]}, f"training waits for unsharded checkpoints; {ONE}"),
+    # evaluation
+    Row({"best_by": ON, **TO_EVALUATE_ON}, EVALUATE_ON),
+    Row({"early_stopping_evaluations": ON, **TO_EVALUATE_ON}, EVALUATE_ON),
+    Row({"eval_only": [True], **TO_EVALUATE_ON}, EVALUATE_ON),
+    Row({"sample_at_evaluations": [True], **TO_EVALUATE_ON}, EVALUATE_ON),
+    Row(
+        {"held_out_fraction": ON, "eval_only": [True], "data_path": OFF, "use_dummy_dataset": OFF},
+        "it is a share of the documents in --data_path: give that, too, or --held_out_fraction=0",
+    ),
+    Row({"dry_run": [True], "eval_only": [True]}, f"--dry_run shows what a training would do; {ONE}"),
+    Row({"sample_at_evaluations": [True], "tokenizer_path": OFF}, "give the tokenizer of the data, --tokenizer_path"),
+    Row({"sample_at_evaluations": [True], "sample_tokens": OFF}, "change one"),
+    Row(
+        {"early_stopping_evaluations": ON, "eval_interval": OFF},
+        "the only evaluation is at the end; give --eval_interval",
+    ),
+    # guards and profiler
+    Row({"max_rollbacks": ON, "max_skipped_steps": OFF}, "no number of skipped updates rolls back; give one, as in 20"),
+    Row({"profile_steps": ON, "use_profiler": [False]}, "give --use_profiler=true, or leave the steps out"),
+    Row({"profile_interval": ON, "use_profiler": [False]}, "give --use_profiler=true, or leave the interval out"),
+    # other commands
+    Row({"hf_config": ON, "hf_dataset": OFF}, "name the dataset that the configuration is of", PrepareConfig),
+    Row({"extensions": OFF, "input_path": ON}, "name some, such as --extensions=txt,jsonl", PrepareConfig),
+    Row(
+        {"vocab_size": ON, "tokenizer_path": ON},
+        f"the size is for a tokenizer trained here, or for token ids without one; {ONE}",
+        PrepareConfig,
+    ),
+    Row({"rank": GIVEN, "world_size": OFF}, "give --world_size=<number of GPUs>, too", InspectConfig),
+    Row({"prompt": ON, "prompt_tokens": ON}, f"both are prompts; {ONE}", SampleConfig),
+    Row({"ckpt_path": ON, "data_path": ON}, f"verify checks one thing; {ONE}", VerifyConfig),
+    Row({"datasets": ON, "ckpt_path": ON}, f"datasets are of token files; {ONE}", VerifyConfig),
+    Row({"vocab_size": ON, "ckpt_path": ON}, f"a vocabulary is of token files; {ONE}", VerifyConfig),
+    Row({"ckpt_path": OFF, "data_path": OFF}, "name a checkpoint or run, or token files (--data_path)", VerifyConfig),
+)
+
 RULES: list[Rule] = []
 
 
@@ -122,6 +232,9 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
     sections = {name: getattr(config, name) for name in sections_of(type(config))}
     values = sections | values_of(config)
     problems: list[str] = []
+    for row in ROWS:
+        if isinstance(config, row.root) and row.settings.keys().isdisjoint(unreadable):
+            problems += filter(None, [row.problem(values)])
     for rule in RULES:
         if isinstance(config, rule.root) and not isinstance(config, rule.not_for) and rule.reads.isdisjoint(unreadable):
             try:
@@ -238,9 +351,7 @@ def _epochs_need_a_dataset(use_dummy_dataset: bool, **durations: Duration | None
 @_rule()
 def _each_dataset_has_a_weight(datasets: tuple[str, ...], weights: tuple[float, ...]) -> Problems:
     given = f"--weights={format_value(weights)}"
-    if weights and not datasets:
-        yield f"{given} are proportions of nothing: give --datasets, in the same order"
-    elif weights and len(weights) != len(datasets):
+    if weights and datasets and len(weights) != len(datasets):
         yield (
             f"{len(weights)} weights for {len(datasets)} datasets: {given} needs one for each of "
             f"--datasets={format_value(datasets)}, in the same order"
@@ -312,12 +423,6 @@ def _each_micro_batch_has_a_sequence(global_batch_size: int | None, grad_accum_s
 
 
 @_rule()
-def _the_run_has_a_length(num_steps: Duration) -> Problems:
-    if num_steps.amount == 0:
-        yield "--num_steps=0 trains nothing: give steps (1000), tokens (5Btok) or epochs (2ep)"
-
-
-@_rule()
 def _warmup_fits_the_run(
     warmup_steps: Duration | None, num_steps: Duration, global_batch_size: int | None, seq_length: int
 ) -> Problems:
@@ -351,13 +456,6 @@ def _the_schedule_reads_what_is_given(schedule: str, training_stage: str, **opti
         if name not in SCHEDULES[schedule].options:
             readers = [other for other, entry in SCHEDULES.items() if name in entry.options]
             yield f"--{name} is for --schedule={' or '.join(readers)}, and {schedule} does not read it: leave one out"
-    if schedule == "piecewise_linear" and not options["schedule_points"]:
-        yield "--schedule=piecewise_linear needs --schedule_points, as in 0:0,2000:1,80%:1,100%:0.1"
-    if options["stable_steps"] is not None and options["decay_steps"] is not None:
-        yield (
-            "--stable_steps and --decay_steps are two ways to say where the decay begins: give the one that should "
-            "stay as it is when the run gets longer"
-        )
 
 
 @_rule()
@@ -428,39 +526,6 @@ def _a_tracker_reads_what_is_given(tracker: tuple[str, ...], **options: str | No
 
 
 @_rule()
-def _the_backend_is_of_the_device(device: str, backend: str) -> Problems:
-    if backend == "gloo" and device == "cuda":
-        yield "--backend=gloo is for CPUs, and --device=cuda asks for GPUs, which talk by NCCL: leave one of them out"
-    if backend == "nccl" and device == "cpu":
-        yield "--backend=nccl is for GPUs, and --device=cpu asks for CPUs, which talk by gloo: leave one of them out"
-
-
-@_rule()
-def _float8_is_of_gpus(device: str, float8: str | None) -> Problems:
-    if device == "cpu" and float8 is not None:
-        yield f"--float8={float8} needs a GPU, and --device=cpu leaves those alone: leave one of them out"
-
-
-@_rule()
-def _groups_belong_to_hsdp(hsdp_group_size: int | None, sharding_strategy: str) -> Problems:
-    if hsdp_group_size is not None and not sharding_strategy.startswith("hsdp"):
-        yield (
-            f"--hsdp_group_size={hsdp_group_size} needs --sharding_strategy=hsdp or hsdp_zero2, which shard inside "
-            f"groups; {sharding_strategy} has no groups. Change one or leave --hsdp_group_size out"
-        )
-
-
-@_rule()
-def _compared_replicas_exist(replica_check_interval: Duration, sharding_strategy: str) -> Problems:
-    if replica_check_interval.amount and sharding_strategy in ("fsdp", "zero2"):
-        yield (
-            f"--replica_check_interval={replica_check_interval} compares copies of the weights, and "
-            f"{sharding_strategy} keeps one, in pieces: give --replica_check_interval=0, or --sharding_strategy=ddp or "
-            "hsdp"
-        )
-
-
-@_rule()
 def _checkpointed_blocks_exist(
     fsdp_activation_checkpointing: bool,
     selective_checkpointing: str,
@@ -473,24 +538,6 @@ def _checkpointed_blocks_exist(
     if fsdp_activation_checkpointing and layers is not None:
         checkpointed_blocks(selective_checkpointing, layers)
     return ()
-
-
-@_rule()
-def _a_dtype_of_mixed_precision_is_used(mp_dtype: str, mixed_precision: bool | None) -> Problems:
-    if mixed_precision is False and mp_dtype != "bfloat16":
-        yield (
-            f"--mp_dtype={mp_dtype} is what --mixed_precision computes in, and that is off: give "
-            "--mixed_precision=true, or leave --mp_dtype out"
-        )
-
-
-@_rule()
-def _float8_goes_with_bfloat16(float8: str | None, mp_dtype: str, mixed_precision: bool | None) -> Problems:
-    if float8 is not None and (mixed_precision is False or mp_dtype != "bfloat16"):
-        other = "--mixed_precision=false" if mixed_precision is False else f"--mp_dtype={mp_dtype}"
-        yield (
-            f"--float8={float8} goes with computing all else in bfloat16, and {other} is given: leave one of them out"
-        )
 
 
 @_rule()
@@ -519,14 +566,6 @@ def _matrices_fit_float8(float8: str | None, seq_length: int, model: ModelConfig
 
 
 # Checkpoints
-
-
-@_rule()
-def _names_are_not_empty(ckpt_save_path: str | None, col_name: str) -> Problems:
-    if ckpt_save_path == "":
-        yield "--ckpt_save_path is empty: name the run's folder"
-    if not col_name:
-        yield "--col_name is empty: name the column that holds the token ids"
 
 
 @_rule(not_for=(PlanConfig, DoctorConfig))  # these take the settings of any run, and keep nothing
@@ -562,122 +601,10 @@ def _what_is_kept_has_a_folder(
         yield f"--tracker={format_value(tracker)} needs a folder: give --tracker_dir or --ckpt_save_path"
 
 
-@_rule()
-def _weights_alone_come_from_somewhere(
-    weights_only: bool, ckpt_load_path: str | None, resume_from_checkpoint: str | None
-) -> Problems:
-    if weights_only and ckpt_load_path is None and resume_from_checkpoint is None:
-        yield (
-            "--weights_only=true begins with the weights of another run, and --ckpt_load_path names none: give it, or "
-            "leave --weights_only out"
-        )
-
-
-@_rule()
-def _what_begins_from_scratch_comes_from_nowhere(
-    init_from: str, ckpt_load_path: str | None, resume_from_checkpoint: str | None
-) -> Problems:
-    given = {"ckpt_load_path": ckpt_load_path, "resume_from_checkpoint": resume_from_checkpoint}
-    for name, value in given.items():
-        if init_from == "scratch" and value is not None:
-            yield f"--init_from=scratch begins from initial weights, and --{name}={value} does not: leave one out"
-
-
-@_rule()
-def _a_checkpoint_is_named_once(ckpt_load_path: str | None, resume_from_checkpoint: str | None) -> Problems:
-    if resume_from_checkpoint is not None and resume_from_checkpoint.strip().lower() in ("true", "false"):
-        yield (
-            f"--resume_from_checkpoint={resume_from_checkpoint}: it takes the path of a run or checkpoint; a run found "
-            "in --ckpt_save_path is continued without a flag"
-        )
-    elif resume_from_checkpoint is not None and ckpt_load_path is not None:
-        yield (
-            f"--resume_from_checkpoint={resume_from_checkpoint} and --ckpt_load_path={ckpt_load_path} both say what to "
-            "start from: keep one"
-        )
-
-
-@_rule()
-def _unsharded_checkpoints_are_waited_for(ckpt_format: str, async_save: bool | None) -> Problems:
-    if ckpt_format == "full" and async_save:
-        yield (
-            "--ckpt_format=full is written while training waits, and --async_save=true asks for the opposite: leave "
-            "one of them out"
-        )
-
-
 # Evaluation
 
 
-@_rule()
-def _there_is_something_to_evaluate_on(
-    held_out_fraction: float,
-    eval_datasets: tuple[str, ...],
-    best_by: str | None,
-    early_stopping_evaluations: int,
-    eval_only: bool,
-    sample_at_evaluations: bool,
-) -> Problems:
-    if held_out_fraction or eval_datasets:
-        return
-    asked = {
-        f"--best_by={best_by}": best_by is not None,
-        f"--early_stopping_evaluations={early_stopping_evaluations}": early_stopping_evaluations > 0,
-        "--eval_only=true": eval_only,
-        "--sample_at_evaluations=true": sample_at_evaluations,
-    }
-    for flag, is_given in asked.items():
-        if is_given:
-            yield f"{flag} needs documents to evaluate on: give --held_out_fraction=0.01 or --eval_datasets=<folders>"
-
-
-@_rule()
-def _held_out_documents_are_held_out_of_something(
-    held_out_fraction: float, eval_only: bool, data_path: str | None, use_dummy_dataset: bool
-) -> Problems:
-    if eval_only and held_out_fraction and data_path is None and not use_dummy_dataset:
-        yield (
-            f"--held_out_fraction={held_out_fraction} is a share of the documents in --data_path: give it, too, or "
-            "--held_out_fraction=0"
-        )
-
-
-@_rule()
-def _an_evaluation_is_not_rehearsed(dry_run: bool, eval_only: bool) -> Problems:
-    if dry_run and eval_only:
-        yield (
-            "--dry_run=true shows what a training would do, and --eval_only=true trains and writes nothing: leave one "
-            "of them out"
-        )
-
-
-@_rule()
-def _samples_are_texts(sample_at_evaluations: bool, sample_tokens: int, tokenizer_path: str | None) -> Problems:
-    if sample_at_evaluations and tokenizer_path is None:
-        yield "--sample_at_evaluations=true needs the tokenizer of the data: give --tokenizer_path"
-    if sample_at_evaluations and not sample_tokens:
-        yield "--sample_at_evaluations=true with --sample_tokens=0 asks for samples of nothing: change one"
-
-
-@_rule()
-def _evaluations_that_stop_early_come_early(early_stopping_evaluations: int, eval_interval: Duration) -> Problems:
-    if early_stopping_evaluations and not eval_interval.amount:
-        yield (
-            f"--early_stopping_evaluations={early_stopping_evaluations} looks at evaluations on the way, and "
-            "--eval_interval=0 has one at the end alone: change one"
-        )
-
-
 # Guards and profiler
-
-
-@_rule()
-def _rollbacks_have_an_occasion(max_rollbacks: int, max_skipped_steps: int) -> Problems:
-    if max_rollbacks and not max_skipped_steps:
-        yield (
-            f"--max_rollbacks={max_rollbacks} happen after --max_skipped_steps updates left out in a row, and 0 is "
-            "never: give --max_skipped_steps=20, or --max_rollbacks=0"
-        )
 
 
 @_rule()
@@ -696,17 +623,6 @@ def _profiled_steps_are_ranges(profile_steps: tuple[str, ...]) -> Problems:
         )
 
 
-@_rule()
-def _profiled_steps_need_the_profiler(
-    use_profiler: bool, profile_steps: tuple[str, ...], profile_interval: Duration
-) -> Problems:
-    if profile_steps and not use_profiler:
-        steps = format_value(profile_steps)
-        yield f"--profile_steps={steps} needs --use_profiler=true: give it, or leave the steps out"
-    if profile_interval.amount and not use_profiler:
-        yield f"--profile_interval={profile_interval} needs --use_profiler=true: give it, or leave it out"
-
-
 # Other commands
 
 
@@ -723,30 +639,6 @@ def _text_has_one_source(input_path: tuple[str, ...], source: str | None, hf_dat
         yield f"{' and '.join(named)} all say which text to read: give one of them"
 
 
-@_rule(root=PrepareConfig)
-def _a_configuration_is_of_a_dataset(hf_config: str | None, hf_dataset: str | None) -> Problems:
-    if hf_config is not None and hf_dataset is None:
-        yield f"--hf_config={hf_config} is of which dataset? Give --hf_dataset too, or leave it out"
-
-
-@_rule(root=PrepareConfig)
-def _folders_have_files_to_read(input_path: tuple[str, ...], extensions: tuple[str, ...]) -> Problems:
-    if input_path and not extensions:
-        yield (
-            "--extensions is empty, so that no file of a folder would be read: name some, such as "
-            "--extensions=txt,jsonl"
-        )
-
-
-@_rule(root=PrepareConfig)
-def _a_vocabulary_is_of_a_tokenizer_trained_here(tokenizer_path: str | None, vocab_size: int | None) -> Problems:
-    if tokenizer_path is not None and vocab_size is not None:
-        yield (
-            f"--vocab_size={vocab_size} is for a tokenizer trained here, or for token ids without one, but "
-            "--tokenizer_path gives one: drop one of them"
-        )
-
-
 @_rule("dataset", "source", "hf_dataset", "input_path", "extensions", root=PrepareConfig)
 def _a_dataset_is_named_like_a_folder(**naming: Any) -> Problems:
     name = PrepareConfig(**naming).dataset_name
@@ -758,12 +650,6 @@ def _a_dataset_is_named_like_a_folder(**naming: Any) -> Problems:
             f"{name!r} cannot be a dataset's name (a plain folder name, without '/' and ',', not hidden): give "
             "another --dataset"
         )
-
-
-@_rule(root=ImportConfig)
-def _an_imported_run_has_a_folder(ckpt_save_path: str) -> Problems:
-    if not ckpt_save_path:
-        yield "--ckpt_save_path is empty: name the run's folder"
 
 
 @_rule(root=InspectConfig)
@@ -784,27 +670,5 @@ def _there_is_something_to_show(inspect: InspectSettings) -> Problems:
 
 @_rule(root=InspectConfig)
 def _a_rank_is_one_of_the_world(rank: int | None, world_size: int | None) -> Problems:
-    if rank is not None and world_size is None:
-        yield f"--rank={rank} is one of how many? Give --world_size=<number of GPUs> too"
-    elif rank is not None and world_size is not None and rank >= world_size:
+    if rank is not None and world_size is not None and rank >= world_size:
         yield f"--rank={rank} is not there: --world_size={world_size} has ranks 0 to {world_size - 1}"
-
-
-@_rule(root=SampleConfig)
-def _there_is_one_prompt(prompt: str | None, prompt_tokens: tuple[int, ...]) -> Problems:
-    if prompt is not None and prompt_tokens:
-        yield f"--prompt and --prompt_tokens={format_value(prompt_tokens)} are two prompts: give one"
-
-
-@_rule(root=VerifyConfig)
-def _there_is_one_thing_to_verify(
-    ckpt_path: str | None, data_path: str | None, datasets: tuple[str, ...], vocab_size: int | None
-) -> Problems:
-    if ckpt_path is None and data_path is None:
-        yield "nothing to check: give a checkpoint or run, as in `pretrain verify runs/a`, or --data_path"
-    if ckpt_path is not None and data_path is not None:
-        yield f"--ckpt_path={ckpt_path} and --data_path={data_path} are two things to check: give one"
-    elif ckpt_path is not None:
-        for name, value in (("datasets", datasets), ("vocab_size", vocab_size)):
-            if value:
-                yield f"--{name} is about token files, and --ckpt_path about checkpoints: leave it out"
