@@ -110,23 +110,6 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_it(tmp_path: Path
         lease.check()
 
 
-def test_a_lease_from_elsewhere_is_waited_for_until_it_is_stale(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write(tmp_path, elsewhere())
-
-    def a_minute_passes(seconds: float) -> None:
-        assert path.exists()
-        os.utime(path, (time.time() - STALE_SECONDS - 1,) * 2)
-
-    with pytest.raises(CheckpointError):  # its time has changed: so it looks as if it were renewed
-        Lease(tmp_path, a_minute_passes).acquire()
-    (said,) = caplog.messages
-    assert "process" in said and "on node7" in said and "waiting" in said
-    with held(tmp_path) as lease:  # long stale: nothing to wait for
-        lease.check()
-
-
 def here(machine: str) -> Holder:
     """This process number with the same start time, on a machine that this one may not be."""
     own = Holder.this_process()
@@ -135,17 +118,18 @@ def here(machine: str) -> Holder:
 
 
 @pytest.mark.parametrize(
-    ("holder", "seconds_ago", "waited"),
+    ("holder", "seconds_ago"),
     [
-        (elsewhere(), 5, 55),
-        (elsewhere(), -3 * 3600, STALE_SECONDS),  # of another boot, of a clock that was set
-        (elsewhere(), -1e9, STALE_SECONDS),
-        (here("{boot} pid:[1]"), 5, 55),  # of another container
-        (here("an-earlier-boot {space}"), 5, 55),
+        (elsewhere(), 5),
+        (elsewhere(), 3600),
+        (elsewhere(), -3 * 3600),  # of a clock that was set
+        (replace(elsewhere(), machine=""), 5),  # of a system that does not tell its boot
+        (here("{boot} pid:[1]"), 5),  # of another container
+        (here("an-earlier-boot {space}"), 5),
     ],
 )
-def test_a_lease_is_stale_once_it_was_unchanged_for_a_minute_of_our_own_clock(
-    tmp_path: Path, holder: Holder, seconds_ago: float, waited: float
+def test_a_lease_is_free_once_it_was_unchanged_for_a_minute_of_our_own_clock(
+    tmp_path: Path, holder: Holder, seconds_ago: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, holder, seconds_ago)
     now = [1000.0]
@@ -157,7 +141,7 @@ def test_a_lease_is_stale_once_it_was_unchanged_for_a_minute_of_our_own_clock(
     lease.acquire()
     lease.check()
     lease.release()
-    assert now[0] - 1000 == pytest.approx(waited, abs=2)
+    assert now[0] - 1000 == STALE_SECONDS and str(holder) in caplog.text
 
 
 @pytest.mark.parametrize("content", [None, "", "{"])
@@ -180,9 +164,9 @@ def test_a_lease_that_is_new_is_waited_for_also_where_nobody_can_read_it_and_fre
 
 LOST: dict[str, tuple[Callable[[Path], object], str]] = {
     "taken over": (lambda run: write(run, elsewhere()), r"process \d+ on node7"),
-    "damaged": (lambda run: (write(run, elsewhere()), (run / LEASE).write_text("{")), "cannot be read any more"),
-    "removed": (lambda run: (run / LEASE).unlink(), "lease.json is gone"),
-    "renamed": (lambda run: run.rename(run.with_name("renamed")), "was removed or renamed"),
+    "being taken over": (lambda run: (run / LEASE).write_text(""), "removed"),
+    "removed": (lambda run: (run / LEASE).unlink(), "removed"),
+    "renamed": (lambda run: run.rename(run.with_name("renamed")), "removed"),
 }
 
 
@@ -191,8 +175,6 @@ def test_a_lease_that_was_lost_is_noticed_before_a_commit_and_left_alone(tmp_pat
     run, (lose, how) = tmp_path / "run", LOST[fault]
     with held(run) as lease:
         lose(run)
-        if fault == "damaged":
-            lease._own = elsewhere()
         with pytest.raises(CheckpointError, match=how) as raised:
             lease.check()
     assert raised.value.path == run and (fault in ("removed", "renamed") or (run / LEASE).exists())
@@ -204,13 +186,21 @@ def test_a_lease_from_elsewhere_that_is_renewed_refuses_the_start(tmp_path: Path
         Lease(tmp_path, lambda seconds: os.utime(path)).acquire()
 
 
-def test_of_two_starts_that_find_it_stale_one_gets_it(tmp_path: Path) -> None:
-    stale = elsewhere()
-    write(tmp_path, stale, seconds_ago=3600)
-    with held(tmp_path) as winner:
-        Lease(tmp_path, never)._remove_stale(stale)  # the other one has looked before, and acts now
-        winner.check()
-    assert list(tmp_path.parent.glob(f"{tmp_path.name}/*")) == []
+def test_of_two_starts_that_find_it_stale_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, replace(Holder.this_process(), pid=ended_process(True), process_start="1"))
+    rename, winner = Path.rename, Lease(tmp_path, never)
+
+    def another_was_faster(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        path.unlink()
+        winner.acquire()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", another_was_faster)
+    with pytest.raises(CheckpointError):
+        Lease(tmp_path, never).acquire()
+    winner.check()
+    winner.release()
 
 
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
@@ -226,33 +216,26 @@ def flipped(content: bytes) -> Iterator[bytes]:
         yield content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
 
 
-def test_any_flipped_bit_of_a_lease_that_is_held_is_mended_by_its_holder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_flipped_bit_of_a_lease_that_is_held_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / LEASE
     with held(tmp_path) as lease:
-        content = path.read_bytes()
-        for damaged in flipped(content):
+        for damaged in flipped(path.read_bytes()):
             path.write_bytes(damaged)
             lease.check()
-            assert json.loads(path.read_bytes())["token"] == json.loads(content)["token"]
-        assert set(caplog.messages) == {f"{path} is damaged: written again"}
-        path.write_bytes(damaged)
+            with pytest.raises(CheckpointError):
+                Lease(tmp_path, lambda seconds: os.utime(path)).acquire()
     assert not path.exists()
 
 
-def test_any_flipped_bit_of_a_lease_whose_holder_is_gone_refuses_no_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_flipped_bit_of_a_lease_whose_holder_is_gone_refuses_no_start(tmp_path: Path) -> None:
     (tmp_path / "something").touch()
     with held(tmp_path):
         content = (tmp_path / LEASE).read_bytes()
     for damaged in flipped(content):
-        path = tmp_path / LEASE
-        path.write_bytes(damaged)
-        os.utime(path, (time.time() - STALE_SECONDS - 1,) * 2)
-        if lease_module._read(path) is not None:
+        (tmp_path / LEASE).write_bytes(damaged)
+        if lease_module._read(tmp_path / LEASE) is not None:
             continue  # in the name of the checksum: the rest is whole, and says who it is
-        with held(tmp_path) as lease:
-            lease.check()
-        assert caplog.messages[-1] == f"{path} is damaged, and old: taken over"
+        ticks = iter((0.0, STALE_SECONDS))
+        lease = Lease(tmp_path, never, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]
+        lease.acquire()
+        lease.release()
