@@ -19,7 +19,6 @@ removed.
 from __future__ import annotations
 
 import json
-import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -169,14 +168,8 @@ class Manifest:
     def of_values(values: Mapping[str, Any], path: str) -> Manifest:
         """Makes a manifest of the value of every field; a CheckpointError that names each that no run writes."""
         _check_version(values["format_version"], path)
-        foreign = [f"{name} {problem}" for name in values if (problem := _problem(name, values[name]))]
-        if not foreign and values["data"]:
-            batch = values["global_batch_size"]
-            of_data = values["data"]["phases"][-1].get("global_batch_size", batch)
-            if batch != of_data or batch < 1:
-                foreign = [f"global_batch_size is {batch}, and that of the data {shown(of_data)}"]
-        if foreign:
-            raise CheckpointError(f"damaged: {'; '.join(sorted(foreign))}", path=path)
+        if foreign := sorted(_problems(values)):
+            raise CheckpointError(f"damaged: {'; '.join(foreign)}", path=path)
         files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
         return Manifest(**{**values, "files": files})
 
@@ -201,97 +194,70 @@ def _check_version(version: Any, path: str) -> None:
         )
 
 
+LARGEST_COUNT = 2**62
+"""Of steps, tokens and bytes: more than any run has."""
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
 def _is_number(value: Any) -> bool:
-    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= LARGEST_COUNT)
-
-
-def _is_duration(value: Any) -> bool:
-    return _is_number(value) and value >= 0
-
-
-def _is_loss(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-def _is_kind(value: Any) -> bool:
-    return _is_text(value) and value in KINDS
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+    return type(value) in (int, float) and abs(value) <= LARGEST_COUNT  # no NaN, either
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is a JSON object, and finite numbers, texts, lists and objects are all that is in it."""
+    """Return whether a value is a JSON object of finite numbers, texts, lists and objects."""
     try:
         return type(value) is dict and json.loads(json.dumps(value, allow_nan=False)) == value
     except (ValueError, TypeError, RecursionError):
         return False
 
 
-def _is_data_state(value: Any) -> bool:
-    """Whether a value has the parts of the data's state that are read here; `data.resume` looks at the rest."""
-    if not _is_object(value) or not value:
-        return _is_object(value)
-    phases, datasets, counts = (value.get(name) for name in ("phases", "datasets", "counts"))
-    return (
-        _is_count(value.get("next_sample"))
-        and (isinstance(phases, list) and bool(phases) and all(_is_phase(phase) for phase in phases))
-        and (isinstance(counts, dict) and all(map(_is_count, counts.values())))
-        and (isinstance(datasets, dict) and all(_is_dataset(each) for each in datasets.values()))
-        and datasets.keys() >= phases[-1]["weights"].keys() <= counts.keys()
-    )
-
-
-def _is_phase(value: Any) -> bool:
-    weights = value.get("weights") if isinstance(value, dict) else None
-    return isinstance(weights, dict) and all(map(_is_count, weights.values())) and _is_count(value.get("first_step"))
-
-
-def _is_dataset(value: Any) -> bool:
-    return isinstance(value, dict) and _is_count(value.get("tokens", 0))
-
-
-def _is_list_of_files(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(entry, dict)
-        and entry.keys() == {"bytes", "crc32"}
-        and _is_count(entry["bytes"])
-        and _is_text(entry["crc32"])
-        for entry in value.values()
-    )
-
-
-LARGEST_COUNT = 2**62
-"""Of steps, tokens and bytes: more than any run has."""
-
-_Form = tuple[Callable[[Any], bool], str]
-_COUNT: _Form = _is_count, f"a whole number from 0 to {LARGEST_COUNT}"
-_LOSS: _Form = _is_loss, "a finite number or null"
-_OBJECT: _Form = _is_object, "an object of plain, finite values"
-_TEXT: _Form = _is_text, "a text"
-
-_FORMS: dict[str, _Form] = {
-    **dict.fromkeys(("format_version", "step", "tokens_seen", "global_batch_size"), _COUNT),
-    **dict.fromkeys(("loss", "evaluation_loss", "best_evaluation_loss"), _LOSS),
-    **dict.fromkeys(("state", "model", "world"), _OBJECT),
-    **dict.fromkeys(("config", "torch_version"), _TEXT),
-    "seconds": (_is_duration, "a finite number from 0"),
-    "kind": (_is_kind, f"one of {', '.join(KINDS)}"),
-    "data": (_is_data_state, "a position in the data"),
-    "files": (_is_list_of_files, "a list of files with sizes and checksums"),
+# By the annotation of a field: what its value may be, as a test and in words.
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_count, f"a whole number from 0 to {LARGEST_COUNT}"),
+    "float": (lambda value: _is_number(value) and value >= 0, "a finite number from 0"),
+    "float | None": (lambda value: value is None or _is_number(value), "a finite number or null"),
+    "str": (lambda value: type(value) is str, "a text"),
+    "dict[str, Any]": (_is_object, "an object of plain, finite values"),
+    "Mapping[str, FileEntry]": (_is_object, "a list of files"),
 }
-"""What each field may be, as a test and in words."""
 
 
-def _problem(name: str, value: Any) -> str | None:
-    """Says what is wrong with a field's value, if anything; never the whole of a long one."""
-    fits, wanted = _FORMS[name]
-    return None if fits(value) else f"has another form, {shown(value)}, not {wanted}"
+def _problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what no run writes; never the whole of a long value."""
+    for name, declared in Manifest.__dataclass_fields__.items():
+        fits, wanted = _FORMS[str(declared.type)]
+        if not fits(values[name]):
+            yield f"{name} has another form, {shown(values[name])}, not {wanted}"
+            return
+    if values["kind"] not in KINDS:
+        yield f"kind is {shown(values['kind'])}, not one of {', '.join(KINDS)}"
+    for name, entry in values["files"].items():
+        is_entry = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
+        if not (is_entry and _is_count(entry["bytes"]) and type(entry["crc32"]) is str):
+            yield f"files has {shown(entry)} for {name}, not a size and a checksum"
+    if values["data"] and not _is_data_state(values["data"]):
+        yield f"data is {shown(values['data'])}, not a position in the data"
+    elif values["data"]:
+        batch = values["global_batch_size"]
+        of_data = values["data"]["phases"][-1].get("global_batch_size", batch)
+        if batch != of_data or batch < 1:
+            yield f"global_batch_size is {batch}, and that of the data {shown(of_data)}"
+
+
+def _is_data_state(data: dict[str, Any]) -> bool:
+    """Return whether the parts of the data's state are there that are read here; `data.resume` looks at the rest."""
+    try:
+        phases, datasets, counts = data["phases"], data["datasets"], data["counts"]
+        weights = [phase["weights"] for phase in phases]
+        numbers = [data["next_sample"], *counts.values(), *(phase["first_step"] for phase in phases)]
+        numbers += [each for of_phase in weights for each in of_phase.values()]
+        numbers += [each.get("tokens", 0) for each in datasets.values()]
+        return all(map(_is_count, numbers)) and bool(datasets.keys() >= weights[-1].keys() <= counts.keys())
+    except (KeyError, TypeError, AttributeError, IndexError):
+        return False
 
 
 def _checksum(values: dict[str, Any]) -> str:
