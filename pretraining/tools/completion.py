@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pretraining.config.assignments import RECIPE_NAMES
+from pretraining.config.command_line import ACCEPTS
 from pretraining.config.commands import TranslateConfig
 from pretraining.config.fields import Setting, sections_of, settings_of
-from pretraining.config.foreign.translation import ACCEPT_LLAMA
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
@@ -53,7 +53,7 @@ def values_of_command(root: type) -> dict[str, Value]:
     if issubclass(root, TrainConfig):
         recipe = Value(tuple(shipped_recipes()), is_path=True, is_list=True, help="files of settings")
         values |= dict.fromkeys(RECIPE_NAMES, recipe)
-        values[ACCEPT_LLAMA] = Value(_BOOLS, help="take a Llama of the same shape for another model")
+        values |= {name: Value(_BOOLS, help=_shortened(text)) for name, text in ACCEPTS.items()}
     elif root is TranslateConfig:
         values["from"] = values["kind"]
     return values

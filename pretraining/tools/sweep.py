@@ -45,6 +45,7 @@ from pretraining.observability.display import format_seconds
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of
 from pretraining.tools.report.reports import Lines, number_of, read_reports
+from pretraining.tools.translate.hook import translate_when_needed
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,8 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         chosen = dict(zip(varied, each, strict=True))
         told = [f"{name}={value}" for name, value in chosen.items()]
         try:
-            settings = parse_config(SweepConfig, [*arguments, *told, "ckpt_save_path=run"]).sweep
+            words = [*arguments, *told, "ckpt_save_path=run"]
+            settings = parse_config(SweepConfig, words, translate=translate_when_needed).sweep
         except ConfigError as error:
             problems += [f"{','.join(told)}: {problem}" for problem in error.problems]
         combinations.append(Combination(number, chosen, (*trains, *told)))
