@@ -22,7 +22,7 @@ from pretraining.config.values import Raw
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, exists, output_errors, write_atomic
 from pretraining.launch.terminal import print_text
-from pretraining.tools.translate import stub
+from pretraining.tools.translate import deepspeed, guide, stub
 from pretraining.tools.translate.parse import flatten, read_tree
 from pretraining.tools.translate.translation import (
     ACCEPT_LLAMA,
@@ -70,6 +70,21 @@ class System:
 SYSTEMS = {
     "stub": System(
         "one YAML of a training stub (dist, model.hf_config, …)", stub.SIGNS, stub.RULES, stub.defaults, stub.combine
+    ),
+    "guide": System(
+        "the JSON of a training guide: model, training, data",
+        guide.SIGNS,
+        guide.RULES,
+        guide.defaults,
+        guide.combine,
+        guide.name_of,
+    ),
+    "deepspeed": System(
+        "the JSON that DeepSpeed is configured with",
+        deepspeed.SIGNS,
+        deepspeed.RULES,
+        deepspeed.defaults,
+        deepspeed.combine,
     ),
 }
 _NO_LONGER_READ = {

@@ -218,25 +218,32 @@ class Translating:
         for name, (text, given) in part.settings.items():
             self._put(name, text, given)
 
-    def finish(self, known: Iterable[str]) -> Translation:
-        """Return the translation; keys that nothing has settled are ours, or not known.
-
-        Raises:
-            ConfigError: carries every problem.
-        """
+    def reject_unknown(self, known: Iterable[str]) -> None:
+        """Take keys that nothing has settled for settings of this project; others are not known."""
         for key, given in self.values.items():
             ours = setting_named(key)
             if key in self.notes:
                 continue
-            if ours is not None and given.text is not None:
-                self.set(key, **{ours: given.text})
-            elif given.text is None:
+            if given.text is None:
                 self.left(key, "not given")
+            elif ours is not None:
+                self.set(key, **{ours: given.text})
             elif ACCEPT_UNKNOWN in self.accepts:
                 self.notes[key] = Note(given, {}, "not known", is_known=False)
             else:
                 hint = _nearest(key, known)
                 self.problems.append(f"{given.told}: not known{hint}. --{ACCEPT_UNKNOWN}=true leaves such keys out")
+
+    def finish(self, known: Iterable[str]) -> Translation:
+        """Return the translation.
+
+        Args:
+            known: keys that an unknown one may mean.
+
+        Raises:
+            ConfigError: carries every problem.
+        """
+        self.reject_unknown(known)
         self._give_way()
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
@@ -260,15 +267,33 @@ class Translating:
         self.settings[name] = text, given
 
     def _give_way(self) -> None:
-        """Leave out what a flag of ours contradicts, although it sets another setting."""
+        """Leave out what a flag of ours contradicts although it sets another setting, and defaults that nothing reads."""
         for flag, text in self.flags.items():
             before = self.settings.get(flag, ("", None))[0]
-            for name in _giving_way(flag, text) if plain(before) != plain(text) else ():
+            for name in self._contradicted(flag, text) if plain(before) != plain(text) else ():
                 if name in self.settings and name not in self.flags:
-                    given = self.settings.pop(name)[1]
-                    key = next(key for key, note in self.notes.items() if note.given is given)
-                    remark = "; ".join(filter(None, (self.notes[key].remark, f"{name} left out: --{flag}={text} wins")))
-                    self.notes[key] = replace(self.notes[key], remark=remark)
+                    self._drop(name, f"{name} left out: --{flag}={text} wins")
+        schedule = self.flags.get("schedule") or self.settings.get("schedule", ("",))[0]
+        for name in self._contradicted("schedule", schedule):
+            if name in self.settings and self.settings[name][1].level == DEFAULT:
+                self._drop(name, f"{schedule} does not read it")
+
+    def _drop(self, name: str, reason: str) -> None:
+        given = self.settings.pop(name)[1]
+        key = next(key for key, note in self.notes.items() if note.given is given)
+        remark = "; ".join(filter(None, (self.notes[key].remark, reason)))
+        self.notes[key] = replace(self.notes[key], remark=remark)
+
+    def _contradicted(self, flag: str, text: str) -> tuple[str, ...]:
+        """Return the settings that make no sense any more with another value of a flag than the file's."""
+        if flag == "use_dummy_dataset" and not BOOL_WORDS.get(text.lower()):
+            return ()
+        if flag == "schedule" and text.lower() in SCHEDULES:
+            return tuple(option for option in _SCHEDULE_OPTIONS if option not in SCHEDULES[text.lower()].options)
+        if flag == "num_steps":
+            warmup, length = parse_number(self.settings.get("warmup_steps", ("",))[0]), parse_number(text)
+            return _PHASES if warmup is not None and length is not None and warmup >= length else ()
+        return _GIVES_WAY.get(flag, ())
 
     @staticmethod
     def _of_default(given: Given) -> str:
@@ -301,15 +326,8 @@ _GIVES_WAY = {
     "use_dummy_dataset": _DATA,
     "data_path": ("use_dummy_dataset", *_DATA),
 }
-"""What a file says beside the setting of a flag, and what makes no sense any more with another value of that."""
-
-
-def _giving_way(flag: str, text: str) -> tuple[str, ...]:
-    if flag == "use_dummy_dataset" and not BOOL_WORDS.get(text.lower()):
-        return ()
-    if flag == "schedule" and text.lower() in SCHEDULES:
-        return tuple(option for option in _SCHEDULE_OPTIONS if option not in SCHEDULES[text.lower()].options)
-    return _GIVES_WAY.get(flag, ())
+"""What a file says besides, by the flag with whose value it makes sense."""
+_PHASES = ("warmup_steps", "stable_steps", "decay_steps")
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
