@@ -70,7 +70,7 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     outlive_readers("" if is_rehearsal else TRAINING_GOES_ON)
     signals = ReceivedSignals().listen()
     end_with_launcher()
-    resolved = resolve_config(TrainConfig, overrides, flags, translate=translate_when_needed)
+    resolved = resolve_config(TrainConfig, overrides, flags, (), translate_when_needed)
     config = resolved.config
     layout = resolve_layout(os.environ)
     if torch_is_imported():

@@ -30,7 +30,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ACCEPTS = {
-    "accept_llama": "where a recipe of another system describes another model than a Llama, take a Llama of the same shape",
+    "accept_llama": "where a recipe of another system describes another model, take a Llama of the same shape",
     "accept_unknown": "leave out what is not understood in a recipe of another system",
 }
 """Switches that say what may be left out of recipes of other systems."""
@@ -91,9 +91,8 @@ def resolve_config(
     """
     reads_recipes = issubclass(root, TrainConfig)
     assignments, problems = read_arguments(*name_first_words(root, overrides, flags or {}), reads_recipes)
-    recipes, given, problems_of_recipes = [], assignments, []
-    if reads_recipes:
-        recipes, given, problems_of_recipes = _read_recipes(assignments, translate)
+    found = _read_recipes(assignments, translate) if reads_recipes else ([], assignments, [])
+    recipes, given, problems_of_recipes = found
     names = [name for recipe in recipes for name in recipe.names]
     reader = Reader(root, also_known=[*ABOUT_RECIPES, *names] if reads_recipes else ())
     for source in (beneath, *(recipe.assignments for recipe in recipes), given):
@@ -268,7 +267,7 @@ def _read_recipes(
     if problems and len(names) > 1 and isinstance(named[0].raw, str):
         problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
     if problems:  # what could not be read might have taken arguments that are none of ours
-        settings = [given for given in settings if setting_named(given.name) or not {".", "/"} & set(given.name)]
+        settings = [given for given in settings if setting_named(given.name) is not None]
     if accepts and not problems and not any(recipe.system for recipe in recipes):
         problems.append(f"--{accepts[0]} is about recipes of other systems, and none is given")
     return recipes, [*from_arguments, *settings], problems

@@ -61,7 +61,7 @@ class Translator(Protocol):
     def __call__(
         self, path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str]
     ) -> Recipe | None:
-        """Return the recipe that a file makes with the arguments that set its keys; None where the file is of no system.
+        """Return the recipe of a file and the arguments that set its keys; None where the file is of no known system.
 
         Args:
             path: of the file; None where arguments alone may be words of another system.

@@ -11,6 +11,7 @@ from pretraining.tools.translate.translation import (
     Rule,
     Translating,
     choice,
+    joint,
     left,
     only,
     pair,
@@ -127,7 +128,9 @@ def _schedule(translating: Translating, key: str) -> None:
 
 def _precision(dtype: str) -> Rule:
     def apply(translating: Translating, key: str) -> None:
-        others = {translating.word(f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16") if f"{name}.enabled" != key}
+        others = {
+            translating.word(f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16") if f"{name}.enabled" != key
+        }
         if translating.is_on(key) and "true" in others:
             translating.refuse(key, "fp16 and bf16 are both on: keep one", "mixed_precision", "mp_dtype")
         elif translating.is_on(key):
@@ -181,6 +184,7 @@ _NO_OFFLOAD = "nothing is moved to the host; memory: more GPUs, --fsdp_activatio
 _SPEED = left("about speed or memory: the result is the same")
 _SUMS = left("sums of gradients are float32, their mean is over all tokens")
 RULES = {
+    **joint(BATCH),
     MICRO: row("batch_size"),
     ACCUMULATION: row("grad_accum_steps"),
     "gradient_clipping": row("grad_clip_thresh"),
@@ -247,9 +251,24 @@ RULES = {
     "communication_data_type": _SUMS,
     **dict.fromkeys(
         (
-            *("activation_checkpointing.*", "aio.*", "amp.*", "autotuning.*", "checkpoint.*", "comet.*", "comms_logger.*"),
+            *(
+                "activation_checkpointing.*",
+                "aio.*",
+                "amp.*",
+                "autotuning.*",
+                "checkpoint.*",
+                "comet.*",
+                "comms_logger.*",
+            ),
             *("compile.*", "csv_monitor.*", "curriculum_learning.*", "data_efficiency.*", "dataloader_drop_last"),
-            *("disable_allgather", "dump_state", "elasticity.*", "flops_profiler.*", "hybrid_engine.*", "memory_breakdown"),
+            *(
+                "disable_allgather",
+                "dump_state",
+                "elasticity.*",
+                "flops_profiler.*",
+                "hybrid_engine.*",
+                "memory_breakdown",
+            ),
             *("nebula.*", "pipeline.*", "progressive_layer_drop.*", "sparse_attention.*", "sparse_gradients"),
             *("tensor_parallel.*", "torch_autocast.*", "use_data_before_expert_parallelism", "wall_clock_breakdown"),
             *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "seq_parallel_communication_data_type"),

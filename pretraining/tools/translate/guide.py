@@ -25,6 +25,7 @@ from pretraining.tools.translate.translation import (
     epochs,
     folder_of_data,
     gated_width,
+    joint,
     kept,
     left,
     lowest_rate,
@@ -83,7 +84,9 @@ def combine(translating: Translating) -> None:
         size = translating.count("batch_size", "batch_size")
         if "batch_size" in settings and translating.values["batch_size"].level == DEFAULT:
             size = int(settings["batch_size"][0])
-        steps = int(settings["grad_accum_steps"][0]) if "grad_accum_steps" in settings else translating.count(accumulation)
+        steps = (
+            int(settings["grad_accum_steps"][0]) if "grad_accum_steps" in settings else translating.count(accumulation)
+        )
         remark = f"{size} x {steps} x {ranks}; accumulation follows from the ranks that are there"
         translating.set("world_size", remark, global_batch_size=(size or 1) * (steps or 1) * ranks)
     elif "world_size" in translating:
@@ -179,27 +182,33 @@ def _schedule(translating: Translating, key: str) -> None:
         translating.refuse(key, "one of cosine, linear, constant, polynomial is needed", "schedule")
 
 
+def _is_on_cpu(translating: Translating) -> bool:
+    on_cpu = translating.is_on("force_cpu") or translating.word("device") == "cpu"
+    return on_cpu if "device" not in translating.flags else translating.flags["device"] == "cpu"
+
+
 def _amp_dtype(translating: Translating, key: str) -> None:
-    """Take what is computed in; where the file asks for nothing, the device decides, as there."""
-    asked = any(translating.values[name].level != DEFAULT for name in ("use_amp", "amp_dtype"))
     try:
         made = dtype(translating.text(key) or "")
     except ValueError as error:
         translating.refuse(key, str(error), "mp_dtype", "mixed_precision")
         return
-    if not translating.is_on("use_amp"):
-        translating.left(key, "use_amp is false")
-    elif "cpu" in (translating.flags.get("device"), translating.word("device")):
-        translating.set(key, "on a CPU float32, as there", mixed_precision="false")
+    if not translating.is_on("use_amp") or _is_on_cpu(translating):
+        translating.left(key, "use_amp is false, or the device a CPU")
+    elif translating.values[key].level == DEFAULT:
+        translating.set(key, mp_dtype=made["mp_dtype"])
     else:
-        translating.set(key, **(made | {"mixed_precision": made["mixed_precision"] if asked else None}))
+        translating.set(key, **made)
 
 
 def _amp(translating: Translating, key: str) -> None:
-    if translating.is_on(key) or "mixed_precision" in translating.settings:
-        translating.left(key, "amp_dtype says, or the DeepSpeed file")
+    """Take the switch; where the file has none, the device decides, as there."""
+    if translating.is_on(key) and _is_on_cpu(translating):
+        translating.set(key, "on a CPU float32, as there", mixed_precision="false")
+    elif "mixed_precision" in translating.settings or translating.values[key].level == DEFAULT:
+        translating.left(key, "amp_dtype, the DeepSpeed file or the device say")
     else:
-        translating.set(key, mixed_precision="false")
+        translating.set(key, mixed_precision=translating.is_on(key))
 
 
 def _packing(translating: Translating, key: str) -> None:
@@ -221,7 +230,11 @@ def _resume(translating: Translating, key: str) -> None:
     elif is_file(path):
         translating.refuse(key, "a checkpoint of another system, which is not read: --ckpt_load_path takes a Llama")
     else:
-        translating.set(key, "the step in its name" if step else "", resume_from_checkpoint=step[1] if step else translating.text(key))
+        translating.set(
+            key,
+            "the step in its name" if step else "",
+            resume_from_checkpoint=step[1] if step else translating.text(key),
+        )
 
 
 # Text
@@ -316,13 +329,16 @@ _RMS = not_a_llama("rmsnorm", "rms_norm", "rms", "true", reason="a Llama has RMS
 _PLAIN_LOSS = only("0", "none", "cross_entropy", "ce", reason="the loss is plain cross-entropy: take it out")
 _NO_AVERAGE = only("0", "none", "false", reason="no average of the weights is kept: take it out")
 RULES: dict[str, Rule] = {
+    **joint("world_size", "deepspeed_config", "deepspeed_config.*"),
     "vocab_size": row("vocab_size"),
     **{name: row(setting) for name, setting in _SIZES.items()},
     "n_kv_heads": row("num_key_value_heads"),
     "d_ff": _feed_forward,
     "max_seq_len": _context,
     "rope_theta": row("rope_theta"),
-    **dict.fromkeys(("tie_word_embeddings", "tie_embeddings", "tie_weights", "weight_tying"), row("tie_word_embeddings")),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "tie_embeddings", "tie_weights", "weight_tying"), row("tie_word_embeddings")
+    ),
     **dict.fromkeys(("norm_eps", "rms_norm_eps", "layer_norm_eps"), row("rms_norm_eps")),
     **dict.fromkeys(("positional_encoding", "position_embedding", "position_embedding_type", "pos_embedding"), _ROTARY),
     "use_rope": not_a_llama("true", reason="a Llama's positions are rotary"),
@@ -333,9 +349,14 @@ RULES: dict[str, Rule] = {
     "parallel_residual": not_a_llama("false", reason="feed-forward follows attention in a Llama"),
     **dict.fromkeys(("sliding_window", "window_size", "attention_window"), _NO_WINDOW),
     **dict.fromkeys(("num_experts", "n_experts", "moe", "use_moe"), _NO_EXPERTS),
-    **{f"{part}dropout": _NO_DROPOUT for part in ("", "attention_", "attn_", "embedding_", "residual_", "resid_", "ffn_")},
+    **{
+        f"{part}dropout": _NO_DROPOUT
+        for part in ("", "attention_", "attn_", "embedding_", "residual_", "resid_", "ffn_")
+    },
     **dict.fromkeys(("layer_drop", "layerdrop", "drop_path"), _NO_DROPOUT),
-    "activation": not_a_llama("silu", "swish", "swiglu", reason="a Llama's activation is SiLU, in a gated feed-forward"),
+    "activation": not_a_llama(
+        "silu", "swish", "swiglu", reason="a Llama's activation is SiLU, in a gated feed-forward"
+    ),
     "pre_norm": not_a_llama("true", reason="a Llama has its norms before attention and feed-forward"),
     **dict.fromkeys(("bias", "use_bias"), _NO_BIAS),
     **_same("initial weights are those of docs/model.md", "init_std"),
@@ -390,16 +411,24 @@ RULES: dict[str, Rule] = {
     "validation_split": _validation,
     "pack_sequences": _packing,
     "packing_strategy": _packing,
-    **_same("of pretrain prepare: the command for dataset_name has it", "dataset_config", "dataset_split", "text_column"),
+    **_same(
+        "of pretrain prepare: the command for dataset_name has it", "dataset_config", "dataset_split", "text_column"
+    ),
     **_same("of pretrain prepare, which takes every core", "preprocessing_num_workers"),
     **_same("of how the guide reads text: pretrain prepare does it here", "tokenizer_type", "special_tokens", "stride"),
-    **_same("of how the guide reads text: pretrain prepare does it here", "filter_empty_lines", "filter_short_sequences"),
+    **_same(
+        "of how the guide reads text: pretrain prepare does it here", "filter_empty_lines", "filter_short_sequences"
+    ),
     **_same("of how the guide reads text: pretrain prepare does it here", "use_streaming", "cache_dir", "data_format"),
     **_same("nothing is evaluated on it", "test_split", "test_file"),
     **_same("samples are read ahead by threads; none is dropped", "dataloader_pin_memory", "dataloader_drop_last"),
     **_same("how the guide reports and evaluates", "log_level", "eval_strategy", "eval_accumulation_steps"),
-    **_same("the launcher says it: torchrun, srun or mpirun", "local_rank", "use_accelerate", "accelerate_mixed_precision"),
-    **_same("use_peft is false", "peft_type", "peft_r", "peft_alpha", "peft_dropout", "peft_target_modules", "peft_bias"),
+    **_same(
+        "the launcher says it: torchrun, srun or mpirun", "local_rank", "use_accelerate", "accelerate_mixed_precision"
+    ),
+    **_same(
+        "use_peft is false", "peft_type", "peft_r", "peft_alpha", "peft_dropout", "peft_target_modules", "peft_bias"
+    ),
     **_same("use_peft is false", "peft_task_type"),
     **_same("how torch.compile is called", "compile_mode"),
 }

@@ -1,4 +1,4 @@
-"""What the command line and `Trainer` hand to the reader of recipes: the tables are imported when there is a use for them."""
+"""What the command line and `Trainer` hand to the reader of recipes; the tables are imported when they are needed."""
 
 from __future__ import annotations
 

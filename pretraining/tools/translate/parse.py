@@ -1,6 +1,6 @@
 """Any file of settings as one flat mapping, `{dotted key: text}`: YAML, JSON, TOML, or plain assignments of Python.
 
-Nothing in a file is executed. Values keep the text of the file; null is None, and a list is a comma list.
+Nothing in a file is executed. Values keep the text of the file; null is None, and a list is `[a, b]`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
-
-Scalar = str | int | float | bool | None
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -45,12 +43,12 @@ def parse(path: Path) -> dict[str, str | None]:
 def read_tree(path: Path) -> dict[str, Any]:
     """Return the settings of a file as nested mappings; errors as `parse`."""
     content = read_text(path, str(path))
-    readers = {".py": read_assignments, ".toml": lambda text: tomllib.loads(text, parse_float=str)}
-    if path.suffix not in readers:
+    tree: Any
+    if path.suffix not in (".py", ".toml"):
         tree = parse_tree(content, str(path), path.suffix)
     else:
         try:
-            tree = readers[path.suffix](content)
+            tree = read_assignments(content) if path.suffix == ".py" else tomllib.loads(content, parse_float=str)
         except (SyntaxError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         except (RecursionError, MemoryError):
@@ -75,18 +73,18 @@ def _flatten(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | N
 
 def _text_of(value: Any) -> str | None:
     if isinstance(value, (list, tuple)):
-        return ",".join(_text_of(item) or "none" for item in value)
+        return f"[{', '.join(_text_of(item) or 'none' for item in value)}]"
     return None if value is None or value == {} else format_value(value)
 
 
-def read_assignments(content: str) -> dict[str, Scalar]:
+def read_assignments(content: str) -> dict[str, Any]:
     """Return the names that a Python file assigns: literals, arithmetic, and names assigned before.
 
     Raises:
         ValueError: a line holds anything else; the message names the line.
         SyntaxError: the content is no Python.
     """
-    names: dict[str, Scalar] = {}
+    names: dict[str, Any] = {}
     for statement in ast.parse(content).body:
         match statement:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
@@ -101,14 +99,14 @@ def read_assignments(content: str) -> dict[str, Scalar]:
     return names
 
 
-def _evaluate(node: ast.expr, names: Mapping[str, Scalar]) -> Scalar:
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
         case ast.Name(id=name) if name in names:
             return names[name]
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return _bounded(node, ",".join(format_value(_evaluate(item, names)) for item in items))
+            return _bounded(node, f"[{', '.join(format_value(_evaluate(item, names)) for item in items)}]")
         case ast.JoinedStr(values=parts):
             plain = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
             return _bounded(node, "".join(str(_evaluate(part, names)) for part in plain))
@@ -127,7 +125,7 @@ def _evaluate(node: ast.expr, names: Mapping[str, Scalar]) -> Scalar:
     )
 
 
-def _number(node: ast.expr, names: Mapping[str, Scalar]) -> int | float:
+def _number(node: ast.expr, names: Mapping[str, Any]) -> int | float:
     value = _evaluate(node, names)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"line {node.lineno}: `{ast.unparse(node)[:60]}` is no number to calculate with")

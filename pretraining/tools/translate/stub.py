@@ -7,6 +7,7 @@ from pretraining.tools.translate.translation import (
     choice,
     dtype,
     folder_of_data,
+    joint,
     left,
     lowest_rate,
     not_a_llama,
@@ -61,7 +62,7 @@ def _rope(translating: Translating, key: str) -> None:
             translating.refuse(key, f"{', '.join(_LLAMA3_RULE)} must stand beside it", "rope_scaling")
         else:
             translating.set(key, rope_scaling=",".join(filter(None, rule)))
-    elif kind in ("llama3", "default"):
+    elif kind in ("llama3", "default") or (kind and name not in ("rope_type", "type")):
         translating.left(key, f"of {kind}")
     else:
         refuse_model(translating, key, "rotary frequencies are scaled as Llama 3.1 does it (llama3), or not at all")
@@ -98,7 +99,7 @@ RULES = {
     **{f"{_MODEL}{name}": row(name) for name in _SAME_NAME},
     f"{_MODEL}max_position_embeddings": _context,
     f"{_MODEL}model_type": not_a_llama("llama", reason="it is no Llama"),
-    f"{_MODEL}architectures": not_a_llama("LlamaForCausalLM", reason="it is no Llama"),
+    f"{_MODEL}architectures": not_a_llama("LlamaForCausalLM", "[LlamaForCausalLM]", reason="it is no Llama"),
     f"{_MODEL}hidden_act": not_a_llama("silu", "swish", reason="a Llama's activation is SiLU"),
     **dict.fromkeys((f"{_MODEL}{name}" for name in ("attention_bias", "mlp_bias", "bias", "use_bias")), _NO_BIAS),
     f"{_MODEL}head_dim": _head,
@@ -138,6 +139,7 @@ RULES = {
     "lr_scheduler.min_lr": lowest_rate("optim.lr"),
     "lr_scheduler.scheduler_update_iterations": only("1", reason="the learning rate moves with every step: write 1"),
     "loss.grad_accum_steps": row("grad_accum_steps"),
+    **joint("checkpoint.directory", "checkpoint.prefix"),
     "checkpoint.state_dict_type": row("ckpt_format", choice(full="full", sharded="sharded")),
     "checkpoint.chkpt_saving_iterations": row("checkpoint_interval"),
     "checkpoint.preempt_chkpt_saving_iterations": row("preempt_interval"),

@@ -22,7 +22,8 @@ from pretraining.config.values import Raw
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, exists, output_errors, write_atomic
 from pretraining.launch.terminal import print_text
-from pretraining.tools.translate import deepspeed, guide, stub
+from pretraining.tools.translate import assignments, composed, deepspeed, guide, stub
+from pretraining.tools.translate.compose import Composition
 from pretraining.tools.translate.parse import flatten, read_tree
 from pretraining.tools.translate.translation import (
     ACCEPT_LLAMA,
@@ -86,6 +87,23 @@ SYSTEMS = {
         deepspeed.defaults,
         deepspeed.combine,
     ),
+    "composed": System(
+        "a folder of composed configs (defaults, optimizer.lr_config, …)",
+        composed.SIGNS,
+        composed.RULES,
+        composed.defaults,
+        composed.combine,
+        composed.name_of,
+        composed.NULLS,
+    ),
+    "nanogpt": System(
+        "Python assignments for a train.py, token-counted or nanoGPT's",
+        assignments.SIGNS,
+        assignments.RULES,
+        assignments.defaults,
+        assignments.combine,
+        nulls=assignments.NULLS,
+    ),
 }
 _NO_LONGER_READ = {
     "per_device_train_batch_size": "TrainingArguments of Hugging Face's Trainer",
@@ -143,7 +161,10 @@ def translate_recipe(
     kind = "composed" if path is None else detect(flatten(tree), name)
     if kind is None and path is not None and path.suffix in (".toml", ".py"):
         raise ConfigError(f"{name} is of no system that is known. There are:\n{_known_systems()}")
-    return None if kind is None else _as_recipe(name, kind, *_translate(path, name, tree, kind, arguments, accepts))
+    if kind is None:
+        return None
+    translation, used = _translate(path, name, tree, kind, arguments, accepts)
+    return _as_recipe(name, kind, translation, used)
 
 
 def _translate(
@@ -157,12 +178,17 @@ def _translate(
     """Return the translation, and the names of the arguments that set keys of the other system."""
     system = SYSTEMS[kind]
     given, problems, used = dict[str, Given](), list[str](), set[str]()
-    for key, text in flatten(tree).items():
-        each = Given(key, text, name, FILE)
-        before = given.setdefault(system.name_of(key), each)
-        if before.text != text:
-            problems.append(f"two values for {system.name_of(key)}: {before.told} and {each.told}: keep one")
+    values = [Given(key, text, name, FILE) for key, text in flatten(tree).items()]
+    if kind == "composed" and path is not None:
+        composition = Composition(path, {each: _text_of(raw) for each, raw in arguments.items()})
+        values, used = list(composition.values.values()), set(composition.choices)
+    for each in values:
+        before = given.setdefault(system.name_of(each.key), each)
+        if before.text != each.text:
+            problems.append(f"two values for {system.name_of(each.key)}: {before.told} and {each.told}: keep one")
     for argument, raw in arguments.items():
+        if argument in used:
+            continue
         key = system.name_of(argument.replace("-", "_"))
         is_ours = setting_named(argument) is not None and (path is None or key not in system.rules)
         if not is_ours and rule_for(key, system.rules) is not None:
@@ -185,10 +211,8 @@ def _translate(
 
 
 def _text_of(raw: Raw) -> str | None:
-    """Return the value of an argument as a file would give it: `[1, 2]` is a list, null nothing."""
-    text = ",".join(raw) if isinstance(raw, list) else raw
-    if text is not None and text[:1] + text[-1:] in ("[]", "()"):
-        text = ",".join(item.strip().strip("'\"") for item in text[1:-1].split(","))
+    """Return the value of an argument as a file would give it; null is nothing."""
+    text = f"[{', '.join(raw)}]" if isinstance(raw, list) else raw
     return None if text is None or text.strip().lower() in ("null", "none") else text
 
 
@@ -249,7 +273,7 @@ def translate(config: TranslateConfig) -> None:
 
 
 def _known_systems() -> str:
-    return "\n".join(f"  {kind}: {system.what}, with {', '.join(system.signs[:4])}" for kind, system in SYSTEMS.items())
+    return "\n".join(f"  {kind}: {each.what}, with {', '.join(each.signs[:4])}" for kind, each in SYSTEMS.items())
 
 
 def recipe_text(name: str, kind: str, translation: Translation) -> str:

@@ -3,8 +3,8 @@
     values (their key -> Given) -> Translating (the rules of a table set, leave out or refuse each key) -> Translation
 
 A rule accounts for one key. A key that no rule knows is an error, as is what would make another model than the file
-says; `accept_unknown` and `accept_llama` leave these out. Of two levels (a system's own default < its file < an argument of
-the command line) the higher one wins; two values of one level are an error.
+says; `accept_unknown` and `accept_llama` leave these out. Of two levels (a system's own default < its file < an
+argument of the command line) the higher one wins; two values of one level are an error.
 """
 
 from __future__ import annotations
@@ -267,11 +267,11 @@ class Translating:
         self.settings[name] = text, given
 
     def _give_way(self) -> None:
-        """Leave out what a flag of ours contradicts although it sets another setting, and defaults that nothing reads."""
+        """Leave out what a flag of ours contradicts although it sets something else, and defaults that nothing reads."""
         for flag, text in self.flags.items():
             before = self.settings.get(flag, ("", None))[0]
             for name in self._contradicted(flag, text) if plain(before) != plain(text) else ():
-                if name in self.settings and name not in self.flags:
+                if name in self.settings and name not in self.flags and self.settings[name][1].level < ARGUMENT:
                     self._drop(name, f"{name} left out: --{flag}={text} wins")
         schedule = self.flags.get("schedule") or self.settings.get("schedule", ("",))[0]
         for name in self._contradicted("schedule", schedule):
@@ -287,6 +287,10 @@ class Translating:
     def _contradicted(self, flag: str, text: str) -> tuple[str, ...]:
         """Return the settings that make no sense any more with another value of a flag than the file's."""
         if flag == "use_dummy_dataset" and not BOOL_WORDS.get(text.lower()):
+            return ()
+        if flag == "optimizer" and flag not in self.settings:
+            return ()
+        if flag == "tracker" and any(name in text and entry.options for name, entry in TRACKERS.items()):
             return ()
         if flag == "schedule" and text.lower() in SCHEDULES:
             return tuple(option for option in _SCHEDULE_OPTIONS if option not in SCHEDULES[text.lower()].options)
@@ -323,7 +327,7 @@ _GIVES_WAY = {
     "model_variant": _SIZES,
     "ckpt_load_path": ("resume_from_checkpoint", "init_from", *_SIZES, "vocab_size", "sep_token"),
     "resume_from_checkpoint": ("ckpt_load_path", "init_from"),
-    "use_dummy_dataset": _DATA,
+    "use_dummy_dataset": ("data_path", *_DATA),
     "data_path": ("use_dummy_dataset", *_DATA),
 }
 """What a file says besides, by the flag with whose value it makes sense."""
@@ -337,7 +341,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     for among in ([each for each in names if each.rpartition(".")[0] == section], names):
         by_name = {each.rpartition(".")[2]: each for each in among}
         if nearest := did_you_mean(name, by_name, "{}"):
-            return f": did you mean {by_name[nearest]}?"
+            return f": did you mean {by_name[nearest]}"
     return ""
 
 
@@ -373,6 +377,11 @@ def row(setting: str, convert: Callable[[str], str | Mapping[str, str]] = str, r
 def left(reason: str) -> Rule:
     """Make a rule: the key has no equivalent, and that changes nothing about what is learned."""
     return lambda translating, key: translating.left(key, reason)
+
+
+def joint(*keys: str) -> dict[str, Rule]:
+    """Return rules for keys that are settled together, before the rules."""
+    return dict.fromkeys(keys, left(""))
 
 
 def only(*values: str, reason: str) -> Rule:
@@ -479,7 +488,7 @@ def dtype(text: str) -> Mapping[str, str]:
 
 def trackers(text: str) -> Mapping[str, str]:
     """Return where reports go; all are TensorBoard, as by default here."""
-    names = [word for item in text.strip("[]").split(",") if (word := item.strip().lower()) not in NONE_WORDS]
+    names = [word for item in text.strip("[]").split(",") if (word := item.strip(" '\"").lower()) not in NONE_WORDS]
     if "all" in names:
         return {}
     unknown = [name for name in names if name not in TRACKERS]
@@ -489,7 +498,7 @@ def trackers(text: str) -> Mapping[str, str]:
 
 
 def folder_of_data(text: str) -> Mapping[str, str]:
-    """Return the settings for a folder that is a dataset, or holds datasets; the start refuses one that is not there."""
+    """Return the settings for a folder that is a dataset, or holds datasets; a start refuses one that is not there."""
     folder = Path(text)
     if is_folder(folder) and any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder)):
         return {"data_path": str(folder.parent), "datasets": folder.name}

@@ -15,6 +15,7 @@ import pytest
 from helpers import PATIENCE_SECONDS
 
 from pretraining.cli import COMMANDS, main
+from pretraining.config.command_line import ACCEPTS
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
@@ -64,7 +65,7 @@ def test_the_first_word_is_a_command(scripts: Path) -> None:
 def test_every_command_offers_its_own_flags_and_no_other(scripts: Path) -> None:
     for name, (_, root, _) in COMMANDS.items():
         flags = {flag.strip().removeprefix("--").removesuffix("=") for flag in offered(scripts, name, "--")}
-        also = {"recipe", "config", "accept_llama"} if issubclass(root, TrainConfig) else set()
+        also = {"recipe", "config", *ACCEPTS} if issubclass(root, TrainConfig) else set()
         also |= {"from"} if name == "translate" else set()
         assert flags == {*settings_of(root), "help", *also}
 
