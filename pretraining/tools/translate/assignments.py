@@ -248,6 +248,8 @@ def _training_data(translating: Translating, path: Path) -> dict[str, str]:
 
 def _place_of(path: Path) -> Path:
     """Return what a token file is as a dataset: the folder that it has for itself, or the file."""
+    if not path.name:
+        return path
     around, made = path.parent, path.with_suffix("")
     if is_file(path) and all(
         each.name == path.name or not (is_folder(each) or each.suffix in TOKEN_SUFFIXES) for each in entries_of(around)

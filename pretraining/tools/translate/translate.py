@@ -128,13 +128,13 @@ def detect(keys: Collection[str], name: str) -> str | None:
     removed = [sign for sign in _NO_LONGER_READ if has(sign)]
     if removed and not found:
         raise ConfigError(
-            f"{name}: {removed[0]}: files of {_NO_LONGER_READ[removed[0]]} are not read: docs/coming-from.md has a table "
-            "of their names and ours"
+            f"{name}: {removed[0]}: files of {_NO_LONGER_READ[removed[0]]} are not read: docs/coming-from.md has a "
+            "table of their names and ours"
         )
     if len(found) > 1:
-        signs = "; ".join(f"{system}: {', '.join(signs)}" for system, signs in found.items())
+        shown = "; ".join(f"{system}: {', '.join(signs)}" for system, signs in found.items())
         raise ConfigError(
-            f"{name} may be {' or '.join(found)} ({signs}): say which, pretrain translate {shlex.quote(name)} "
+            f"{name} may be {' or '.join(found)} ({shown}): say which, pretrain translate {shlex.quote(name)} "
             f"--from={next(iter(found))} --output_path=mine.yaml, and train with that recipe"
         )
     return next(iter(found), None)
@@ -237,8 +237,7 @@ def translate(config: TranslateConfig) -> None:
     """Print what became of each key, then the recipe, or write the recipe where the user wants it.
 
     Raises:
-        ConfigError: the file is of no known system, or holds what cannot be translated; or the recipe's name is not that
-            of a YAML file.
+        ConfigError: the file is of no known system, or cannot be translated; or the recipe's name is no YAML file's.
         PathError: the recipe cannot be written.
     """
     name, path = config.input_path, Path(config.input_path)

@@ -267,7 +267,7 @@ class Translating:
         self.settings[name] = text, given
 
     def _give_way(self) -> None:
-        """Leave out what a flag of ours contradicts although it sets something else, and defaults that nothing reads."""
+        """Leave out what a flag of ours contradicts besides its own setting, and defaults that nothing reads."""
         for flag, text in self.flags.items():
             before = self.settings.get(flag, ("", None))[0]
             for name in self._contradicted(flag, text) if plain(before) != plain(text) else ():
@@ -286,8 +286,12 @@ class Translating:
 
     def _contradicted(self, flag: str, text: str) -> tuple[str, ...]:
         """Return the settings that make no sense any more with another value of a flag than the file's."""
-        if flag == "use_dummy_dataset" and not BOOL_WORDS.get(text.lower()):
-            return ()
+        if flag == "use_dummy_dataset":
+            is_endless = self.settings.get("num_steps", ("",))[0].endswith("ep")
+            names = (*_GIVES_WAY[flag], *(("num_steps",) if is_endless else ()))
+            return names if BOOL_WORDS.get(text.lower()) else ()
+        if flag == "ckpt_save_path":
+            return _KEPT if text.lower() in NONE_WORDS else ()
         if flag == "optimizer" and flag not in self.settings:
             return ()
         if flag == "tracker" and any(name in text and entry.options for name, entry in TRACKERS.items()):
@@ -331,6 +335,10 @@ _GIVES_WAY = {
     "data_path": ("use_dummy_dataset", *_DATA),
 }
 """What a file says besides, by the flag with whose value it makes sense."""
+_KEPT = (
+    *("checkpoint_interval", "checkpoint_steps", "keep_last", "ckpt_format", "ckpt_name", "preempt_interval"),
+    *("resume_from_checkpoint", "use_profiler", "tracker"),
+)
 _PHASES = ("warmup_steps", "stable_steps", "decay_steps")
 
 
