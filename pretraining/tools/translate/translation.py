@@ -521,7 +521,9 @@ def lowest_rate(peak_key: str) -> Rule:
 
     def apply(translating: Translating, key: str) -> None:
         lowest, peak = translating.number(key), translating.number(peak_key, "learning_rate")
-        if lowest is None or not peak or not 0 <= lowest <= peak:
+        if lowest == 0:
+            translating.set(key, min_lr_ratio="0")
+        elif lowest is None or not peak or not 0 <= lowest <= peak:
             translating.refuse(
                 key, f"a learning rate from 0 to {peak_key.rpartition('.')[2]} is needed", "min_lr_ratio"
             )
