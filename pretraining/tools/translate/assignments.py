@@ -23,6 +23,7 @@ from pretraining.tools.translate.translation import (
     joint,
     left,
     not_a_llama,
+    only,
     row,
     tokens,
     when,
@@ -321,14 +322,6 @@ def _wandb(translating: Translating, key: str) -> None:
     translating.set(key, "" if on else "TensorBoard's files are in the run's folder", tracker="wandb" if on else None)
 
 
-def _branch(translating: Translating, key: str) -> None:
-    if (translating.number(key) or 0) < 0:
-        translating.set(key, "no branch")
-    else:
-        problem = "a branch is a new run: give --ckpt_load_path=<checkpoint> --weights_only=true, and another --seed"
-        translating.refuse(key, problem)
-
-
 NULLS = {"grad_clip": "0"}
 RULES = {
     **joint("gradient_accumulation_steps", "eval_iters", "use_scheduler", "decay_lr", "warmup_iters", "lr_decay_iters"),
@@ -374,7 +367,9 @@ RULES = {
     "dataset": _dataset,
     "train_data_file": when(lambda t: not _DATA & t.flags.keys(), _training_file, "the command line has other data"),
     "val_data_file": when(lambda t: not _DATA & t.flags.keys(), _validation_file, "the command line has other data"),
-    "branch_seed": _branch,
+    "branch_seed": only(
+        "-1", reason="a branch is a new run: --ckpt_load_path=… --weights_only=true and another --seed"
+    ),
     "branch_window_size_tokens": left("of branches"),
     "total_tokens": left("the files say it"),
     "checkpoint_token_pos": left("a checkpoint knows its position in the data"),

@@ -5,8 +5,6 @@ It stands alone, or the file of a guide names or holds it; that file's settings 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pretraining.tools.translate.translation import (
     Rule,
     Translating,
@@ -158,22 +156,6 @@ def _recompute(translating: Translating, key: str) -> None:
     translating.set(key, "blocks are computed again; nothing is moved", fsdp_activation_checkpointing=on or None)
 
 
-def _trackers(translating: Translating, key: str) -> None:
-    on = [name for name in ("tensorboard", "wandb") if translating.is_on(f"{name}.enabled")]
-    translating.set(key, tracker=",".join(on) or "none")
-
-
-def _where(switch: str, convert: Callable[[Translating, str], dict[str, str]]) -> Rule:
-    def apply(translating: Translating, key: str) -> None:
-        translating.set(key, **convert(translating, translating.text(key) or ""))
-
-    return when(lambda translating: translating.is_on(switch), apply, f"{switch} is not true")
-
-
-def _tensorboard_folder(translating: Translating, text: str) -> dict[str, str]:
-    return {"tracker_dir": f"{text.rstrip('/')}/{translating.text('tensorboard.job_name') or 'DeepSpeedJobName'}"}
-
-
 def _off(reason: str, *values: str) -> Rule:
     return only("false", "none", "auto", *values, reason=f"{reason}: take it out")
 
@@ -183,7 +165,14 @@ _ADAMS, _WITH_MOMENTUM = ("adamw", "adam", "muon"), ("sgdm", "muon")
 _NO_OFFLOAD = "nothing is moved to the host; memory: more GPUs, --fsdp_activation_checkpointing, a smaller --batch_size"
 _SPEED = left("about speed or memory: the result is the same")
 _SUMS = left("sums of gradients are float32, their mean is over all tokens")
-RULES = {
+_SILENT = """
+    activation_checkpointing.* aio.* amp.* autotuning.* checkpoint.* comms_logger.* compile.* curriculum_learning.*
+    data_efficiency.* dataloader_drop_last disable_allgather dump_state elasticity.* flops_profiler.* hybrid_engine.*
+    memory_breakdown nebula.* pipeline.* progressive_layer_drop.* sparse_attention.* sparse_gradients tensor_parallel.*
+    torch_autocast.* use_data_before_expert_parallelism wall_clock_breakdown zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer seq_parallel_communication_data_type
+"""
+RULES: dict[str, Rule] = {
     **joint(BATCH),
     MICRO: row("batch_size"),
     ACCUMULATION: row("grad_accum_steps"),
@@ -226,13 +215,6 @@ RULES = {
     "activation_checkpointing.cpu_checkpointing": _recompute,
     "activation_checkpointing.number_checkpoints": _recompute,
     "steps_per_print": row("report_interval", lambda text: "0" if text.lower().lstrip("+").startswith("inf") else text),
-    "flops_profiler.enabled": row("use_profiler", remark="FLOPs are in every report"),
-    "flops_profiler.profile_step": _where("flops_profiler.enabled", lambda _, text: {"profile_steps": text}),
-    "tensorboard.enabled": _trackers,
-    "wandb.enabled": _trackers,
-    "tensorboard.output_path": _where("tensorboard.enabled", _tensorboard_folder),
-    "wandb.project": _where("wandb.enabled", lambda _, text: {"tracker_project_name": text}),
-    **{f"{name}.*": left("names of DeepSpeed's own files and runs") for name in ("tensorboard", "wandb")},
     "tensor_parallel.autotp_size": only("1", "0", reason="there is no tensor parallelism here: take it out"),
     "sequence_parallel_size": only("1", reason="there is no sequence parallelism here: take it out"),
     "pipeline.stages": only("1", "auto", reason="there is no pipeline parallelism here: take it out"),
@@ -249,30 +231,11 @@ RULES = {
     "gradient_predivide_factor": _SUMS,
     "data_types.*": _SUMS,
     "communication_data_type": _SUMS,
+    **{
+        f"{name}.*": left("--tracker says where reports go")
+        for name in ("tensorboard", "wandb", "csv_monitor", "comet")
+    },
     **dict.fromkeys(
-        (
-            *(
-                "activation_checkpointing.*",
-                "aio.*",
-                "amp.*",
-                "autotuning.*",
-                "checkpoint.*",
-                "comet.*",
-                "comms_logger.*",
-            ),
-            *("compile.*", "csv_monitor.*", "curriculum_learning.*", "data_efficiency.*", "dataloader_drop_last"),
-            *(
-                "disable_allgather",
-                "dump_state",
-                "elasticity.*",
-                "flops_profiler.*",
-                "hybrid_engine.*",
-                "memory_breakdown",
-            ),
-            *("nebula.*", "pipeline.*", "progressive_layer_drop.*", "sparse_attention.*", "sparse_gradients"),
-            *("tensor_parallel.*", "torch_autocast.*", "use_data_before_expert_parallelism", "wall_clock_breakdown"),
-            *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "seq_parallel_communication_data_type"),
-        ),
-        left("about speed, memory or reports, or off: nothing that is learned depends on it"),
+        _SILENT.split(), left("about speed, memory or reports, or off: nothing that is learned depends on it")
     ),
 }

@@ -124,9 +124,8 @@ def _include_deepspeed(translating: Translating) -> None:
         values = {name: Given(name, text, str(path)) for name, text in parse(path).items()}
         translating.set(key, "read, too")
     part = Translating(values, translating.flags, translating.accepts)
-    for silent in ("steps_per_print", "tensorboard.enabled", "wandb.enabled"):
-        if silent in part:
-            part.left(silent, "the file that names it says")
+    if "steps_per_print" in part:
+        part.left("steps_per_print", "the file that names it says")
     if "fp16.enabled" in part and not part.is_on("fp16.enabled") and "bf16.enabled" not in part:
         part.left("fp16.enabled", "off: use_amp says")
     part.settle(deepspeed.combine, deepspeed.RULES)

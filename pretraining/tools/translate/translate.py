@@ -192,7 +192,8 @@ def _translate(
         key = system.name_of(argument.replace("-", "_"))
         is_ours = setting_named(argument) is not None and (path is None or key not in system.rules)
         if not is_ours and rule_for(key, system.rules) is not None:
-            given[key] = Given(argument, _text_of(raw), COMMAND_LINE, ARGUMENT)
+            of_file = given[key].text if key in given else None
+            given[key] = Given(argument, _text_of(raw), COMMAND_LINE, ARGUMENT, of_file or "")
             used.add(argument)
     for key, meaning in system.nulls.items():
         if key in given and given[key].text is None:

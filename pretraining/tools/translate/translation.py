@@ -42,12 +42,14 @@ class Given:
         text: None is null.
         source: the file's name.
         level: DEFAULT, FILE or ARGUMENT.
+        before: of an argument, what the file says.
     """
 
     key: str
     text: str | None
     source: str
     level: int = FILE
+    before: str = ""
 
     @property
     def shown(self) -> str:
@@ -268,15 +270,22 @@ class Translating:
 
     def _give_way(self) -> None:
         """Leave out what a flag of ours contradicts besides its own setting, and defaults that nothing reads."""
-        for flag, text in self.flags.items():
-            before = self.settings.get(flag, ("", None))[0]
-            for name in self._contradicted(flag, text) if plain(before) != plain(text) else ():
+        changed = {flag: text for flag, text in self.flags.items() if plain(self._text_of(flag)) != plain(text)}
+        for note in self.notes.values():
+            text = note.given.text or ""
+            if note.given.level == ARGUMENT and note.settings and plain(note.given.before) != plain(text):
+                changed[next(iter(note.settings))] = text
+        for flag, text in changed.items():
+            for name in self._contradicted(flag, text):
                 if name in self.settings and name not in self.flags and self.settings[name][1].level < ARGUMENT:
-                    self._drop(name, f"{name} left out: --{flag}={text} wins")
-        schedule = self.flags.get("schedule") or self.settings.get("schedule", ("",))[0]
+                    self._drop(name, f"{name} left out: {flag}={text} wins")
+        schedule = self.flags.get("schedule") or self._text_of("schedule")
         for name in self._contradicted("schedule", schedule):
             if name in self.settings and self.settings[name][1].level == DEFAULT:
                 self._drop(name, f"{schedule} does not read it")
+
+    def _text_of(self, name: str) -> str:
+        return self.settings[name][0] if name in self.settings else ""
 
     def _drop(self, name: str, reason: str) -> None:
         given = self.settings.pop(name)[1]
@@ -287,9 +296,12 @@ class Translating:
     def _contradicted(self, flag: str, text: str) -> tuple[str, ...]:
         """Return the settings that make no sense any more with another value of a flag than the file's."""
         if flag == "use_dummy_dataset":
-            is_endless = self.settings.get("num_steps", ("",))[0].endswith("ep")
+            is_endless = self._text_of("num_steps").endswith("ep")
             names = (*_GIVES_WAY[flag], *(("num_steps",) if is_endless else ()))
             return names if BOOL_WORDS.get(text.lower()) else ()
+        if flag in ("device", "backend"):
+            other = "backend" if flag == "device" else "device"
+            return (other,) if {text, self._text_of(other)} in ({"cpu", "nccl"}, {"cuda", "gloo"}) else ()
         if flag == "ckpt_save_path":
             return _KEPT if text.lower() in NONE_WORDS else ()
         if flag == "optimizer" and flag not in self.settings:
@@ -299,7 +311,7 @@ class Translating:
         if flag == "schedule" and text.lower() in SCHEDULES:
             return tuple(option for option in _SCHEDULE_OPTIONS if option not in SCHEDULES[text.lower()].options)
         if flag == "num_steps":
-            warmup, length = parse_number(self.settings.get("warmup_steps", ("",))[0]), parse_number(text)
+            warmup, length = parse_number(self._text_of("warmup_steps")), parse_number(text)
             return _PHASES if warmup is not None and length is not None and warmup >= length else ()
         return _GIVES_WAY.get(flag, ())
 
@@ -321,8 +333,6 @@ _GIVES_WAY = {
     "optimizer": _OPTIMIZER_OPTIONS,
     "grad_accum_steps": ("global_batch_size",),
     "global_batch_size": ("grad_accum_steps",),
-    "device": ("backend",),
-    "backend": ("device",),
     "tracker": ("tracker_project_name", "tracker_run_name", "tracker_run_id"),
     "mixed_precision": ("mp_dtype",),
     "sharding_strategy": ("hsdp_group_size",),

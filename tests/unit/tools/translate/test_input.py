@@ -188,6 +188,9 @@ def test_a_name_of_the_files_system_sets_its_key(file: str, argument: str, setti
     ("file", "flags", "expected"),
     [
         ("stub.yaml", {"device": "cpu"}, {"backend": "auto"}),
+        ("guide.json", {"device": "cpu", "num_steps": "5000"}, {"backend": "auto", "device": "cpu"}),
+        ("guide.json", {"optimizer": "sgd", "num_steps": "5000"}, {"weight_decay": "None", "adam_beta2": "0.95"}),
+        ("stub.yaml", {"dist.backend": "gloo"}, {"device": "auto"}),
         ("stub.yaml", {"schedule": "constant"}, {"warmup_steps": "100"}),
         ("stub.yaml", {"num_steps": "50"}, {"warmup_steps": "None"}),
         ("stub.yaml", {"model_variant": "tiny"}, {"hidden_size": "None"}),
