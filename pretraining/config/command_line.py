@@ -11,7 +11,7 @@ Settings come from defaults < recipes, left to right < command line; then the ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -95,7 +95,7 @@ def resolve_config(
     recipes, given, problems_of_recipes = found
     names = [name for recipe in recipes for name in recipe.names]
     reader = Reader(root, also_known=[*ABOUT_RECIPES, *names] if reads_recipes else ())
-    for source in (beneath, *(recipe.assignments for recipe in recipes), given):
+    for source in (beneath, *_sources(recipes), given):
         reader.read(source)
     on_command_line = {assignment.section_and_name[1] for assignment in given}
     if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line and reads_recipes:
@@ -133,9 +133,15 @@ def value_given(
     """Returns what recipes and the command line set a setting of training to; None without a readable value."""
     recipes, given, _ = _read_recipes(read_arguments(_name_first_word(TrainConfig, overrides), flags)[0], translate)
     reader = Reader(TrainConfig)
-    for source in (*(recipe.assignments for recipe in recipes), given):
+    for source in (*_sources(recipes), given):
         reader.read(source)
     return reader.values.get(name)
+
+
+def _sources(recipes: Sequence[Recipe]) -> Iterator[Sequence[Assignment]]:
+    """Yields the settings of recipes, later ones over earlier ones; defaults of other systems come first."""
+    yield from (recipe.defaults for recipe in recipes)
+    yield from (recipe.assignments for recipe in recipes)
 
 
 def _settings_among(assignments: Sequence[Assignment]) -> list[Assignment]:

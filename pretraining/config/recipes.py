@@ -38,6 +38,7 @@ class Recipe:
     """A recipe's settings as raw text.
 
     Attributes:
+        defaults: settings that another system takes where its file is silent; every recipe wins over them.
         from_arguments: settings that arguments of the command line became, which were read with the file of another
             system; they count as the command line's.
         used: names of these arguments.
@@ -48,6 +49,7 @@ class Recipe:
 
     name: str
     assignments: list[Assignment]
+    defaults: list[Assignment] = field(default_factory=list)
     from_arguments: list[Assignment] = field(default_factory=list)
     used: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()

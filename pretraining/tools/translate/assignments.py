@@ -18,6 +18,7 @@ from pretraining.files import entries_of, is_file, is_folder
 from pretraining.tools.translate.translation import (
     Translating,
     choice,
+    context,
     decimal,
     gated_width,
     joint,
@@ -208,10 +209,6 @@ def _width(translating: Translating, key: str) -> None:
     )
 
 
-def _context(translating: Translating, key: str) -> None:
-    translating.set(key, seq_length=translating.text(key), max_position_embeddings=translating.text(key))
-
-
 # Data
 
 
@@ -333,7 +330,7 @@ RULES = {
     "n_layer": row("num_hidden_layers"),
     "n_head": row("num_attention_heads"),
     "n_kv_head": row("num_key_value_heads"),
-    "block_size": _context,
+    "block_size": context,
     "vocab_size": row("vocab_size"),
     "dropout": not_a_llama("0", reason="a Llama is trained without dropout"),
     "bias": not_a_llama("false", reason="a Llama has no biases"),

@@ -20,6 +20,7 @@ from pretraining.tools.translate.translation import (
     Rule,
     Translating,
     choice,
+    context,
     decimal,
     dtype,
     epochs,
@@ -377,10 +378,6 @@ def _width(translating: Translating, key: str) -> None:
     translating.set(key, remark, hidden_size=translating.text(key), intermediate_size=width)
 
 
-def _context(translating: Translating, key: str) -> None:
-    translating.set(key, seq_length=translating.text(key), max_position_embeddings=translating.text(key))
-
-
 def _name_model(translating: Translating, key: str) -> None:
     name = (translating.text(key) or "").lower()
     if name in VARIANTS:
@@ -508,7 +505,7 @@ RULES: dict[str, Rule] = {
     },
     "model.name": _name_model,
     "model.dim": _width,
-    "model.context_length": _context,
+    "model.context_length": context,
     "model.num_heads": row("num_attention_heads"),
     "model.num_kv_heads": row("num_key_value_heads"),
     **dict.fromkeys(("model.num_blocks", "model.num_layers"), row("num_hidden_layers")),

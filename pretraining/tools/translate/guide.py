@@ -21,6 +21,7 @@ from pretraining.tools.translate.translation import (
     Rule,
     Translating,
     choice,
+    context,
     dtype,
     epochs,
     folder_of_data,
@@ -137,9 +138,10 @@ def _include_deepspeed(translating: Translating) -> None:
 
 def _context(translating: Translating, key: str) -> None:
     """Take the model's context for the length of sequences, too, unless the data say one."""
-    context = translating.text(key)
-    seq_length = None if "max_length" in translating else context
-    translating.set(key, seq_length=seq_length, max_position_embeddings=context)
+    if "max_length" in translating:
+        translating.set(key, max_position_embeddings=translating.text(key))
+    else:
+        context(translating, key)
 
 
 def _feed_forward(translating: Translating, key: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pretraining.tools.translate.translation import (
     Translating,
     choice,
+    context,
     dtype,
     folder_of_data,
     joint,
@@ -28,11 +29,6 @@ _SAME_NAME = (
 )
 _LLAMA3_RULE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NO_WINDOW = "attention reaches back to the beginning, without a window"
-
-
-def _context(translating: Translating, key: str) -> None:
-    context = translating.text(key)
-    translating.set(key, seq_length=context, max_position_embeddings=context)
 
 
 def _head(translating: Translating, key: str) -> None:
@@ -97,7 +93,7 @@ RULES = {
     "dataset.path_eval": row("eval_datasets"),
     "dataset.*": left("how samples are read ahead"),
     **{f"{_MODEL}{name}": row(name) for name in _SAME_NAME},
-    f"{_MODEL}max_position_embeddings": _context,
+    f"{_MODEL}max_position_embeddings": context,
     f"{_MODEL}model_type": not_a_llama("llama", reason="it is no Llama"),
     f"{_MODEL}architectures": not_a_llama("LlamaForCausalLM", "[LlamaForCausalLM]", reason="it is no Llama"),
     f"{_MODEL}hidden_act": not_a_llama("silu", "swish", reason="a Llama's activation is SiLU"),

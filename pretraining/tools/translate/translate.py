@@ -29,6 +29,7 @@ from pretraining.tools.translate.translation import (
     ACCEPT_LLAMA,
     ACCEPT_UNKNOWN,
     ARGUMENT,
+    DEFAULT,
     FILE,
     NOT_UNDERSTOOD,
     Given,
@@ -229,7 +230,8 @@ def _as_recipe(name: str, kind: str, translation: Translation, used: Collection[
     for setting, (text, given) in translation.settings.items():
         was_asked_for = given.level == ARGUMENT and setting == next(iter(translation.note_of(setting).settings))
         source = f"command line, {given.key}" if given.level == ARGUMENT else f"translated from {given.key} of {name}"
-        target = recipe.from_arguments if was_asked_for else recipe.assignments
+        of_file = recipe.defaults if given.level == DEFAULT else recipe.assignments
+        target = recipe.from_arguments if was_asked_for else of_file
         target.append(Assignment(setting, text, where=given.told, flag=given.place, source=source))
     return recipe
 
@@ -255,7 +257,8 @@ def translate(config: TranslateConfig) -> None:
     accepts = [accepted for accepted in (ACCEPT_LLAMA, ACCEPT_UNKNOWN) if getattr(config, accepted)]
     translation, used = _translate(path, name, tree, kind, {}, accepts)
     reader = Reader(TrainConfig)
-    reader.read(_as_recipe(name, kind, translation, used).assignments)
+    recipe = _as_recipe(name, kind, translation, used)
+    reader.read([*recipe.defaults, *recipe.assignments])
     if reader.problems:
         raise ConfigError(reader.problems)
     print_text("\n".join([f"{name}: {SYSTEMS[kind].what}\n", *translation.table()]))

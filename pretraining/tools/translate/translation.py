@@ -397,6 +397,11 @@ def left(reason: str) -> Rule:
     return lambda translating, key: translating.left(key, reason)
 
 
+def context(translating: Translating, key: str) -> None:
+    """Settle a key that is the length of sequences and the model's context."""
+    translating.set(key, seq_length=translating.text(key), max_position_embeddings=translating.text(key))
+
+
 def joint(*keys: str) -> dict[str, Rule]:
     """Return rules for keys that are settled together, before the rules."""
     return dict.fromkeys(keys, left(""))

@@ -48,6 +48,22 @@ def test_a_trainer_takes_such_a_file() -> None:
     assert trainer.config.schedule.warmup_steps == load(["steps.py"]).schedule.warmup_steps
 
 
+def test_a_recipe_wins_over_another_systems_defaults_and_its_file_over_the_recipe(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("use_dummy_dataset: true\nschedule: linear\ngrad_clip_thresh: 2\nlearning_rate: 1\n")
+    config = load([], {"recipe": f"{mine},deepspeed.json"})
+    assert (config.schedule.schedule, config.optimizer.grad_clip_thresh) == ("linear", 2.0)
+    assert config.optimizer.learning_rate == 3e-4
+
+
+def test_a_trainer_that_overrides_log_metrics_is_told_of_extra_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(Trainer):
+        def _log_metrics(self) -> None: ...
+
+    Mine.from_recipe("demo")._hook()
+    assert "_log_metrics of Mine is never called: override extra_metrics" in caplog.text
+
+
 def test_the_start_logs_what_became_of_each_key(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     load(["stub.yaml"], {"use_dummy_dataset": "true", "optim.lr": "1e-2"})
