@@ -215,7 +215,7 @@ def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Measures the machines that training would run on."""
-    config = parse_config(DoctorConfig, overrides, flags)
+    config = parse_config(DoctorConfig, overrides, flags, translate=translate_when_needed)
     layout = resolve_layout(os.environ)
     set_threads(config.run.cpu_threads, layout)  # as training does
     from pretraining.tools.doctor.doctor import doctor

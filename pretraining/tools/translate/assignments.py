@@ -16,6 +16,7 @@ from pathlib import Path
 from pretraining.config.plugins import TOKEN_SUFFIXES
 from pretraining.files import entries_of, is_file, is_folder
 from pretraining.tools.translate.translation import (
+    Rule,
     Translating,
     choice,
     context,
@@ -34,6 +35,7 @@ _COUNTS_TOKENS = (
     *("max_tokens", "log_interval_tokens", "val_interval_tokens", "checkpoint_interval_tokens", "warmup_tokens"),
     *("stable_tokens", "min_lr_factor", "use_scheduler", "optimizer_type", "train_data_file"),
 )
+WHAT = "Python assignments for a train.py, token-counted or nanoGPT's"
 SIGNS = (
     *(
         "max_iters",
@@ -88,6 +90,11 @@ def defaults(translating: Translating) -> Mapping[str, str]:
     silent |= {"vocab_size"} if given & (_STARTS | {"tokenizer_path"}) or _is_of_characters(translating) else set()
     silent |= {"dataset"} if given & _DATA else set()
     return {key: text for key, text in found.items() if key not in silent}
+
+
+def name_of(key: str) -> str:
+    """Return the name that the rules have for a key."""
+    return key
 
 
 def combine(translating: Translating) -> None:
@@ -319,8 +326,8 @@ def _wandb(translating: Translating, key: str) -> None:
     translating.set(key, "" if on else "TensorBoard's files are in the run's folder", tracker="wandb" if on else None)
 
 
-NULLS = {"grad_clip": "0"}
-RULES = {
+NULLS: dict[str, str] = {"grad_clip": "0"}
+RULES: dict[str, Rule] = {
     **joint("gradient_accumulation_steps", "eval_iters", "use_scheduler", "decay_lr", "warmup_iters", "lr_decay_iters"),
     **joint("min_lr"),
     "out_dir": row("ckpt_save_path"),

@@ -36,6 +36,7 @@ from pretraining.tools.translate.translation import (
     row,
 )
 
+WHAT = "a folder of composed configs (defaults, optimizer.lr_config, …)"
 SIGNS = (
     *("defaults", "optimizer.lr_config", "train.max_steps", "logging.wandb_project", "checkpoint.save_steps"),
     *("checkpoint.save", "checkpoint.load", "model.num_blocks", "dataset.total_batch_size"),
@@ -62,7 +63,11 @@ def name_of(key: str) -> str:
     }.get(key, key)
 
 
-NULLS = {f"{_OPTIMIZER}momentum": "0", f"{_LR}decay": "0", **{f"train.{name}": "0" for name in _CLIPPING}}
+NULLS: dict[str, str] = {
+    f"{_OPTIMIZER}momentum": "0",
+    f"{_LR}decay": "0",
+    **{f"train.{name}": "0" for name in _CLIPPING},
+}
 
 
 def defaults(translating: Translating) -> dict[str, str]:

@@ -17,6 +17,8 @@ from pretraining.tools.translate.translation import (
     when,
 )
 
+WHAT = "the JSON that DeepSpeed is configured with"
+NULLS: dict[str, str] = {}
 SIGNS = (
     *("train_micro_batch_size_per_gpu", "zero_optimization", "optimizer.params", "scheduler.params"),
     *("fp16.enabled", "bf16.enabled", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
@@ -26,6 +28,11 @@ _TYPE, _PARAMS, _SCHEDULE = "optimizer.type", "optimizer.params.", "scheduler.pa
 _PEAK, _GROUP = f"{_SCHEDULE}warmup_max_lr", "zero_optimization.mics_shard_size"
 _OWN = "or your own as --optimizer=package.module:Class"
 _LEFT_TO_OTHERS = "another system's settings fill it in: give a flag, or leave it to the default here"
+
+
+def name_of(key: str) -> str:
+    """Return the name that the rules have for a key."""
+    return key
 
 
 def combine(translating: Translating) -> None:

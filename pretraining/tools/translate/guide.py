@@ -39,6 +39,8 @@ from pretraining.tools.translate.translation import (
     when,
 )
 
+WHAT = "the JSON of a training guide: model, training, data"
+NULLS: dict[str, str] = {}
 SIGNS = (
     *("model.d_model", "model.n_heads", "model.n_layers", "model.d_ff", "model.max_seq_len", "model.pre_norm"),
     *("training.batch_size", "training.learning_rate", "training.num_epochs", "training.max_steps"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pretraining.tools.translate.translation import (
+    Rule,
     Translating,
     choice,
     context,
@@ -18,6 +19,8 @@ from pretraining.tools.translate.translation import (
     row,
 )
 
+WHAT = "one YAML of a training stub (dist, model.hf_config, …)"
+NULLS: dict[str, str] = {}
 SIGNS = (
     *("dist.sharding_stage", "dist.cpu_only", "dist.backend", "dist.dtype", "model.hf_config"),
     *("lr_scheduler.total_iterations", "lr_scheduler.warmup_iterations", "checkpoint.chkpt_saving_iterations"),
@@ -64,6 +67,11 @@ def _rope(translating: Translating, key: str) -> None:
         refuse_model(translating, key, "rotary frequencies are scaled as Llama 3.1 does it (llama3), or not at all")
 
 
+def name_of(key: str) -> str:
+    """Return the name that the rules have for a key."""
+    return key
+
+
 def combine(translating: Translating) -> None:
     """Make the run's folder, `<directory>/<prefix>.<timestamp>`."""
     directory, prefix = "checkpoint.directory", "checkpoint.prefix"
@@ -81,7 +89,7 @@ _NO_EXPERTS = not_a_llama("0", reason="a Llama has no experts")
 _NO_DROPOUT = not_a_llama("0", reason="a Llama is trained without dropout")
 _NO_QK_NORM = not_a_llama("false", reason="a Llama does not normalise queries and keys")
 _OF_OTHERS = left("of generation, or about the program that wrote the file")
-RULES = {
+RULES: dict[str, Rule] = {
     "dist.cpu_only": row("device", choice(true="cpu", false="auto", yes="cpu", no="auto")),
     "dist.backend": row("backend"),
     "dist.dtype": row("mp_dtype", dtype),

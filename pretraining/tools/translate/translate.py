@@ -6,10 +6,10 @@ file -> parse -> detect -> rules of one system's table -> recipe of this project
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -46,65 +46,41 @@ FIRST_WORDS = "# Translated from "
 COMMAND_LINE = "the command line"
 
 
-@dataclass(frozen=True)
-class System:
-    """A system whose files are understood.
+class System(Protocol):
+    """A system whose files are understood: what the module of each one holds."""
 
-    Attributes:
-        what: its files are, in a few words.
-        signs: keys or sections, one of which is in each of its files, and in no file of another system.
-        rules: what becomes of each key.
-        defaults: what it takes for keys that are not given, where that decides on learning.
-        combine: settles keys that mean something together, before the rules settle the others.
-        name_of: the name that the rules have for a key as written.
-        nulls: what a null means, by key.
-    """
+    @property
+    def WHAT(self) -> str:
+        """What its files are, in a few words."""
 
-    what: str
-    signs: Sequence[str]
-    rules: Mapping[str, Rule]
-    defaults: Callable[[Translating], Mapping[str, str]]
-    combine: Callable[[Translating], None]
-    name_of: Callable[[str], str] = str
-    nulls: Mapping[str, str] = field(default_factory=dict)
+    @property
+    def SIGNS(self) -> tuple[str, ...]:
+        """Keys or sections, one of which is in each of its files, and in no file of another system."""
+
+    @property
+    def RULES(self) -> Mapping[str, Rule]:
+        """What becomes of each key."""
+
+    @property
+    def NULLS(self) -> Mapping[str, str]:
+        """What a null means, by key."""
+
+    def name_of(self, key: str, /) -> str:
+        """Return the name that the rules have for a key as written."""
+
+    def defaults(self, translating: Translating, /) -> Mapping[str, str]:
+        """Return what the system takes for keys that are not given, where that decides on learning."""
+
+    def combine(self, translating: Translating, /) -> None:
+        """Settle keys that mean something together, before the rules settle the others."""
 
 
-SYSTEMS = {
-    "stub": System(
-        "one YAML of a training stub (dist, model.hf_config, …)", stub.SIGNS, stub.RULES, stub.defaults, stub.combine
-    ),
-    "guide": System(
-        "the JSON of a training guide: model, training, data",
-        guide.SIGNS,
-        guide.RULES,
-        guide.defaults,
-        guide.combine,
-        guide.name_of,
-    ),
-    "deepspeed": System(
-        "the JSON that DeepSpeed is configured with",
-        deepspeed.SIGNS,
-        deepspeed.RULES,
-        deepspeed.defaults,
-        deepspeed.combine,
-    ),
-    "composed": System(
-        "a folder of composed configs (defaults, optimizer.lr_config, …)",
-        composed.SIGNS,
-        composed.RULES,
-        composed.defaults,
-        composed.combine,
-        composed.name_of,
-        composed.NULLS,
-    ),
-    "nanogpt": System(
-        "Python assignments for a train.py, token-counted or nanoGPT's",
-        assignments.SIGNS,
-        assignments.RULES,
-        assignments.defaults,
-        assignments.combine,
-        nulls=assignments.NULLS,
-    ),
+SYSTEMS: dict[str, System] = {
+    "stub": stub,
+    "guide": guide,
+    "deepspeed": deepspeed,
+    "composed": composed,
+    "nanogpt": assignments,
 }
 _NO_LONGER_READ = {
     "per_device_train_batch_size": "TrainingArguments of Hugging Face's Trainer",
@@ -125,7 +101,7 @@ def detect(keys: Collection[str], name: str) -> str | None:
     def has(sign: str) -> bool:
         return any(key == sign or key.startswith(f"{sign}.") for key in keys)
 
-    found = {system: signs for system in SYSTEMS if (signs := [sign for sign in SYSTEMS[system].signs if has(sign)])}
+    found = {system: signs for system in SYSTEMS if (signs := [sign for sign in SYSTEMS[system].SIGNS if has(sign)])}
     removed = [sign for sign in _NO_LONGER_READ if has(sign)]
     if removed and not found:
         raise ConfigError(
@@ -191,12 +167,12 @@ def _translate(
         if argument in used:
             continue
         key = system.name_of(argument.replace("-", "_"))
-        is_ours = setting_named(argument) is not None and (path is None or key not in system.rules)
-        if not is_ours and rule_for(key, system.rules) is not None:
+        is_ours = setting_named(argument) is not None and (path is None or key not in system.RULES)
+        if not is_ours and rule_for(key, system.RULES) is not None:
             of_file = given[key].text if key in given else None
             given[key] = Given(argument, _text_of(raw), COMMAND_LINE, ARGUMENT, of_file or "")
             used.add(argument)
-    for key, meaning in system.nulls.items():
+    for key, meaning in system.NULLS.items():
         if key in given and given[key].text is None:
             given[key] = replace(given[key], text=meaning)
     flags = {
@@ -208,8 +184,8 @@ def _translate(
     translating.problems += problems
     if path is not None:
         translating.fill_in(system.defaults(translating))
-    translating.settle(system.combine, system.rules)
-    return translating.finish(system.rules), used
+    translating.settle(system.combine, system.RULES)
+    return translating.finish(system.RULES), used
 
 
 def _text_of(raw: Raw) -> str | None:
@@ -223,7 +199,7 @@ def _as_recipe(name: str, kind: str, translation: Translation, used: Collection[
         name,
         [],
         used=frozenset(used),
-        names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].rules),
+        names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].RULES),
         system=kind if translation.notes else "",
         table=tuple(translation.table()),
     )
@@ -261,7 +237,7 @@ def translate(config: TranslateConfig) -> None:
     reader.read([*recipe.defaults, *recipe.assignments])
     if reader.problems:
         raise ConfigError(reader.problems)
-    print_text("\n".join([f"{name}: {SYSTEMS[kind].what}\n", *translation.table()]))
+    print_text("\n".join([f"{name}: {SYSTEMS[kind].WHAT}\n", *translation.table()]))
     text = recipe_text(name, kind, translation)
     if config.output_path is None:
         print_text(f"\n{text}", end="")
@@ -276,12 +252,12 @@ def translate(config: TranslateConfig) -> None:
 
 
 def _known_systems() -> str:
-    return "\n".join(f"  {kind}: {each.what}, with {', '.join(each.signs[:4])}" for kind, each in SYSTEMS.items())
+    return "\n".join(f"  {kind}: {each.WHAT}, with {', '.join(each.SIGNS[:4])}" for kind, each in SYSTEMS.items())
 
 
 def recipe_text(name: str, kind: str, translation: Translation) -> str:
     """Return a recipe by sections, each setting with what it was made of behind it."""
-    lines = [f"{FIRST_WORDS}{name} ({SYSTEMS[kind].what})."]
+    lines = [f"{FIRST_WORDS}{name} ({SYSTEMS[kind].WHAT})."]
     section, explained = None, list[Note]()
     for setting in settings_of(TrainConfig).values():
         if setting.name not in translation.settings:

@@ -292,10 +292,10 @@ TEXTS = st.sampled_from(
 @pytest.mark.parametrize("kind", SYSTEMS)
 @given(data=st.data())
 def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    keys = st.sampled_from([key.removesuffix(".*") for key in SYSTEMS[kind].rules] + ["zzz", "seed"])
+    keys = st.sampled_from([key.removesuffix(".*") for key in SYSTEMS[kind].RULES] + ["zzz", "seed"])
     nested: st.SearchStrategy[Any] = st.dictionaries(st.sampled_from("ab"), TEXTS) | st.lists(TEXTS)
     tree = data.draw(st.dictionaries(keys, TEXTS | st.none() | nested, max_size=12))
-    tree[SYSTEMS[kind].signs[-1]] = "1"
+    tree[SYSTEMS[kind].SIGNS[-1]] = "1"
     suffix = ".py" if kind == "nanogpt" else ".json"
     path = tmp_path_factory.mktemp("any") / f"a{suffix}"
     assignments = "\n".join(f"{key} = {value!r}" for key, value in tree.items() if not isinstance(value, dict))
