@@ -38,6 +38,7 @@ from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.signals import ReceivedSignals, ending_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
 from pretraining.progress import Duration
+from pretraining.tools.translate.hook import translate_when_needed
 
 if TYPE_CHECKING:
     from typing import Self
@@ -98,7 +99,7 @@ class Trainer:
         }
         if recipes:
             flags["recipe"] = [str(recipe) for recipe in recipes]
-        return cls(load_train_config(flags=flags))
+        return cls(load_train_config(flags=flags, translate=translate_when_needed))
 
     def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:
         """Override this to report metrics of your own, in training as `custom/<name>`, and in evaluations.
@@ -299,6 +300,10 @@ class Trainer:
         return source
 
     def _hook(self) -> MetricsHook | None:
+        if hasattr(self, "_log_metrics"):
+            log.warning(
+                "_log_metrics of %s is never called: override extra_metrics (docs/python.md)", type(self).__name__
+            )
         if getattr(self.extra_metrics, "__func__", None) is Trainer.extra_metrics:
             return None
         from pretraining.observability.custom_metrics import MetricsHook

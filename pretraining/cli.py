@@ -58,17 +58,18 @@ from pretraining.launch.terminal import (
     print_text,
     showing_through,
 )
+from pretraining.tools.translate.hook import translate_when_needed
 
 log = logging.getLogger(__name__)
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Trains a model."""
-    is_rehearsal = bool(value_on_command_line("dry_run", overrides, flags))
+    is_rehearsal = bool(value_on_command_line("dry_run", overrides, flags, translate_when_needed))
     outlive_readers("" if is_rehearsal else TRAINING_GOES_ON)
     signals = ReceivedSignals().listen()
     end_with_launcher()
-    resolved = resolve_config(TrainConfig, overrides, flags)
+    resolved = resolve_config(TrainConfig, overrides, flags, (), translate_when_needed)
     config = resolved.config
     layout = resolve_layout(os.environ)
     if torch_is_imported():
@@ -103,12 +104,13 @@ def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Shows what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
-    named = value_on_command_line("ckpt_load_path", overrides, flags)
-    named = named or value_on_command_line("resume_from_checkpoint", overrides, flags)
-    if value_given("weights_only", overrides, flags):
+    translate = translate_when_needed
+    named = value_on_command_line("ckpt_load_path", overrides, flags, translate)
+    named = named or value_on_command_line("resume_from_checkpoint", overrides, flags, translate)
+    if value_given("weights_only", overrides, flags, translate):
         named = None  # a new run, with the settings and the data that `train` would begin it with
     if named is None:
-        config = parse_config(InspectConfig, overrides, flags)
+        config = parse_config(InspectConfig, overrides, flags, translate=translate)
     from pretraining.checkpoint.manifest import run_of
     from pretraining.checkpoint.start_point import adopt_model, adopt_separator, find_checkpoint, newest_run_path
 
@@ -123,7 +125,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         else:
             assert restorable is not None  # a load path without a checkpoint is an error
             settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
-            config = parse_config(InspectConfig, overrides, flags, beneath=settings)
+            config = parse_config(InspectConfig, overrides, flags, settings, translate)
         config = adopt_separator(config, restorable)
     from pretraining.tools.inspect import inspect
 
@@ -176,7 +178,7 @@ def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def plan_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Says what a run would take and how fast it would be."""
-    config = parse_config(PlanConfig, overrides, flags)
+    config = parse_config(PlanConfig, overrides, flags, translate=translate_when_needed)
     from pretraining.tools.plan import plan
 
     plan(config)
@@ -192,7 +194,7 @@ def sweep_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def translate_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Turns another system's settings into a recipe."""
     config = parse_config(TranslateConfig, overrides, flags)
-    from pretraining.tools.translate import translate
+    from pretraining.tools.translate.translate import translate
 
     translate(config)
 
@@ -212,7 +214,7 @@ def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
 def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Measures the machines that training would run on."""
-    config = parse_config(DoctorConfig, overrides, flags)
+    config = parse_config(DoctorConfig, overrides, flags, translate=translate_when_needed)
     layout = resolve_layout(os.environ)
     set_threads(config.run.cpu_threads, layout)  # as training does
     from pretraining.tools.doctor import doctor

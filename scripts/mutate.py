@@ -95,7 +95,6 @@ def draw(parts: Sequence[str], each: int, seed: int) -> dict[str, list[Change]]:
     drawn = {}
     for part in parts:
         files = sorted((ROOT / "pretraining" / part).rglob("*.py"))
-        files = [file for file in files if "foreign" not in file.parts]
         possible = [change for file in files for change in changes_of(file.relative_to(ROOT))]
         drawn[part] = random.Random(f"{seed} {part}").sample(possible, min(each, len(possible)))
     return drawn

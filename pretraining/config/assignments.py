@@ -194,12 +194,12 @@ class Reader(Generic[T]):
         return parse_value(setting, alias.translate(raw) if alias is not None and isinstance(raw, str) else raw)
 
 
-def names_setting(key: str) -> bool:
-    """Whether a key is a setting of training, under its own name or a foreign one, with its section in front or not."""
+def setting_named(key: str) -> str | None:
+    """Return the setting of training that a key names, directly or by an alias, with its section in front or not."""
     section, _, name = key.replace("-", "_").lower().rpartition(".")
     settings = settings_of(TrainConfig)
     setting = settings.get(name) or (settings.get(ALIASES[name].target) if name in ALIASES else None)
-    return setting is not None and section in ("", setting.section)
+    return setting.name if setting is not None and section in ("", setting.section) else None
 
 
 def _tokens(text: str) -> str:

@@ -11,18 +11,15 @@ Settings come from defaults < recipes, left to right < command line; then the ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, names_setting
-from pretraining.config.fields import sections_of, settings_of
-from pretraining.config.foreign import composed
-from pretraining.config.foreign.kinds import KINDS
-from pretraining.config.foreign.translation import ACCEPT_LLAMA, TranslationError
-from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, read_dotted_names, read_recipe
+from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, setting_named
+from pretraining.config.fields import settings_of
+from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, Translator, read_recipe
 from pretraining.config.rules import find_problems, settle_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, parse_bool, split_list
@@ -32,7 +29,12 @@ from pretraining.files import exists
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-ABOUT_RECIPES = (*RECIPE_NAMES, ACCEPT_LLAMA)
+ACCEPTS = {
+    "accept_llama": "where a recipe of another system describes another model, take a Llama of the same shape",
+    "accept_unknown": "leave out what is not understood in a recipe of another system",
+}
+"""Switches that say what may be left out of recipes of other systems."""
+ABOUT_RECIPES = (*RECIPE_NAMES, *ACCEPTS)
 """Names on a command line that are no settings: which recipes are read, and how."""
 
 
@@ -44,9 +46,11 @@ class ResolvedConfig(Generic[T]):
     chosen: Mapping[str, Assignment]
 
 
-def load_train_config(overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> TrainConfig:
+def load_train_config(
+    overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None, translate: Translator | None = None
+) -> TrainConfig:
     """Reads the settings of a training run; see `parse_config`."""
-    return parse_config(TrainConfig, overrides, flags)
+    return parse_config(TrainConfig, overrides, flags, translate=translate)
 
 
 def parse_config(
@@ -54,9 +58,10 @@ def parse_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     beneath: Sequence[Assignment] = (),
+    translate: Translator | None = None,
 ) -> T:
     """Reads a command line into a dataclass of settings, as `resolve_config` does."""
-    return resolve_config(root, overrides, flags, beneath).config
+    return resolve_config(root, overrides, flags, beneath, translate).config
 
 
 def resolve_config(
@@ -64,6 +69,7 @@ def resolve_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     beneath: Sequence[Assignment] = (),
+    translate: Translator | None = None,
 ) -> ResolvedConfig[T]:
     """Reads a command line into a dataclass of settings, and checks that they fit each other.
 
@@ -78,15 +84,18 @@ def resolve_config(
         flags: text by flag name, as fire hands it over; "True", "False" or None stand for a flag without a value. From
             Python, any value that can be written as text.
         beneath: settings that come before those of recipes, such as a checkpoint's.
+        translate: reads recipes and words of other systems; None = there are none.
 
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
     """
     reads_recipes = issubclass(root, TrainConfig)
     assignments, problems = read_arguments(*name_first_words(root, overrides, flags or {}), reads_recipes)
-    recipes, given, problems_of_recipes = _read_recipes(assignments) if reads_recipes else ([], assignments, [])
-    reader = Reader(root, also_known=_names_besides_settings(recipes) if reads_recipes else ())
-    for source in (beneath, *(recipe.assignments for recipe in recipes), given):
+    found = _read_recipes(assignments, translate) if reads_recipes else ([], assignments, [])
+    recipes, given, problems_of_recipes = found
+    names = [name for recipe in recipes for name in recipe.names]
+    reader = Reader(root, also_known=[*ABOUT_RECIPES, *names] if reads_recipes else ())
+    for source in (beneath, *_sources(recipes), given):
         reader.read(source)
     on_command_line = {assignment.section_and_name[1] for assignment in given}
     if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line and reads_recipes:
@@ -100,35 +109,39 @@ def resolve_config(
     if config is None or problems:
         raise ConfigError(problems)
     for recipe in recipes:
-        if recipe.translation is not None:
-            lines = "\n".join(recipe.translation.table())
-            log.info("%s is read as settings of another system (%s):\n%s", recipe.name, recipe.translation.kind, lines)
+        if recipe.system:
+            lines = "\n".join(recipe.table)
+            log.info("%s is read as settings of another system (%s):\n%s", recipe.name, recipe.system, lines)
     return ResolvedConfig(config, reader.chosen)
 
 
-def value_on_command_line(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
+def value_on_command_line(
+    name: str, overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None = None
+) -> Any:
     """Returns what the command line alone sets a setting of training to; None without a readable value."""
     assignments = [
         given for given in read_arguments(overrides, flags)[0] if given.section_and_name[1] not in RECIPE_NAMES
     ]
     reader = Reader(TrainConfig)
-    reader.read(_read_recipes(assignments)[1])
+    reader.read(_read_recipes(assignments, translate)[1])
     return reader.values.get(name)
 
 
-def value_given(name: str, overrides: Sequence[str], flags: Mapping[str, Any]) -> Any:
+def value_given(
+    name: str, overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None = None
+) -> Any:
     """Returns what recipes and the command line set a setting of training to; None without a readable value."""
-    recipes, given, _ = _read_recipes(read_arguments(_name_first_word(TrainConfig, overrides), flags)[0])
+    recipes, given, _ = _read_recipes(read_arguments(_name_first_word(TrainConfig, overrides), flags)[0], translate)
     reader = Reader(TrainConfig)
-    for source in (*(recipe.assignments for recipe in recipes), given):
+    for source in (*_sources(recipes), given):
         reader.read(source)
     return reader.values.get(name)
 
 
-def _names_besides_settings(recipes: Sequence[Recipe]) -> list[str]:
-    """Returns what a misspelt name may have meant besides a setting."""
-    kinds = ["composed", *(recipe.translation.kind for recipe in recipes if recipe.translation)]
-    return [*ABOUT_RECIPES, *(name for kind in kinds for name in KINDS[kind].arguments)]
+def _sources(recipes: Sequence[Recipe]) -> Iterator[Sequence[Assignment]]:
+    """Yields the settings of recipes, later ones over earlier ones; defaults of other systems come first."""
+    yield from (recipe.defaults for recipe in recipes)
+    yield from (recipe.assignments for recipe in recipes)
 
 
 def _settings_among(assignments: Sequence[Assignment]) -> list[Assignment]:
@@ -223,65 +236,53 @@ def _read_flag(name: str, value: Any) -> Assignment:
     return Assignment(name, text, where=f"--{name}={text}", flag=f"--{name}", valueless=text in ("True", "False"))
 
 
-@dataclass
-class _Reading:
-    """A command line on its way to recipes and settings.
-
-    Attributes:
-        settings: its arguments that no recipe has read.
-        from_arguments: what those became that one has.
-        problems: of recipes.
-    """
-
-    settings: list[Assignment]
-    recipes: list[Recipe] = field(default_factory=list)
-    from_arguments: list[Assignment] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, read: Callable[[Mapping[str, Raw]], Recipe]) -> None:
-        """Reads a recipe, which may take arguments of the command line."""
-        used: frozenset[str] = frozenset()
-        try:
-            recipe = read({given.name: given.raw for given in self.settings})
-        except ConfigError as error:
-            self.problems += error.problems
-            used = error.used_overrides if isinstance(error, TranslationError) else used
-        else:
-            self.from_arguments += recipe.from_arguments
-            self.recipes.append(recipe)
-            used = recipe.translation.used_overrides if recipe.translation else used
-        self.problems += _twice(self.settings, used)
-        self.settings = [given for given in self.settings if given.name not in used]
-
-
-def _read_recipes(assignments: Sequence[Assignment]) -> tuple[list[Recipe], list[Assignment], list[str]]:
+def _read_recipes(
+    assignments: Sequence[Assignment], translate: Translator | None
+) -> tuple[list[Recipe], list[Assignment], list[str]]:
     """Returns the recipes that a command line names, left to right, its settings, and what is wrong with recipes.
 
-    Its arguments under dotted names of a pipeline with composed configs are one more recipe, above the others.
+    Arguments that a recipe of another system reads are settings as it says. Those that are no settings, and that no
+    recipe has read, may be words of another system: one more recipe, above the others.
     """
-    reading = _Reading(_settings_among(assignments))
+    settings = _settings_among(assignments)
     named = [given for given in assignments if given.section_and_name[1] in RECIPE_NAMES]
     try:
-        names, accept_llama = _names_of_recipes(named), _accepts_llama(assignments)
+        names, accepts = _names_of_recipes(named), [name for name in ACCEPTS if _is_on(name, assignments)]
     except ConfigError as error:
-        return [], reading.settings, list(error.problems)
-    for name in names:
-        reading.add(lambda arguments, name=name: read_recipe(name, arguments, accept_llama))  # type: ignore[misc]
-    if reading.problems and len(names) > 1 and isinstance(named[0].raw, str):
-        reading.problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
-    if reading.problems:  # what could not be read might have taken arguments that are none of ours
-        reading.settings = [given for given in reading.settings if not _may_be_foreign(given.name)]
-    elif any(composed.knows(given.name) and not names_setting(given.name) for given in reading.settings):
-        reading.add(lambda arguments: read_dotted_names(arguments, accept_llama))
-    if accept_llama and not reading.problems and not any(recipe.translation for recipe in reading.recipes):
-        reading.problems.append(f"--{ACCEPT_LLAMA} is about recipes of other systems, and none is given")
-    return reading.recipes, [*reading.from_arguments, *reading.settings], reading.problems
+        return [], settings, list(error.problems)
+    readers: list[Callable[[Mapping[str, Raw]], Recipe | None]] = [
+        lambda arguments, name=name: read_recipe(name, translate, arguments, accepts)  # type: ignore[misc]
+        for name in names
+    ]
+    if translate is not None:
+        readers.append(lambda arguments: None if problems else _read_words(arguments, translate, accepts))
+    recipes: list[Recipe] = []
+    from_arguments: list[Assignment] = []
+    problems: list[str] = []
+    for read in readers:
+        try:
+            recipe = read({given.name: given.raw for given in settings})
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if recipe is not None:
+            recipes.append(recipe)
+            from_arguments += recipe.from_arguments
+            problems += _twice(settings, recipe.used)
+            settings = [given for given in settings if given.name not in recipe.used]
+    if problems and len(names) > 1 and isinstance(named[0].raw, str):
+        problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
+    if problems:  # what could not be read might have taken arguments that are none of ours
+        settings = [given for given in settings if setting_named(given.name) is not None]
+    if accepts and not problems and not any(recipe.system for recipe in recipes):
+        problems.append(f"--{accepts[0]} is about recipes of other systems, and none is given")
+    return recipes, [*from_arguments, *settings], problems
 
 
-def _may_be_foreign(name: str) -> bool:
-    """Whether a name is none of this project's, and may be one of another system: it has parts, or is a group's."""
-    is_group = name in sections_of(TrainConfig) or composed.knows(name)
-    return not names_setting(name) and (is_group or bool({".", "/"} & set(name)))
+def _read_words(arguments: Mapping[str, Raw], translate: Translator, accepts: Collection[str]) -> Recipe | None:
+    """Returns what arguments that are no settings mean as words of another system; None where there are no such."""
+    is_foreign = any(setting_named(name) is None for name in arguments)
+    return translate(None, "the command line", arguments, accepts) if is_foreign else None
 
 
 def _twice(settings: Sequence[Assignment], names: Collection[str]) -> list[str]:
@@ -310,9 +311,9 @@ def _names_of_recipes(named: Sequence[Assignment]) -> list[str]:
         raise ConfigError(f"{named[0].where}: {error}") from error
 
 
-def _accepts_llama(assignments: Sequence[Assignment]) -> bool:
-    """Returns the value of the switch; a ConfigError where it is neither true nor false."""
-    given = [assignment for assignment in assignments if assignment.section_and_name[1] == ACCEPT_LLAMA]
+def _is_on(switch: str, assignments: Sequence[Assignment]) -> bool:
+    """Returns the value of a switch; a ConfigError where it is neither true nor false."""
+    given = [assignment for assignment in assignments if assignment.section_and_name[1] == switch]
     try:
         return bool(given) and parse_bool(str(given[-1].raw))
     except ValueError as error:

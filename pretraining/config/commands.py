@@ -27,8 +27,8 @@ LARGEST_STEP = 10**12
 """More than any run has."""
 LARGEST_CLUSTER = 10**6
 """GPUs."""
-ForeignKind = Literal["stub", "guide", "deepspeed", "training_arguments", "composed", "nanogpt", "torchtitan"]
-"""Files of settings of other systems: the names of `config/foreign/kinds.py`."""
+ForeignKind = Literal["stub", "guide", "deepspeed", "composed", "nanogpt"]
+"""Files of settings of other systems: the names of `tools/translate/translate.py`."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +188,13 @@ class TranslateConfig:
     input_path: str = required("the file; also as the first word", first_word=True)
     kind: ForeignKind | None = setting(
         None,
-        "what it is: stub, guide, deepspeed, training_arguments, composed, nanogpt or torchtitan; none = what its keys "
-        "say",
+        "what it is: stub, guide, deepspeed, composed or nanogpt; none = what its keys say",
     )
     output_path: str | None = setting(None, "recipe to write; none = printed")
     accept_llama: bool = setting(
         False, "where it describes another model (GELU, dropout, biases, …), take a Llama of the same shape"
     )
+    accept_unknown: bool = setting(False, "leave out the keys that are not understood")
 
 
 @dataclass(frozen=True)

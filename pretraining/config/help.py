@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pretraining.config.assignments import ALIASES, RECIPE_NAMES
+from pretraining.config.command_line import ACCEPTS
 from pretraining.config.fields import Setting, sections_of, settings_of
-from pretraining.config.foreign.translation import ACCEPT_LLAMA
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import describe_type, did_you_mean, format_value
@@ -75,8 +75,8 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
             "win, flags win over all. A file may be the first word, too"
         )
         lines += ["", *_entry("  --recipe=A,B  ", text, indent, columns)]
-        text = "where such a file describes another model than a Llama, take a Llama of the same shape [false]"
-        lines += _entry(f"  --{ACCEPT_LLAMA}=BOOL  ", text, indent, columns)
+        for name, text in ACCEPTS.items():
+            lines += _entry(f"  --{name}=BOOL  ", f"{text} [false]", indent, columns)
     for name, subject, members in _sections(root):
         if section not in (None, name):
             continue

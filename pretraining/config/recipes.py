@@ -1,23 +1,21 @@
 """Recipes: files of settings, and the resolved configuration written as one.
 
 A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), named by its
-path or, in this package's recipes folder, by its bare name. A file of another system is a recipe, too, and is
-translated as it is read (`foreign/`).
+path or, in this package's recipes folder, by its bare name. A file of another system is a recipe, too, where the caller
+hands over a `Translator`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
-from pretraining.config.assignments import Assignment, Reader, names_setting
+from pretraining.config.assignments import Assignment, Reader, setting_named
 from pretraining.config.fields import sections_of, settings_of, values_of
-from pretraining.config.foreign.kinds import recognise, translate
-from pretraining.config.foreign.translation import COMMAND_LINE, FILLED_IN, Note, Source, Translation
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, expand_home, format_value
@@ -25,7 +23,8 @@ from pretraining.errors import ConfigError
 from pretraining.files import exists
 from pretraining.progress import Duration
 
-RECIPE_SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
+OF_OTHER_SYSTEMS = (".toml", ".py")
+RECIPE_SUFFIXES = (".yaml", ".yml", ".json", *OF_OTHER_SYSTEMS)
 SHIPPED = Path(__file__).parent / "recipes"
 
 
@@ -39,63 +38,69 @@ class Recipe:
     """A recipe's settings as raw text.
 
     Attributes:
-        translation: of another system's file, what became of it.
-        from_arguments: settings that arguments of the command line became, which were read with such a file; they
-            count as the command line's.
+        defaults: settings that another system takes where its file is silent; every recipe wins over them.
+        from_arguments: settings that arguments of the command line became, which were read with the file of another
+            system; they count as the command line's.
+        used: names of these arguments.
+        names: what other arguments may have meant.
+        system: that the file is of; "" of a recipe of this project.
+        table: what became of each key of such a file, in lines.
     """
 
     name: str
     assignments: list[Assignment]
-    translation: Translation | None = None
+    defaults: list[Assignment] = field(default_factory=list)
     from_arguments: list[Assignment] = field(default_factory=list)
+    used: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
+    system: str = ""
+    table: tuple[str, ...] = ()
 
 
-def read_recipe(name: str, overrides: Mapping[str, Raw] | None = None, accept_llama: bool = False) -> Recipe:
-    """Reads a recipe, a path or the name of a shipped one.
+class Translator(Protocol):
+    """Reads the settings of another system as a recipe; the command line hands one over."""
 
-    Args:
-        overrides: what the command line gives besides, by name; a file of another system may read some of them.
-        accept_llama: take a file that describes another model for a Llama of the same shape.
+    def __call__(
+        self, path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str]
+    ) -> Recipe | None:
+        """Return the recipe of a file and the arguments that set its keys; None where the file is of no known system.
+
+        Args:
+            path: of the file; None where arguments alone may be words of another system.
+            name: of the file, in messages.
+            arguments: of the command line, by name.
+            accepts: switches that say what may be left out of a file.
+
+        Raises:
+            ConfigError: the file cannot be translated.
+        """
+        ...
+
+
+def read_recipe(
+    name: str,
+    translate: Translator | None = None,
+    arguments: Mapping[str, Raw] | None = None,
+    accepts: Collection[str] = (),
+) -> Recipe:
+    """Reads a recipe, a path or the name of a shipped one; the other arguments are those of a `Translator`.
 
     Raises:
         ConfigError: there is no such recipe, it is not valid, it is no mapping of settings, or of another system and
             cannot be translated.
     """
     path = _find(name)
-    content = read_text(path, name)
-    tree = parse_tree(content, name, path.suffix)
-    if isinstance(tree, dict) and not _is_of_ours(tree):
-        source = Source(name, path, content, tree, overrides or {})
-        if recognise(source, path.suffix) or path.suffix in (".toml", ".py"):
-            return _foreign_recipe(source, path.suffix, accept_llama)
+    if path.suffix in OF_OTHER_SYSTEMS:
+        recipe = translate(path, name, arguments or {}, accepts) if translate is not None else None
+        if recipe is None:
+            raise ConfigError(f"--recipe={name} is of another system: pretrain translate {name} makes a recipe of it")
+        return recipe
+    tree = parse_tree(read_text(path, name), name, path.suffix)
+    if translate is not None and isinstance(tree, dict) and not is_of_ours(tree):
+        recipe = translate(path, name, arguments or {}, accepts)
+        if recipe is not None:
+            return recipe
     return Recipe(name, _settings_of_tree(tree, name, f"recipe {name}"))
-
-
-def read_dotted_names(arguments: Mapping[str, Raw], accept_llama: bool = False) -> Recipe:
-    """Reads arguments of the command line under the dotted names of a pipeline with composed configs.
-
-    Raises:
-        ConfigError: one cannot be translated.
-    """
-    return _foreign_recipe(Source(COMMAND_LINE, None, "", {}, arguments), ".yaml", accept_llama, "composed")
-
-
-def translate_file(name: str, kind: str | None = None, accept_llama: bool = False) -> Recipe:
-    """Reads a file of another system's settings; arguments are as in `read_recipe` and `translate`.
-
-    Raises:
-        ConfigError: there is no such file, it is of no known kind, or cannot be translated.
-    """
-    path = Path(name)
-    if not exists(path):
-        raise ConfigError(f"{name}: there is no such file")
-    content = read_text(path, name)
-    tree = parse_tree(content, name, path.suffix)
-    if not isinstance(tree, dict) or not tree:
-        raise ConfigError(f"{name} holds no settings")
-    if kind is None and _is_of_ours(tree):
-        raise ConfigError(f"{name} is a recipe of this project already: train with --recipe={name}")
-    return _foreign_recipe(Source(name, path, content, tree), path.suffix, accept_llama, kind)
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
@@ -176,28 +181,13 @@ def _settings_of_tree(tree: Any, name: str, source: str) -> list[Assignment]:
     return [replace(each, source=source) for each in _assignments(name, tree, "")]
 
 
-def _is_of_ours(tree: Mapping[str, Any]) -> bool:
+def is_of_ours(tree: Mapping[str, Any], above: str = "") -> bool:
     """Whether every key is a setting of training, under a section or not."""
-    keys = Source("", None, "", tree).flattened()
-    return all(key in sections_of(TrainConfig) or names_setting(key) for key in keys)
-
-
-def _foreign_recipe(source: Source, suffix: str, accept_llama: bool, kind: str | None = None) -> Recipe:
-    translation = translate(source, suffix, kind, accept_llama)
-    recipe = Recipe(source.name, [], translation)
-    for setting, text in translation.settings.items():
-        note = translation.note_of(setting)
-        was_asked_for = note.origin == COMMAND_LINE and setting == next(iter(note.settings))
-        target = recipe.from_arguments if was_asked_for else recipe.assignments
-        target.append(Assignment(setting, text, where=note.told, flag=note.place, source=_source_of(note)))
-    return recipe
-
-
-def _source_of(note: Note) -> str:
-    if note.origin == COMMAND_LINE:
-        return f"command line, {note.key}"
-    return f"translated from {note.key} of {note.origin}" + (
-        f" ({FILLED_IN})" if note.remark.startswith(FILLED_IN) else ""
+    return all(
+        is_of_ours(value, f"{above}{key}.")
+        if isinstance(value, dict) and value
+        else f"{above}{key}" in sections_of(TrainConfig) or setting_named(f"{above}{key}") is not None
+        for key, value in tree.items()
     )
 
 

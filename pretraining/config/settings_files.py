@@ -1,4 +1,4 @@
-"""Files of settings as trees: YAML, JSON, TOML, and Python files of assignments.
+"""Files of settings as trees: YAML and JSON.
 
 Scalars keep the text of the file, and the parser of flags decides what they mean: YAML alone would take 1e-3 for a
 string, `on` for a boolean and 010 for eight. Nothing in a file is executed, and no file takes longer than a second.
@@ -6,11 +6,8 @@ string, `on` for a boolean and 010 for eight. Nothing in a file is executed, and
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,15 +44,15 @@ def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
 
     Args:
         name: what messages call the file.
-        suffix: .json, .toml and .py say what the content is; everything else is YAML.
+        suffix: .json is JSON; everything else is YAML.
 
     Raises:
         ConfigError: it is not valid.
     """
-    read, language = _READERS.get(suffix, (read_yaml, "YAML"))
+    read, language = (read_json, "JSON") if suffix == ".json" else (read_yaml, "YAML")
     try:
         return read(content)
-    except (yaml.YAMLError, SyntaxError, ValueError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"recipe {name} is not valid {language}: {error}") from error
     except (RecursionError, MemoryError):
         raise ConfigError(f"recipe {name} is nested too deep") from None
@@ -153,135 +150,6 @@ def _children_of(node: yaml.Node) -> Iterable[yaml.Node]:
     return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
-def read_toml(content: str) -> Any:
-    """Parses TOML, its values as the text that a flag would have."""
-    return _as_texts(tomllib.loads(content, parse_float=str))
-
-
-def read_python(content: str) -> Any:
-    """Reads the assignments of a Python file without running it.
-
-    Values are literals, arithmetic of literals and of names that the file has assigned before, and texts put together
-    of these. Imports are passed over: what needs one is no literal.
-
-    Raises:
-        ValueError: a line holds anything else; the message names it.
-        SyntaxError: it is no Python.
-    """
-    names: dict[str, Any] = {}
-    targets: Sequence[ast.expr]
-    for statement in ast.parse(content).body:
-        if isinstance(statement, ast.AnnAssign):
-            targets, value = [statement.target], statement.value
-        elif isinstance(statement, ast.Assign):
-            targets, value = statement.targets, statement.value
-        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue  # a docstring
-        elif isinstance(statement, ast.Import):
-            continue
-        else:
-            raise ValueError(f"line {statement.lineno} is no assignment: write name = value; nothing else is read")
-        for target in targets:
-            if not isinstance(target, ast.Name):
-                raise ValueError(f"line {statement.lineno} assigns to no plain name: write name = value")
-            if value is not None:
-                names[target.id] = _evaluate(value, names)
-    count = _count_values(names, {})
-    if count > _MOST_VALUES:
-        raise ValueError(f"with its names written out it holds more than {_MOST_VALUES:,} values")
-    return _as_texts(names)
-
-
-def _count_values(value: Any, counted: dict[int, int]) -> int:
-    """Counts the values in a tree whose parts may be the same object many times, each of which is looked at once."""
-    if not isinstance(value, (dict, list)):
-        return 1
-    if id(value) not in counted:
-        children = value.values() if isinstance(value, dict) else value
-        counted[id(value)] = 1 + sum(_count_values(child, counted) for child in children)
-    return counted[id(value)]
-
-
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_LARGEST_NUMBER = 10**30
-"""No setting is larger; without a bound, powers of powers would never end."""
-_LONGEST_TEXT = 2**14
-"""Of texts that are put together; without a bound, twice the text of the line before would fill the memory."""
-
-
-def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Returns the value of an expression of literals.
-
-    Raises:
-        ValueError: it holds anything else, or a number that no setting has.
-    """
-    match node:
-        case ast.Constant(value=None | bool() | int() | float() | str() as value):
-            return value
-        case ast.Name(id=name) if name in names:
-            return names[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_evaluate(item, names) for item in items]
-        case ast.Dict(keys=keys, values=values) if None not in keys:
-            pairs = zip(filter(None, keys), values, strict=True)
-            return {str(_evaluate(key, names)): _evaluate(value, names) for key, value in pairs}
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            number = _number(node, _evaluate(operand, names))
-            return -number if isinstance(sign, ast.USub) else number
-        case ast.JoinedStr(values=parts):
-            return _text(node, "".join(_part_of_text(part, names) for part in parts))
-        case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
-            a, b = _evaluate(left, names), _evaluate(right, names)
-            if isinstance(symbol, ast.Add) and isinstance(a, str) and isinstance(b, str):
-                return _text(node, a + b)
-            a, b = _number(left, a), _number(right, b)
-            if isinstance(symbol, ast.Pow) and abs(b) > 100:
-                raise ValueError(f"line {node.lineno}: the power is too large for a setting")
-            try:
-                result = _OPERATORS[type(symbol)](a, b)
-            except ArithmeticError as error:
-                raise ValueError(f"line {node.lineno}: {error}") from None
-            return _number(node, result)
-    raise ValueError(
-        f"line {node.lineno}: `{ast.unparse(node)[:60]}` is neither a literal nor arithmetic of literals; files of "
-        "settings are read, never run"
-    )
-
-
-def _part_of_text(part: ast.expr, names: dict[str, Any]) -> str:
-    """Returns a part of an f-string; a ValueError where it is formatted, or no plain value."""
-    if isinstance(part, ast.FormattedValue) and part.conversion == -1 and part.format_spec is None:
-        part = part.value
-    value = _evaluate(part, names)
-    if isinstance(value, (dict, list)):
-        raise ValueError(f"line {part.lineno}: `{ast.unparse(part)[:60]}` is no plain value to write into a text")
-    return str(value)
-
-
-def _text(node: ast.expr, text: str) -> str:
-    """Returns a text that was put together; a ValueError where it is longer than any setting."""
-    if len(text) > _LONGEST_TEXT:
-        raise ValueError(f"line {node.lineno}: the text is too long for a setting")
-    return text
-
-
-def _number(node: ast.expr, value: Any) -> int | float:
-    """Returns a number as it is; a ValueError where it is none, or beyond all settings."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"line {node.lineno}: `{ast.unparse(node)[:60]}` is no number to calculate with")
-    if not abs(value) < _LARGEST_NUMBER:
-        raise ValueError(f"line {node.lineno}: the number is too large for a setting")
-    return value
-
-
 def _as_texts(value: Any) -> Any:
     """Returns a tree with its scalars as texts, None left as it is."""
     if isinstance(value, dict):
@@ -289,10 +157,3 @@ def _as_texts(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_texts(item) for item in value]
     return None if value is None else format_value(value)
-
-
-_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    ".json": (read_json, "JSON"),
-    ".toml": (read_toml, "TOML"),
-    ".py": (read_python, "Python of assignments"),
-}

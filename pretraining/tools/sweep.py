@@ -41,6 +41,7 @@ from pretraining.launch.terminal import outlive_readers, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import format_table
 from pretraining.tools.run_records import number_of, read_lines
+from pretraining.tools.translate.hook import translate_when_needed
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,8 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         told = [f"{name}={value}" for name, value in chosen.items()]
         combinations.append(Combination(chosen, (*trained, *told)))
         try:
-            settings = parse_config(SweepConfig, [*arguments, *told, "ckpt_save_path=run"]).sweep
+            words = [*arguments, *told, "ckpt_save_path=run"]
+            settings = parse_config(SweepConfig, words, translate=translate_when_needed).sweep
         except ConfigError as error:
             problems += [f"{','.join(told)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):

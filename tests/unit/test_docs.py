@@ -13,7 +13,7 @@ import pretraining
 from pretraining.cli import COMMANDS
 from pretraining.config.assignments import ALIASES, REMOVED
 from pretraining.config.fields import settings_of
-from pretraining.config.foreign.kinds import KINDS
+from pretraining.tools.translate.translate import SYSTEMS
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")
@@ -27,7 +27,6 @@ BLOCK = re.compile(r"```(?:bash|sh)?\n(.*?)```", re.DOTALL)
 # Flags of pip, torchrun, mpirun, srun and other programs, and two that stand for any.
 OTHER_PROGRAMS = {
     "temp",  # of llama-cli
-    *("n_layer", "max_iters"),  # of nanoGPT, beside its files
     *("model", "model_args", "tasks", "include_path"),  # of lm_eval
     *(
         "no-deps",
@@ -56,7 +55,7 @@ OTHER_PROGRAMS = {
     *("editable", "strict", "hypothesis-profile"),  # of pip, mkdocs and pytest
 }
 # Dotted names of other systems, which are flags as well: --training.steps=100.
-FOREIGN = {name for kind in KINDS.values() for name in kind.arguments}
+FOREIGN = {name for system in SYSTEMS.values() for name in system.RULES}
 # Flags of this project's scripts, as their parsers are given them.
 SCRIPTS = {
     "".join(flag)

@@ -41,7 +41,10 @@ def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) 
         (PrepareConfig(input_path=("a",), source="stdlib"), "--input_path=a and --source=stdlib all say which text"),
         (PrepareConfig(hf_dataset="a", source="stdlib"), "--source=stdlib and --hf_dataset=a all say which text"),
         (PrepareConfig(source="stdlib", hf_config="en"), "--hf_config=en with --hf_dataset=none"),
-        (PrepareConfig(source="stdlib", tokenizer_path="t", vocab_size=300), "--vocab_size=300 with --tokenizer_path=t"),
+        (
+            PrepareConfig(source="stdlib", tokenizer_path="t", vocab_size=300),
+            "--vocab_size=300 with --tokenizer_path=t",
+        ),
         (PrepareConfig(input_path=("a", "b")), "give --dataset="),
         (PrepareConfig(input_path=("a/*.txt",)), "give --dataset="),
         (PrepareConfig(input_path=("a",), dataset="x/y"), "'x/y' cannot be a dataset's name"),

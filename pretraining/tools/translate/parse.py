@@ -1,0 +1,142 @@
+"""Any file of settings as one flat mapping, `{dotted key: text}`: YAML, JSON, TOML, or plain assignments of Python.
+
+Nothing in a file is executed. Values keep the text of the file; null is None, and a list is `[a, b]`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pretraining.config.settings_files import parse_tree, read_text
+from pretraining.config.values import format_value
+from pretraining.errors import ConfigError
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+}
+_LARGEST_NUMBER = 10**30
+"""No setting is larger; without a bound, powers of powers would never end."""
+_LARGEST_POWER = 100
+_LONGEST_TEXT = 2**14
+"""Without a bound, twice the text of the line before would fill the memory."""
+
+
+def parse(path: Path) -> dict[str, str | None]:
+    """Return the settings of a file by dotted key.
+
+    Raises:
+        ConfigError: the file cannot be read, is not valid, or holds no settings.
+    """
+    return flatten(read_tree(path))
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the settings of a file as nested mappings; errors as `parse`."""
+    content = read_text(path, str(path))
+    tree: Any
+    if path.suffix not in (".py", ".toml"):
+        tree = parse_tree(content, str(path), path.suffix)
+    else:
+        try:
+            tree = read_assignments(content) if path.suffix == ".py" else tomllib.loads(content, parse_float=str)
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        except (RecursionError, MemoryError):
+            raise ConfigError(f"{path} is nested too deep") from None
+    if not isinstance(tree, dict) or not tree:
+        raise ConfigError(f"{path} holds no settings")
+    return tree
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the values of nested mappings by dotted key; an empty mapping counts as null."""
+    return dict(_flatten(tree, ""))
+
+
+def _flatten(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | None]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", _text_of(value)
+
+
+def _text_of(value: Any) -> str | None:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text_of(item) or 'none' for item in value)}]"
+    return None if value is None or value == {} else format_value(value)
+
+
+def read_assignments(content: str) -> dict[str, Any]:
+    """Return the names that a Python file assigns: literals, arithmetic, and names assigned before.
+
+    Raises:
+        ValueError: a line holds anything else; the message names the line.
+        SyntaxError: the content is no Python.
+    """
+    names: dict[str, Any] = {}
+    for statement in ast.parse(content).body:
+        match statement:
+            case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
+                continue
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                names[name] = _evaluate(value, names)
+            case _:
+                raise ValueError(f"line {statement.lineno} is no assignment: write name = value; nothing else is read")
+    return names
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.Name(id=name) if name in names:
+            return names[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return _bounded(node, f"[{', '.join(format_value(_evaluate(item, names)) for item in items)}]")
+        case ast.JoinedStr(values=parts):
+            plain = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
+            return _bounded(node, "".join(str(_evaluate(part, names)) for part in plain))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, names)
+        case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
+            a, b = _number(left, names), _number(right, names)
+            if isinstance(symbol, ast.Pow) and abs(b) > _LARGEST_POWER:
+                raise ValueError(f"line {node.lineno}: the power is too large for a setting")
+            try:
+                return _bounded(node, _OPERATORS[type(symbol)](a, b))
+            except ArithmeticError as error:
+                raise ValueError(f"line {node.lineno}: {error}") from None
+    raise ValueError(
+        f"line {node.lineno}: `{ast.unparse(node)[:60]}` is no plain value: write the value; nothing is run"
+    )
+
+
+def _number(node: ast.expr, names: Mapping[str, Any]) -> int | float:
+    value = _evaluate(node, names)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"line {node.lineno}: `{ast.unparse(node)[:60]}` is no number to calculate with")
+    return value
+
+
+def _bounded(node: ast.expr, value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+        raise ValueError(f"line {node.lineno}: the text is too long for a setting")
+    if isinstance(value, (int, float)) and not abs(value) < _LARGEST_NUMBER:
+        raise ValueError(f"line {node.lineno}: the number is too large for a setting")
+    if isinstance(value, complex):
+        raise ValueError(f"line {node.lineno}: `{ast.unparse(node)[:60]}` is no real number")
+    return value

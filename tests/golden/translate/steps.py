@@ -1,0 +1,12 @@
+wandb_log = False
+batch_size = 12
+gradient_accumulation_steps = 5 * 8
+max_iters = 5000
+lr_decay_iters = max_iters
+learning_rate = 6e-4
+min_lr = learning_rate / 10
+warmup_iters = 100
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10
+weight_decay = 1e-1

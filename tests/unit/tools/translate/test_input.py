@@ -1,0 +1,311 @@
+"""What users write: arguments beside a file, flags that win over it, and mistakes, each one error with its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden.make_translations import FOLDER, PAIRS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.config.command_line import load_train_config, value_given, value_on_command_line
+from pretraining.config.commands import TranslateConfig
+from pretraining.config.fields import values_of
+from pretraining.errors import ConfigError
+from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.tools.translate.parse import parse
+from pretraining.tools.translate.translate import SYSTEMS, translate, translate_recipe
+
+load = partial(load_train_config, translate=translate_when_needed)
+DUMMY = {"use_dummy_dataset": "true"}
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER)
+
+
+def values(*words: str, **flags: str) -> dict[str, str]:
+    return {name: str(value) for name, value in values_of(load(words, DUMMY | flags)).items()}
+
+
+# Files
+
+
+def test_every_form_of_a_file_is_one_flat_mapping(tmp_path: Path) -> None:
+    forms = {
+        "a.yaml": "a: {b: 1e-3, c: [1, x]}\nd: null\ne: on\n",
+        "a.json": '{"a": {"b": 1e-3, "c": [1, "x"]}, "d": null, "e": "on"}',
+        "a.toml": 'a.b = 1e-3\na.c = [1, "x"]\nd = {}\ne = "on"\n',
+    }
+    for name, content in forms.items():
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert parse(tmp_path / name) == {"a.b": "1e-3", "a.c": "[1, x]", "d": None, "e": "on"}
+
+
+def test_assignments_are_calculated_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(
+        "import os\n'text'\na = 5 * 10**9\nb: float = -a / 4\nc = f'{a}-x'\nd = [1, 'y']\ne = None\nf = True\n"
+    )
+    assert parse(path) == {
+        **{"a": "5000000000", "b": "-1250000000.0", "c": "5000000000-x", "d": "[1, y]"},
+        **{"e": None, "f": "true"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("open('x')", "line 1 is no assignment"),
+        ("x = open('x')", "line 1: `open('x')` is no plain value"),
+        ("x = 'a' * 10**9", "`'a'` is no number"),
+        ("x = 2**1000", "the power is too large"),
+        ("x = 10**31", "the number is too large"),
+        ("x = (-8) ** 0.5", "is no real number"),
+        ("x = 1 / 0", "line 1: division by zero"),
+        ("x = 'aaa'\n" + "x = f'{x}{x}'\n" * 30, "the text is too long"),
+        ("x = [1]\n" + "x = [x, x]\n" * 60, "the text is too long"),
+        ("x = " + "[" * 10_000, "a.py"),
+        ("x = (", "was never closed"),
+        ("", "holds no settings"),
+    ],
+)
+def test_anything_else_in_python_is_refused_at_its_line(line: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(line)
+    with pytest.raises(ConfigError, match=r".*") as error:
+        parse(tmp_path / "a.py")
+    assert problem in str(error.value) and str(tmp_path / "a.py") in str(error.value)
+
+
+BAD = [
+    ("a.json", '{"use_amp": true, "learning_rte": 1}', "learning_rte: 1: not known: did you mean learning_rate."),
+    ("a.yaml", "optim: {lrr: 1}\ndist: {dtype: float32}", "optim.lrr: 1: not known: did you mean optim.lr."),
+    ("a.yaml", "dist: {dtype: int8}", "dist.dtype: int8: one of bfloat16, float16, float32 is needed"),
+    ("a.json", '{"use_amp": "perhaps"}', "use_amp: perhaps: true or false is needed"),
+    ("a.json", '{"use_amp": true, "batch_size": "x", "world_size": 2}', "batch_size: x: a number"),
+    ("a.json", '{"zero_optimization": {"stage": 2}, "gradient_clipping": "x"}', "gradient_clipping: x: a number"),
+    ("a.yaml", "optim: {betas: 0.9}\ndist: {dtype: float32}", "optim.betas: 0.9: two numbers are needed"),
+    ("a.json", '{"use_amp": true, "optimizer": "lamb"}', "optimizer: lamb: one of adamw"),
+    ("a.json", '{"scheduler": {"type": "X", "params": {"warmup_num_steps": 1}}}', "scheduler.type: X: of DeepSpeed's"),
+    ("a.json", '{"use_amp": true, "dropout": 0.1}', "dropout: 0.1: a Llama is trained without dropout. --accept_l"),
+    ("a.json", '{"seed": 1, "training": {"seed": 2, "use_amp": true}}', "two values for seed: "),
+    ("a.json", '{"use_amp": true, "eps": 1, "epsilon": 2}', "two values for adam_epsilon, "),
+    ("a.json", '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}', "x GPUs is never 32"),
+    ("a.yaml", "train: {max_steps: '${x}'}", "train.max_steps: ${x}: references are not followed"),
+    ("a.yaml", "optimizer: {_target_: a.B, lr_config: {lr: 1}}", "optimizer._target_: a.B: no objects are built"),
+    ("a.yaml", "train: {max_steps: 5}\nexperimental: {x: true}", "experimental.x: true: experiments of that"),
+    ("a.yaml", "train: {max_steps: 9}\noptimizer: {lr_config: {max_steps: 5, min_lr: 0}}", "the schedule ends before"),
+    ("a.json", '{"d_model": 64, "n_heads": 4}', "d_model: 64: n_layers of this model are missing"),
+    ("a.py", "dataset = 'x_char'\nn_embd = 768\n", "dataset: x_char: its tokens are characters"),
+    ("a.py", "init_from = 'gpt2-xl'\nn_embd = 768\n", "init_from: gpt2-xl: GPT-2 is no Llama"),
+    ("a.py", "n_embd = 0.5\n", "n_embd: 0.5: a whole number from 1 on is needed"),
+    ("a.json", '{"per_device_train_batch_size": 2}', "TrainingArguments of Hugging Face's Trainer are not read"),
+    ("a.toml", "[job]\ndescription = 'x'\n", "files of torchtitan are not read: docs/coming-from.md"),
+    ("a.toml", "zzz = 1\n", "is of no system that is known. There are:"),
+    ("a.yaml", "dist: {dtype: float32}\ntrain: {max_steps: 5}", "may be stub or composed"),
+    ("a.json", '{"use_deepspeed": true, "deepspeed_config": "x"}', "deepspeed_config: x: there is no such file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "problem"), BAD)
+def test_a_mistake_is_one_error_with_its_place(name: str, content: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        translate(TranslateConfig(str(path), output_path=str(tmp_path / "mine.yaml")))
+    assert problem in str(error.value) and str(path) in str(error.value) and len(error.value.problems) == 1
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_what_is_not_known_or_no_llama_is_left_out_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"use_amp": true, "learning_rte": 1, "activation": "gelu"}')
+    accepts = {"accept_unknown": "true", "accept_llama": "true", "num_steps": "10"}
+    assert values(str(path), **accepts)["learning_rate"] == "0.0001"
+    config = TranslateConfig(str(path), accept_llama=True, accept_unknown=True, output_path=str(tmp_path / "a.yaml"))
+    translate(config)
+    assert "# Not understood, and not applied:\n#   learning_rte: 1 (not known)" in (tmp_path / "a.yaml").read_text()
+
+
+def test_a_recipe_of_this_project_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"seed": 1}')
+    with pytest.raises(ConfigError, match="is a recipe of this project already"):
+        translate(TranslateConfig(str(tmp_path / "a.json")))
+    with pytest.raises(ConfigError, match="there is no such file"):
+        translate(TranslateConfig(str(tmp_path / "b.json")))
+    (tmp_path / "a.yaml").write_text("learning_rte: 1\n")
+    with pytest.raises(ConfigError, match="learning_rte is not known: did you mean learning_rate"):
+        load([str(tmp_path / "a.yaml")], DUMMY)
+
+
+# Arguments and flags
+
+
+@pytest.mark.parametrize(
+    ("file", "argument", "setting", "value"),
+    [
+        ("stub.yaml", "optim.lr=1e-2", "learning_rate", "0.01"),
+        ("stub.yaml", "model.hf_config.num_hidden_layers=2", "num_hidden_layers", "2"),
+        ("guide.json", "max_steps=50", "num_steps", "50"),
+        ("guide.json", "training.batch_size=4", "global_batch_size", "32"),
+        ("guide.json", "distributed_backend=gloo", "backend", "gloo"),
+        ("guide.json", "resume_from_checkpoint=./checkpoints/checkpoint-7.pt", "resume_from_checkpoint", "7"),
+        ("guide.json", "resume_from_checkpoint=iter_10.json", "resume_from_checkpoint", "10"),
+        (
+            "guide.json",
+            "resume_from_checkpoint=checkpoints/step_5_ckp",
+            "resume_from_checkpoint",
+            "checkpoints/step_5_ckp",
+        ),
+        ("deepspeed.json", "optimizer.params.lr=1", "learning_rate", "1.0"),
+        ("deepspeed.json", "gradient_clipping=0.5", "grad_clip_thresh", "0.5"),
+        ("composed/config.yaml", "optimizer=adamw", "adam_beta2", "0.999"),
+        ("composed/config.yaml", "optimizer/lr_config=cosine", "schedule", "cosine"),
+        ("composed/config.yaml", "train.max_steps=150", "num_steps", "150"),
+        ("composed/config.yaml", "checkpoint.save_steps=[2000]", "checkpoint_steps", "(2000,)"),
+        ("composed/config.yaml", "checkpoint.save_steps=2000", "checkpoint_interval", "2000"),
+        ("composed/config.yaml", "train.gradient_clip_val=null", "grad_clip_thresh", "0.0"),
+        ("steps.py", "n_layer=3", "num_hidden_layers", "3"),
+        ("steps.py", "batch_size=4", "global_batch_size", "160"),
+        ("tokens.py", "max_tokens=5_000_000", "num_steps", "5Mtok"),
+    ],
+)
+def test_a_name_of_the_files_system_sets_its_key(file: str, argument: str, setting: str, value: str) -> None:
+    path, _, text = argument.partition("=")
+    plain = {"num_steps": "500"} if "steps" not in argument and "max_tokens" not in argument else {}
+    plain = {"ckpt_save_path": "run", **plain}
+    assert values(file, argument, **plain)[setting] == value
+    assert values(file, **plain, **{path: text})[setting] == value
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "expected"),
+    [
+        ("stub.yaml", {"device": "cpu"}, {"backend": "auto"}),
+        ("guide.json", {"device": "cpu", "num_steps": "5000"}, {"backend": "auto", "device": "cpu"}),
+        ("guide.json", {"optimizer": "sgd", "num_steps": "5000"}, {"weight_decay": "None", "adam_beta2": "0.95"}),
+        ("stub.yaml", {"dist.backend": "gloo"}, {"device": "auto"}),
+        ("stub.yaml", {"schedule": "constant"}, {"warmup_steps": "100"}),
+        ("stub.yaml", {"num_steps": "50"}, {"warmup_steps": "None"}),
+        ("stub.yaml", {"model_variant": "tiny"}, {"hidden_size": "None"}),
+        ("stub.yaml", {"ckpt_save_path": "none"}, {"ckpt_format": "sharded"}),
+        ("steps.py", {"grad_accum_steps": "2"}, {"global_batch_size": "None", "batch_size": "12"}),
+        ("tokens.py", {"optimizer": "adamw"}, {"muon_adam_learning_rate": "None", "weight_decay": "None"}),
+        ("tokens.py", {"schedule": "cosine"}, {"decay_shape": "None", "stable_steps": "None", "min_lr_ratio": "0.2"}),
+        ("tokens.py", {"tracker": "tensorboard"}, {"tracker_project_name": "None"}),
+        ("tokens.py", {"tracker": "wandb,jsonl"}, {"tracker_project_name": "large"}),
+        ("guide.json", {"mixed_precision": "false"}, {"mp_dtype": "bfloat16"}),
+        ("guide.json", {"data_path": "mine", "num_steps": "2000"}, {"datasets": "()", "held_out_fraction": "0.01"}),
+        ("composed/config.yaml", {"optimizer.momentum": "0.5"}, {"momentum": "0.5"}),
+    ],
+)
+def test_a_flag_wins_over_what_contradicts_it(file: str, flags: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    found = values(file, **{"ckpt_save_path": "run", **flags})
+    assert expected.items() <= found.items()
+
+
+def test_a_flag_wins_over_what_cannot_be_translated(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"use_amp": true, "optimizer": "lamb", "lr_scheduler": "step"}')
+    found = values(str(path), optimizer="adamw", schedule="linear", num_steps="5000")
+    assert (found["optimizer"], found["schedule"]) == ("adamw", "linear")
+
+
+def test_dotted_words_work_without_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    found = values("optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=100", "optimizer.beta=0.8")
+    assert (found["optimizer"], found["learning_rate"], found["momentum"]) == ("sgdm", "0.2", "0.8")
+    assert found["grad_clip_thresh"] == "1.0"  # no defaults of another system without its file
+    assert "the command line is read as settings of another system (composed)" in caplog.text
+    found = values("optimizer/lr_config=linear", "optimizer.learning_rate=2", "min_lr_ratio=0.3")
+    assert (found["schedule"], found["learning_rate"], found["min_lr_ratio"]) == ("linear", "2.0", "0.3")
+    assert value_on_command_line("ckpt_load_path", ["checkpoint.load_path=a"], {}, translate_when_needed) == "a"
+    assert value_given("seed", ["train.seed=4"], {}, translate_when_needed) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["learning_rate=1", "optimizer.lr_config.lr=2"], "two values for learning_rate, "),
+        (["max_tokens=5B", "train.max_steps=2"], "two run lengths, "),
+        (["train.max_step=2"], "train.max_step is not known: did you mean train.max_steps?"),
+        (["optimizer.lr_config.lrr=2"], "optimizer.lr_config.lrr is not known: did you mean optimizer.lr_config.lr?"),
+        (["foo.bar=2"], "foo.bar is not known: --help lists every setting"),
+        (["+train.seed=2"], "+train.seed=2: what a recipe lacks is added without a sign; write train.seed=2"),
+        (["stub.yaml", "optim.lrr=1"], "optim.lrr is not known: did you mean optim.lr?"),
+        (["composed/config.yaml", "model=large"], "model=large: composed/model/large.yaml is not there"),
+        (["composed/config.yaml", "optimizer.nesterov=true", "optimizer=adamw"], "adamw does not read it here"),
+    ],
+)
+def test_a_mistake_in_words_is_told_with_what_to_write(words: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        values(*words)
+    assert len(error.value.problems) == 1 and problem in error.value.problems[0]
+
+
+COMPOSITIONS = {
+    "- optimizer: ???": "optimizer must be chosen: write optimizer=",
+    "- optimizer: lion": "optimizer/lion.yaml is not there",
+    "- ../x": "is not there",
+    "- override optimizer: adamw": "write optimizer: adamw",
+    "- [a]": "write `- group: name` or `- name`",
+    "- config": "back to the same file",
+    "- {optional optimizer: lion}": "",
+    "- {optimizer: null}": "",
+    "- {hydra/launcher: joblib}": "",
+}
+
+
+@pytest.mark.parametrize("entry", COMPOSITIONS)
+def test_the_forms_of_a_default(entry: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"defaults:\n  {entry}\ntrain: {{max_steps: 5}}\n")
+    (tmp_path / "optimizer").mkdir()
+    if not COMPOSITIONS[entry]:
+        assert values(str(tmp_path / "config.yaml"))["num_steps"] == "5"
+        return
+    with pytest.raises(ConfigError) as error:
+        values(str(tmp_path / "config.yaml"))
+    assert COMPOSITIONS[entry] in str(error.value)
+
+
+def test_a_files_own_lines_come_where_self_stands_or_last(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("# @package train\nmax_steps: 1\n")
+    for defaults, steps in (("[train]", "5"), ("[train, _self_]", "5"), ("[_self_, train]", "1")):
+        (tmp_path / "config.yaml").write_text(f"defaults: {defaults}\ntrain: {{max_steps: 5}}\n")
+        assert values(str(tmp_path / "config.yaml"))["num_steps"] == steps
+
+
+# Anything
+
+
+TEXTS = st.sampled_from(
+    ["", "0", "1", "-1", "1e99", "0.5", "nan", "true", "auto", "adamw", "cosine", "[1, x]", "a/b", "${x}"]
+)
+
+
+@pytest.mark.parametrize("kind", SYSTEMS)
+@given(data=st.data())
+def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    keys = st.sampled_from([key.removesuffix(".*") for key in SYSTEMS[kind].RULES] + ["zzz", "seed"])
+    nested: st.SearchStrategy[Any] = st.dictionaries(st.sampled_from("ab"), TEXTS) | st.lists(TEXTS)
+    tree = data.draw(st.dictionaries(keys, TEXTS | st.none() | nested, max_size=12))
+    tree[SYSTEMS[kind].SIGNS[-1]] = "1"
+    suffix = ".py" if kind == "nanogpt" else ".json"
+    path = tmp_path_factory.mktemp("any") / f"a{suffix}"
+    assignments = "\n".join(f"{key} = {value!r}" for key, value in tree.items() if not isinstance(value, dict))
+    path.write_text(assignments if kind == "nanogpt" else json.dumps(tree))
+    arguments = data.draw(st.dictionaries(keys, TEXTS, max_size=3))
+    try:
+        translate_recipe(path, "a", arguments, ["accept_llama", "accept_unknown"])
+    except ConfigError as error:
+        assert error.problems
+
+
+def test_the_golden_pairs_cover_the_systems() -> None:
+    assert set(SYSTEMS) - {"nanogpt"} <= set(PAIRS)
