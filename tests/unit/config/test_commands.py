@@ -43,7 +43,7 @@ def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) 
         (PrepareConfig(source="stdlib", hf_config="en"), "--hf_config=en with --hf_dataset=none"),
         (
             PrepareConfig(source="stdlib", tokenizer_path="t", vocab_size=300),
-            "--vocab_size=300 with --tokenizer_path=t",
+            "--vocab_size=300 with --tok",
         ),
         (PrepareConfig(input_path=("a", "b")), "give --dataset="),
         (PrepareConfig(input_path=("a/*.txt",)), "give --dataset="),
