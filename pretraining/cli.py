@@ -1,4 +1,4 @@
-"""The command line: `pretrain COMMAND --flag=value …`, one function a command.
+"""The command line: `pretrain COMMAND --flag=value …`, one row per command.
 
 fire splits the words; the text of each value goes to the settings' own parser, because fire would turn `false` into a
 true string and let unknown flags through. Errors for users are printed once and end the process with status 1, as does
@@ -13,8 +13,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,22 +136,6 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     inspect(config, state, size, None if path is None else run_of(Path(path)))
 
 
-def list_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Shows the checkpoints of a run."""
-    config = parse_config(ListConfig, overrides, flags)
-    from pretraining.tools.list_checkpoints import list_checkpoints
-
-    list_checkpoints(config)
-
-
-def report_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Writes a page about runs."""
-    config = parse_config(PageConfig, overrides, flags)
-    from pretraining.tools.report import report
-
-    report(config)
-
-
 def sample_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Continues a prompt."""
     config = parse_config(SampleConfig, overrides, flags)
@@ -160,43 +145,11 @@ def sample_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     sample(config)
 
 
-def export_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Writes a checkpoint in a form that other programs read."""
-    config = parse_config(ExportConfig, overrides, flags)
-    from pretraining.tools.export import export
-
-    export(config)
-
-
-def import_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Makes a run of a Hugging Face Llama."""
-    config = parse_config(ImportConfig, overrides, flags)
-    from pretraining.tools.import_weights import import_weights
-
-    import_weights(config)
-
-
-def plan_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Says what a run would take and how fast it would be."""
-    config = parse_config(PlanConfig, overrides, flags, translate=translate_when_needed)
-    from pretraining.tools.plan import plan
-
-    plan(config)
-
-
 def sweep_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Trains a grid of runs."""
     from pretraining.tools.sweep import sweep
 
     sweep(overrides, flags)
-
-
-def translate_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Turns another system's settings into a recipe."""
-    config = parse_config(TranslateConfig, overrides, flags)
-    from pretraining.tools.translate.translate import translate
-
-    translate(config)
 
 
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -223,32 +176,77 @@ def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         sys.exit(FAILED)
 
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str], dict[str, str]], None], type, str]] = {
-    "train": (train_command, TrainConfig, "train a model"),
-    "prepare": (prepare_command, PrepareConfig, "turn text into token files; trains a tokenizer where none is given"),
-    "inspect": (inspect_command, InspectConfig, "show what steps train on, from the settings of a run or a checkpoint"),
-    "list": (list_command, ListConfig, "show the checkpoints of a run"),
-    "report": (report_command, PageConfig, "write a page about a run, or several: curves, events, settings"),
-    "sample": (sample_command, SampleConfig, "continue a prompt with a trained model"),
-    "export": (export_command, ExportConfig, "write a checkpoint for Hugging Face's transformers, or as .pt files"),
-    "import": (import_command, ImportConfig, "make a run of a Hugging Face Llama"),
-    "plan": (plan_command, PlanConfig, "say what a run takes of GPUs, and how fast it is, before it is started"),
-    "sweep": (sweep_command, SweepConfig, "train every combination of the values that settings are given"),
-    "translate": (translate_command, TranslateConfig, "turn another system's file of settings into a recipe"),
-    "verify": (verify_command, VerifyConfig, "read checkpoints or token files wholly and name every fault"),
-    "doctor": (doctor_command, DoctorConfig, "measure devices, disk and links, and name what is slow"),
+@dataclass(frozen=True)
+class Command:
+    """What `pretrain NAME` does.
+
+    Attributes:
+        function: takes the settings, as "module:function" of `pretraining.tools`; or a function of this module, which
+            takes the words of the command line and its flags.
+        purpose: for the list of commands.
+        when_interrupted: what was done by then, and what the same command does.
+    """
+
+    settings: type
+    function: str | Callable[[Sequence[str], dict[str, str]], None]
+    purpose: str
+    when_interrupted: str = "nothing was changed"
+
+    def run(self, overrides: Sequence[str], flags: dict[str, str]) -> None:
+        """Run the command; its module is imported now."""
+        if not isinstance(self.function, str):
+            self.function(overrides, flags)
+            return
+        translate = translate_when_needed if issubclass(self.settings, TrainConfig) else None
+        config: Any = parse_config(self.settings, overrides, flags, translate=translate)
+        module, _, name = self.function.partition(":")
+        getattr(import_module(f"pretraining.tools.{module}"), name)(config)
+
+
+_STARTS_AGAIN = "nothing was written; the same command starts again"
+COMMANDS = {
+    "train": Command(
+        TrainConfig,
+        train_command,
+        "train a model",
+        "the same command resumes from the newest checkpoint, if there is one",
+    ),
+    "prepare": Command(
+        PrepareConfig,
+        prepare_command,
+        "turn text into token files; trains a tokenizer where none is given",
+        "the same command resumes after the token files that are complete",
+    ),
+    "inspect": Command(
+        InspectConfig, inspect_command, "show what steps train on, from the settings of a run or a checkpoint"
+    ),
+    "list": Command(ListConfig, "list_checkpoints:list_checkpoints", "show the checkpoints of a run"),
+    "report": Command(PageConfig, "report:report", "write a page about a run, or several: curves, events, settings"),
+    "sample": Command(SampleConfig, sample_command, "continue a prompt with a trained model"),
+    "export": Command(
+        ExportConfig,
+        "export:export",
+        "write a checkpoint for Hugging Face's transformers, or as .pt files",
+        _STARTS_AGAIN,
+    ),
+    "import": Command(
+        ImportConfig, "import_weights:import_weights", "make a run of a Hugging Face Llama", _STARTS_AGAIN
+    ),
+    "plan": Command(PlanConfig, "plan:plan", "say what a run takes of GPUs, and how fast it is, before it is started"),
+    "sweep": Command(
+        SweepConfig,
+        sweep_command,
+        "train every combination of the values that settings are given",
+        "the same command resumes the run that was under way",
+    ),
+    "translate": Command(
+        TranslateConfig, "translate.translate:translate", "turn another system's file of settings into a recipe"
+    ),
+    "verify": Command(VerifyConfig, verify_command, "read checkpoints or token files wholly and name every fault"),
+    "doctor": Command(DoctorConfig, doctor_command, "measure devices, disk and links, and name what is slow"),
 }
 
 REMOVED_COMMANDS = {"completion": "`pretrain COMMAND --help` lists the flags"}
-
-# Of commands that change something.
-AFTER_INTERRUPTION = {
-    "train": "the same command goes on from the newest checkpoint, if there is one",
-    "sweep": "the same command goes on with the run that was under way",
-    "prepare": "the same command goes on from the token files that are complete",
-    "export": "nothing was written; the same command starts again",
-    "import": "nothing was written; the same command starts again",
-}
 
 HEAD_START = 3.0
 """Seconds that a process which says nothing leaves to the one that does: as one ends, a launcher kills the others."""
@@ -275,9 +273,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if name not in COMMANDS:
         _explain_commands(name, wants_help)
-    command, settings, purpose = COMMANDS[name]
+    command = COMMANDS[name]
     if wants_help:
-        _print_help(settings, name, purpose, helps[0].partition("=")[2] or None)
+        _print_help(command.settings, name, command.purpose, helps[0].partition("=")[2] or None)
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
@@ -288,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_words(arguments[1:])
         import fire  # here: `--help` does without, and answers at once
 
-        fire.Fire(_taking_text(command), command=arguments[1:], name=f"pretrain {name}")
+        fire.Fire(_taking_text(command.run), command=arguments[1:], name=f"pretrain {name}")
     except PretrainError as error:
         _fail(error)
     except OSError as error:
@@ -347,7 +345,7 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def _interrupted(name: str) -> str:
-    return f"interrupted; {AFTER_INTERRUPTION.get(name, 'nothing was changed')}"
+    return f"interrupted; {COMMANDS[name].when_interrupted}"
 
 
 def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:
@@ -363,7 +361,7 @@ def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Ca
 
 
 def _explain_commands(name: str, wants_help: bool) -> NoReturn:
-    lines = "\n".join(f"  pretrain {command:10} {purpose}" for command, (_, _, purpose) in COMMANDS.items())
+    lines = "\n".join(f"  pretrain {command:10} {row.purpose}" for command, row in COMMANDS.items())
     text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag, --help=FLAG one."
     if not name or (wants_help and name.startswith("-")):
         _print(text)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -364,7 +365,7 @@ def test_a_run_whose_time_is_over_leaves_its_launcher_a_note(
         ending.is_out_of_time = is_out_of_time
         raise ending
 
-    monkeypatch.setitem(COMMANDS, "train", (end, *COMMANDS["train"][1:]))
+    monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], function=end))
     monkeypatch.setenv("PRETRAINING_TIME_IS_OVER", str(tmp_path / "note"))
     with pytest.raises(SystemExit) as ended:
         main(["train"])

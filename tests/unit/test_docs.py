@@ -89,7 +89,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_that_a_page_names_exist(page: Path) -> None:
     known = (
-        {name for _, settings, _ in COMMANDS.values() for name in settings_of(settings)}
+        {name for command in COMMANDS.values() for name in settings_of(command.settings)}
         | ALIASES.keys()
         | REMOVED.keys()
     )
@@ -128,7 +128,7 @@ def test_commands_that_a_page_shows_have_these_flags(page: Path) -> None:
         if name.startswith("-") or not re.fullmatch(r"\w+", name):
             continue
         assert name in COMMANDS, line
-        known = settings_of(COMMANDS[name][1]).keys() | ALIASES.keys() | {"recipe", "config", "help"}
+        known = settings_of(COMMANDS[name].settings).keys() | ALIASES.keys() | {"recipe", "config", "help"}
         flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
         flags = [flag for flag in flags if flag not in FOREIGN]
         wrong += [f"{line}: --{flag}" for flag in flags if flag.rpartition(".")[2].replace("-", "_") not in known]

@@ -65,7 +65,7 @@ def test_all_problems_come_at_once() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_path_of_any_command_is_an_address(command: str) -> None:
-    for setting in filter(lambda setting: setting.is_path, settings_of(COMMANDS[command][1]).values()):
+    for setting in filter(lambda setting: setting.is_path, settings_of(COMMANDS[command].settings).values()):
         with pytest.raises(ValueError, match="an address is no path"):
             parse_value(setting, "s3://bucket/x")
         assert limit_problem(setting, ("s3:/b",) if setting.many else "s3:/b")  # as Path makes it
