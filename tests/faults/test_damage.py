@@ -65,14 +65,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str | None]] = {
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """What a run said that found its newest checkpoint damaged, for each damage; all in one job."""
     root = tmp_path_factory.mktemp("damage")
-    run_job(root, [[*FLAGS, "run_steps=6", f"ckpt_save_path={root / 'run'}"]])
+    run_job([[*FLAGS, "run_steps=6", f"ckpt_save_path={root / 'run'}"]])
     runs = []
     for number, (inflict, _) in enumerate(DAMAGES.values()):
         run = root / str(number)
         shutil.copytree(root / "run", run)
         inflict(run / "checkpoints" / "step_6_ckp")
         runs.append([*FLAGS, "run_steps=1", f"ckpt_save_path={run}"])
-    output = run_job(root, runs)[0].output.split("--- [")[1:]
+    output = run_job(runs)[0].output.split("--- [")[1:]
     return {name: (root / str(number), output[number]) for number, name in enumerate(DAMAGES)}
 
 
@@ -92,7 +92,7 @@ def test_the_damaged_file_is_named_and_the_newest_good_checkpoint_is_used(
 
 
 def test_files_that_no_rank_loads_wholly_are_compared_too(tmp_path: Path) -> None:
-    run_job(tmp_path, [[*FLAGS, "run_steps=6", "sharding_strategy=ddp", f"ckpt_save_path={tmp_path / 'run'}"]])
+    run_job([[*FLAGS, "run_steps=6", "sharding_strategy=ddp", f"ckpt_save_path={tmp_path / 'run'}"]])
     changes = {"other_layout": ["sharding_strategy=fsdp"], "weights_alone": ["weights_only=true"]}
     runs = []
     for name, flags in changes.items():
@@ -100,7 +100,7 @@ def test_files_that_no_rank_loads_wholly_are_compared_too(tmp_path: Path) -> Non
         shutil.copytree(tmp_path / "run", source)
         flip_a_bit(shard(source / "checkpoints" / "step_6_ckp", 1))
         runs.append([*FLAGS, "run_steps=1", *flags, f"ckpt_load_path={source}", f"ckpt_save_path={tmp_path / name}"])
-    output = run_job(tmp_path, runs)[0].output.split("--- [")[1:]
+    output = run_job(runs)[0].output.split("--- [")[1:]
     for name, said in zip(changes, output, strict=True):
         source = tmp_path / f"damaged_for_{name}" / "checkpoints"
         assert f"{source}/step_4_ckp" in said
@@ -111,14 +111,14 @@ def test_files_that_no_rank_loads_wholly_are_compared_too(tmp_path: Path) -> Non
 @pytest.mark.thorough
 def test_a_checkpoint_that_was_named_itself_is_refused_and_a_run_without_a_good_one_too(tmp_path: Path) -> None:
     flags = [*FLAGS, "num_steps=4"]
-    run_job(tmp_path, [[*flags, f"ckpt_save_path={tmp_path / 'run'}"]])
+    run_job([[*flags, f"ckpt_save_path={tmp_path / 'run'}"]])
     first, last = (tmp_path / "run" / "checkpoints" / f"step_{step}_ckp" for step in (2, 4))
     flip_a_bit(shard(last, 1))
     named = [*flags, f"ckpt_save_path={tmp_path / 'new'}", f"ckpt_load_path={last}"]
-    output = run_job(tmp_path, [named], check=False)[0].output
+    output = run_job([named], check=False)[0].output
     assert "error:" in output and f"{shard(last, 1)} is damaged" in output and "Name another checkpoint" in output
     truncate(shard(first, 0))
-    ended = run_job(tmp_path, [[*flags, f"ckpt_save_path={tmp_path / 'run'}"]], check=False)
+    ended = run_job([[*flags, f"ckpt_save_path={tmp_path / 'run'}"]], check=False)
     assert [each.status for each in ended] == [1, 1]
     output = ended[0].output
     assert "holds 2 checkpoints, and none is good" in output

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded_runs import reports_of, start_without_launcher, train_with_faults
-from training_runs import TINY, events_of, write_two_datasets
+from guarded_runs import start_without_launcher, train_with_faults
+from training_runs import TINY, events_of, reports_of, write_two_datasets
 
 from pretraining.cli import main
 from pretraining.config.recipes import load_config

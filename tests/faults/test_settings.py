@@ -17,7 +17,7 @@ def run_with_recipes(tmp_path: Path, recipes: list[str]) -> list[Ended]:
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "recipe.yaml").write_text(recipe)
     flags = [*FLAGS, f"ckpt_save_path={tmp_path / 'run'}"]
-    return run_job(tmp_path, [flags], fault=("work_in_own_folder", str(tmp_path)), check=False)
+    return run_job([flags], fault=("work_in_own_folder", str(tmp_path)), check=False)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from faulty_runs import EIGHT_STEPS, assert_same_tensors, checkpoints_of, status_of
+from faulty_runs import EIGHT_STEPS
 from forked import start_forked
 from helpers import PATIENCE_SECONDS, ROOT
 from tiers import first_quick
-from training_runs import losses_of
+from training_runs import assert_same_tensors, checkpoints_of, losses_of, status_of
 
 WORKER = ROOT / "tests" / "faults" / "streams_worker.py"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import write_dataset, write_two_datasets
+from training_runs import metrics_of, status_of, write_dataset, write_two_datasets
 from unit.train import whole_runs
-from unit.train.whole_runs import checkpoint, damage, metrics_of, status_of, write_tokenizer
+from unit.train.whole_runs import checkpoint, damage, write_tokenizer
 
 from pretraining.checkpoint.manifest import read_manifest
 from pretraining.cli import main
