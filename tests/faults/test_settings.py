@@ -40,15 +40,6 @@ def test_row_45_different_settings_are_one_error_that_names_ranks_and_values(
     assert "learning_rate" not in error and not (tmp_path / "run").exists()
 
 
-@pytest.mark.thorough
-def test_many_different_settings_are_counted(tmp_path: Path) -> None:
-    names = ["seed", "gc_interval", "spike_window", "spike_threshold", "eval_batches", "eval_interval"]
-    names += ["max_skipped_steps", "max_rollbacks", "min_length", "sample_tokens"]
-    other = "".join(f"{name}: 7\n" for name in names)
-    ended = run_with_recipes(tmp_path, ["seed: 2023", other])
-    assert "and 2 settings more" in ended[0].output
-
-
 def test_paths_and_threads_may_differ(tmp_path: Path) -> None:
     own = [f"index_path: {tmp_path}/{rank}\ncpu_threads: {rank}" for rank in (1, 2)]
     ended = run_with_recipes(tmp_path, own)
