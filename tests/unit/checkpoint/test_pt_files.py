@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_full_form
+from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_full_form
 
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.headers import load_file, read_header
@@ -186,14 +186,6 @@ def test_a_file_of_another_form_is_refused_by_its_path(tmp_path: Path, name: str
     with pytest.raises(DamagedError) as refused:
         opened(tmp_path)
     assert refused.value.path == tmp_path / name
-
-
-def test_a_changed_byte_is_damage(tmp_path: Path) -> None:
-    write_full_form(tmp_path / "c", tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
-    entries = {name: file_entry(tmp_path / "c" / name) for name in FULL_FILES}
-    flip_byte(tmp_path / "c" / MODEL_FILE, 5000)
-    with pytest.raises(CheckpointError, match=MODEL_FILE):
-        opened(tmp_path / "c", entries).read("model.norm.weight")
 
 
 def opened(folder: Path, entries: Mapping[str, FileEntry] | None = None) -> TensorFiles:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import first_quick
 from training_runs import TINY, events_of, losses_of, status_of
 from unit.train import whole_runs
 from unit.train.whole_runs import checkpoint, damage, equal, saved, started_at, write_tokenizer
@@ -143,7 +144,7 @@ def test_state_without_momentum_is_no_start_with_it(tmp_path: Path) -> None:
     start(tmp_path, "optimizer=rmsprop", "momentum=0.9", "load_optimizer=false")
 
 
-@pytest.mark.parametrize("form", ["path", "name", "step"])
+@pytest.mark.parametrize("form", first_quick("path", "name", "step"))
 def test_a_run_goes_back_to_an_older_checkpoint_of_its_own_once(
     form: str, run: Path, begun: Path, tmp_path: Path
 ) -> None:

@@ -121,12 +121,6 @@ def test_metrics_that_cannot_be_written_end_a_run_before_it_trains(tmp_path: Pat
     assert "tracker_dir" in error.settings and saved(tmp_path / "run") == []
 
 
-def test_where_an_invocation_ends_is_reported_and_counts_once(tmp_path: Path) -> None:
-    start(tmp_path, "num_steps=8", "report_interval=4", "run_steps=6")
-    start(tmp_path, "num_steps=8", "report_interval=4")
-    assert [line["step"] for line in metrics_of(tmp_path)] == [4, 6, 8]
-
-
 def test_a_loss_that_is_not_finite_is_null_in_the_manifest_and_the_last_finite_ones_survive(tmp_path: Path) -> None:
     start(tmp_path, "num_steps=2", "held_out_fraction=0.1", "eval_batches=1")
     before = manifest_of(tmp_path, 2)
@@ -172,15 +166,6 @@ def test_a_run_ends_with_a_sample_of_text_where_there_is_a_tokenizer(
     assert not any(event["event"] == "sample" for event in events_of(tmp_path / "silent"))
     error = refusal(tmp_path / "refused", *flags, "vocab_size=64")  # before anything is trained
     assert "vocab_size" in error.settings and not (tmp_path / "refused").exists()
-
-
-def test_deterministic_runs_use_deterministic_kernels(tmp_path: Path) -> None:
-    try:
-        start(tmp_path, "deterministic=true")
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert len(losses_of(tmp_path)) == 4
 
 
 def test_the_batch_is_kept_at_a_resume_unless_named(tmp_path: Path) -> None:
