@@ -36,6 +36,7 @@ from pretraining.data.tokenizer import train_tokenizer
 from pretraining.files import DEEPEST_JSON
 from pretraining.model.hf import CONFIG_FILE as HF_CONFIG_FILE
 from pretraining.model.hf import config_document
+from pretraining.tools import doctor
 from pretraining.tools.verify_checkpoints import faults_of
 from pretraining.train.run_status import STATUS_FILE
 
@@ -100,6 +101,16 @@ def good(template: Path, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     if dist.is_initialized():  # a start that fails leaves that to the end of its process
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_doctor() -> Iterator[None]:
+    """The doctor measures a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(doctor.MATMUL_SIZE, "cpu", 32)
+        patch.setitem(doctor.COPY_BYTES, "cpu", 2**20)
+        patch.setattr(doctor, "BUDGET_SECONDS", 0.001)
+        yield
 
 
 @pytest.fixture(scope="module")
