@@ -40,7 +40,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "an empty dataset": (["--data_path={root}/empty"], ["'first'", "empty"]),
     "a dataset without files": (["--data_path={root}/no_files", "--datasets=first"], ["'first'", "*.arrow"]),
     "samples longer than the data": (["--seq_length=100000"], ["seq_length", "100,001"]),
-    "no place to write": (["--ckpt_save_path={root}/a_file/run"], ["--ckpt_save_path={root}/a_file/run", "written"]),
+    "no place to write": (["--ckpt_save_path={root}/a_file/run"], ["{root}/a_file/run", "--ckpt_save_path"]),
     "a checkpoint of another model": (
         ["--ckpt_save_path={root}/finished", "--hidden_size=64"],
         ["another model", "hidden_size: 32 in the checkpoint, 64 in this run"],

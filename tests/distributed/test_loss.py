@@ -6,16 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from training_runs import GOLDEN_RUN, losses_of, train_runs, write_two_datasets
+from training_runs import GOLDEN_RUN, losses_of, train_runs
 
 STRATEGIES = ("ddp", "zero2", "fsdp")
 GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
-
-
-@pytest.fixture(scope="module")
-def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two small datasets, `first` and `second`."""
-    return write_two_datasets(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.thorough

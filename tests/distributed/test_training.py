@@ -15,7 +15,6 @@ from training_runs import (
     reports_of,
     shards_of,
     train_runs,
-    write_two_datasets,
 )
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
@@ -27,12 +26,6 @@ LAYOUTS = {
     3: ["fsdp", "ddp"],
     4: ["hsdp", "hsdp_zero2", "fsdp", "zero2", "ddp"],
 }
-
-
-@pytest.fixture(scope="module")
-def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two small datasets, `first` and `second`."""
-    return write_two_datasets(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize("processes", first_quick(*sorted(LAYOUTS), quick=2))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiers import first_quick
-from training_runs import TINY, losses_of, metrics_of, status_of, write_two_datasets
+from training_runs import TINY, losses_of, metrics_of, status_of
 from unit.train.whole_runs import checkpoint, equal, refusal, saved, start, started_at, tensors_of
 
 from pretraining.checkpoint.manifest import FULL_FILES, read_manifest
@@ -34,15 +34,12 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_two_datasets(tmp_path_factory.mktemp("weights") / "data")
-
-
 @pytest.mark.parametrize("kind", first_quick(*KINDS))
-def test_exported_and_imported_weights_have_the_same_evaluation_loss(tmp_path: Path, kind: str, data: Path) -> None:
+def test_exported_and_imported_weights_have_the_same_evaluation_loss(
+    tmp_path: Path, kind: str, data_path: Path
+) -> None:
     run, hf = tmp_path / "run", tmp_path / "hf"
-    held_out = [f"data_path={data}", "held_out_fraction=0.2", "eval_batches=2", "sep_token=0"]
+    held_out = [f"data_path={data_path}", "held_out_fraction=0.2", "eval_batches=2", "sep_token=0"]
     start(run, *KINDS[kind], *held_out)
     main(["export", str(run), f"--output_path={hf}", "--dtype=float32", "--max_shard_size=20KB"])
     main(["import", str(hf), f"--ckpt_save_path={tmp_path / 'imported'}"])
