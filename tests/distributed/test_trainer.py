@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from forked import run_forked
 from helpers import ROOT, free_ports, run_command
-from training_runs import TINY
+from training_runs import TINY, metrics_of
 
 pytestmark = pytest.mark.thorough
 
@@ -34,8 +34,7 @@ def found_by(done: subprocess.CompletedProcess[str]) -> dict[int, list[Any]]:
 
 
 def custom_of(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if "custom/" in name} for line in lines]
+    return [{name: line[name] for name in line if "custom/" in name} for line in metrics_of(run)]
 
 
 def test_metrics_are_those_of_one_process_whatever_the_layout_and_every_rank_has_them(
