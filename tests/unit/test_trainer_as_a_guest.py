@@ -141,7 +141,13 @@ def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     stopped = trainer(Calling, tmp_path, held_out_fraction=0.0)
-    stopped.call = lambda step: [signal.raise_signal(signal.SIGINT) for _ in range(2)] if step == 2 else None
+
+    def interrupt_twice(step: int) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    stopped.call = interrupt_twice
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     assert [report["step"] for report in metrics_of(tmp_path)] == [1]
