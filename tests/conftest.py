@@ -104,6 +104,14 @@ def same_signal_handlers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small datasets, `first` and `second`, for all tests that only read them."""
+    from training_runs import write_two_datasets
+
+    return write_two_datasets(tmp_path_factory.mktemp("data") / "data")
+
+
+@pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """A SLURM of one node, started for this session and ended with it."""
     reason = reason_to_skip()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from forked import ForkedProcess, run_forked, start_forked
 from helpers import ROOT, free_ports
-from safetensors.torch import load_file
 from training_runs import TINY
 
 WORKER = ROOT / "tests" / "faults" / "signals_worker.py"
@@ -40,33 +37,3 @@ def train_with_faults(
 def start_ranks(processes: int, fault: str, flags: Sequence[str]) -> list[ForkedProcess]:
     """Starts the processes of a job by themselves, without a launcher that would end them together."""
     return start_forked(WORKER, processes, [job([(fault, flags)])])
-
-
-def status_of(run: Path) -> dict[str, Any]:
-    """A run's run_status.json."""
-    status: dict[str, Any] = json.loads((run / "run_status.json").read_text())
-    return status
-
-
-def checkpoints_of(run: Path) -> set[str]:
-    """Names of what lies in a run's folder of checkpoints, besides the link to the best."""
-    return {path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink()}
-
-
-def evaluations_of(run: Path) -> dict[int, float]:
-    """The evaluation losses of a run by step."""
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["evaluation_loss"] for line in lines if "evaluation_loss" in line}
-
-
-def assert_same_tensors(checkpoint: Path, expected: Path) -> None:
-    """Every tensor of two checkpoints is the same, bit for bit."""
-    ours, theirs = tensors_of(checkpoint), tensors_of(expected)
-    assert ours.keys() == theirs.keys() and len(ours) > 20
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every piece of a checkpoint by file and name."""
-    files = sorted(checkpoint.glob("*.safetensors"))
-    return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}

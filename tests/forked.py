@@ -29,9 +29,7 @@ def fork_context() -> ForkServerContext:
     """The way to start processes from the server; the first use starts it."""
     context = multiprocessing.get_context("forkserver")
     # The last one is imported at some later point of every run, and takes longer than all the rest.
-    context.set_forkserver_preload(
-        ["pretraining.cli", "pretraining.train.run", "safetensors.torch", "faults.storage_faults", "torch._dynamo"]
-    )
+    context.set_forkserver_preload(["pretraining.cli", "pretraining.train.run", "safetensors.torch", "torch._dynamo"])
     return context
 
 
@@ -62,6 +60,11 @@ class ForkedProcess:
     def returncode(self) -> int | None:
         """The exit status; negative: the signal that ended it; None: it runs."""
         return self._process.exitcode
+
+    @property
+    def pid(self) -> int | None:
+        """The process's number."""
+        return self._process.pid
 
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless the process has ended."""

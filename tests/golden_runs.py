@@ -144,12 +144,6 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def reported_losses(run: Path) -> list[float]:
-    """The loss of each step that a run reported."""
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 def arithmetic() -> str:
     """A digest of how this machine calculates: PyTorch's version, and the bits that a small network comes to.
 

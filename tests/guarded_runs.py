@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from forked import ForkedProcess, run_forked, start_forked
 from helpers import ROOT, free_ports
-from safetensors.torch import load_file
 from training_runs import TINY
 
 WORKER = ROOT / "tests" / "faults" / "guarded_worker.py"
@@ -39,15 +37,3 @@ def _jobs(data_path: Path, runs: Sequence[tuple[str, list[str]]]) -> list[tuple[
     common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8", "batch_size=2"]
     ports = free_ports(len(runs))
     return [(port, fault, [*common, *flags]) for port, (fault, flags) in zip(ports, runs, strict=True)]
-
-
-def reports_of(run: Path) -> list[dict[str, Any]]:
-    """The reports of a run's metrics."""
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every shard of a checkpoint by file and name."""
-    files = sorted(checkpoint.glob("*.safetensors"))
-    return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}

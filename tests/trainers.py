@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import training_runs
 from training_runs import TINY
 
 from pretraining import Trainer
@@ -32,6 +32,6 @@ def trainer(kind: type[Trainer], run: Path, **settings: Any) -> Any:
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
     rates = ("_second", "time", "per_day", "memory", "data_share")
+    lines = training_runs.metrics_of(run)
     return [{name: line[name] for name in line if not any(word in name for word in rates)} for line in lines]

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from forked import run_forked
 from helpers import free_ports
+from safetensors.torch import load_file
 
 VOCABULARY = 64
 
@@ -81,13 +83,42 @@ def losses_of(run: Path) -> list[float]:
     return [report["loss"] for report in reports_of(run)]
 
 
+def reports_of(run: Path) -> list[dict[str, Any]]:
+    """The reports of a run, without its evaluations."""
+    return metrics_of(run, "loss")
+
+
+def metrics_of(run: Path, name: str = "step") -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that hold a value of this name."""
+    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if name in line]
+
+
 def events_of(run: Path) -> list[dict[str, Any]]:
     """What happened to a run, without the time of day."""
     lines = [json.loads(line) for line in (run / "logs" / "events.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "time"} for line in lines]
 
 
-def reports_of(run: Path) -> list[dict[str, float]]:
-    """The reports of a run, without its evaluations."""
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+def status_of(run: Path) -> dict[str, Any]:
+    """A run's run_status.json."""
+    status: dict[str, Any] = json.loads((run / "run_status.json").read_text())
+    return status
+
+
+def checkpoints_of(run: Path) -> set[str]:
+    """Names of what lies in a run's folder of checkpoints, besides the link to the best."""
+    return {path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink()}
+
+
+def shards_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every piece of a checkpoint by file and name."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_tensors(checkpoint: Path, expected: Path) -> None:
+    """Every tensor of two checkpoints is the same, bit for bit."""
+    ours, theirs = shards_of(checkpoint), shards_of(expected)
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -5,24 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from forked import run_forked
-from helpers import ROOT, free_ports, run_distributed
+from helpers import free_ports
 from training_runs import TINY, train_runs, write_dataset
 
 from pretraining.cli import main
 
 WORKER = Path(__file__).with_name("bad_input_worker.py")
-
-
-def write_tokens(folder: Path, rows: list[list[int]]) -> None:
-    """Writes documents with the given tokens."""
-    folder.mkdir(parents=True)
-    table = pa.table({"tokens": pa.array([np.array(row, np.uint16) for row in rows], pa.list_(pa.uint16()))})
-    with pa.ipc.new_file(folder / "part-0.arrow", table.schema) as writer:
-        writer.write_table(table)
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +21,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bad_input")
     write_dataset(root / "data" / "first")
     write_dataset(root / "data" / "second", documents=200, seed=1)
-    write_tokens(root / "empty" / "first", [])
+    write_dataset(root / "empty" / "first", documents=0)
     (root / "no_files" / "first").mkdir(parents=True)
-    write_tokens(root / "beyond" / "first", [[70] * 40] * 50)
     train_runs(1, root / "data", [["num_steps=1", f"ckpt_save_path={root / 'finished'}"]])
     (root / "a_file").write_text("in the way")
     return root
@@ -51,7 +40,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "an empty dataset": (["--data_path={root}/empty"], ["'first'", "empty"]),
     "a dataset without files": (["--data_path={root}/no_files", "--datasets=first"], ["'first'", "*.arrow"]),
     "samples longer than the data": (["--seq_length=100000"], ["seq_length", "100,001"]),
-    "no place to write": (["--ckpt_save_path={root}/a_file/run"], ["--ckpt_save_path={root}/a_file/run", "written"]),
+    "no place to write": (["--ckpt_save_path={root}/a_file/run"], ["{root}/a_file/run", "--ckpt_save_path"]),
     "a checkpoint of another model": (
         ["--ckpt_save_path={root}/finished", "--hidden_size=64"],
         ["another model", "hidden_size: 32 in the checkpoint, 64 in this run"],
@@ -117,14 +106,3 @@ def test_every_process_of_a_job_ends_and_one_speaks(workplace: Path) -> None:
     for name, (_, fragments) in MISTAKES.items():
         for fragment in fragments:
             assert fragment.format(root=workplace) in done.stderr, name
-
-
-@pytest.mark.thorough
-def test_a_bad_token_is_named_with_its_file_row_and_sample_by_the_rank_that_met_it(workplace: Path) -> None:
-    flags = command_line(workplace, [f"--data_path={workplace / 'beyond'}"])
-    done = run_distributed(ROOT / "main_training.py", 2, flags, check=False)
-    assert done.returncode != 0
-    workers = done.stderr.partition("torch.distributed.elastic")[0]
-    assert "error: rank" in workers
-    for fragment in ("part-0.arrow", "row", "sample", "70", "vocab"):
-        assert fragment in workers

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import losses_of, train_runs, write_two_datasets
+from training_runs import losses_of, train_runs
 
 from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
 from pretraining.config.commands import ExportConfig
@@ -17,12 +17,6 @@ pytestmark = pytest.mark.thorough
 
 # A global batch and matrices that three processes do not divide evenly.
 COMMON = ["global_batch_size=6", "batch_size=2", "num_steps=8", "tie_word_embeddings=true"]
-
-
-@pytest.fixture(scope="module")
-def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two small datasets, `first` and `second`."""
-    return write_two_datasets(tmp_path_factory.mktemp("data"))
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:

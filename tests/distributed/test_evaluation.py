@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from forked import run_forked
 from helpers import free_ports
-from training_runs import TINY, events_of, train_runs, write_dataset, write_two_datasets
+from training_runs import TINY, events_of, metrics_of, train_runs, write_dataset, write_two_datasets
 
 from pretraining.data.tokenizer import train_tokenizer
 
@@ -33,8 +33,12 @@ def flags(data: Path) -> list[str]:
 
 
 def evaluations(run: Path) -> dict[str, float]:
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return {f"{each['step']} {name}": each[name] for each in lines for name in each if name.startswith("evaluation_")}
+    return {
+        f"{each['step']} {name}": each[name]
+        for each in metrics_of(run)
+        for name in each
+        if name.startswith("evaluation_")
+    }
 
 
 def evaluated_alone(processes: int, data: Path, run: Path) -> dict[str, Any]:

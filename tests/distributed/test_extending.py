@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, free_ports, run_command
-from training_runs import TINY
+from training_runs import TINY, reports_of
 
 pytestmark = pytest.mark.thorough
 
@@ -44,17 +44,13 @@ def train(outside: Path, processes: int, run: str, *flags: str) -> str:
     return run_command([*command, *settings, f"ckpt_save_path={run}"], cwd=outside).stdout
 
 
-def reports(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_ones_own_optimizer_schedule_and_tracker_train_and_resume_on_any_layout(outside: Path) -> None:
     batch = ["global_batch_size=4", "batch_size=2", "num_steps=6"]
     train(outside, 1, "whole", *batch)
     train(outside, 2, "parts", *batch, "run_steps=3")
     out = train(outside, 1, "parts", *batch)
     assert "step 3" in out and "waits for the device" not in out
-    whole, parts = reports(outside / "whole"), reports(outside / "parts")
+    whole, parts = (reports_of(outside / name) for name in ("whole", "parts"))
     assert [each["loss"] for each in parts] == pytest.approx([each["loss"] for each in whole], rel=1e-5)
     rates = [each["learning_rate"] for each in whole]
     assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 2e-3 / 3, 1e-3 / 3, 0.0])

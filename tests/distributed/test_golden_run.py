@@ -37,10 +37,10 @@ from golden_runs import (
     manifest_at,
     manifests,
     next_steps_runs,
-    reported_losses,
     tensors_in,
     train_on,
 )
+from training_runs import losses_of
 
 from pretraining.cli import main
 
@@ -328,7 +328,7 @@ def test_the_place_in_the_data_is_restored(continued: Continued) -> None:
     assert len(manifest_at(RUN / "sharded", 4)["data"]["phases"]) == 1
     for key in ("data", "step", "tokens_seen", "global_batch_size"):
         assert now[key] == then[key], key
-    assert reported_losses(continued.into / "phases") == pytest.approx(reported_losses(RUN / "sharded")[4:8], rel=1e-5)
+    assert losses_of(continued.into / "phases") == pytest.approx(losses_of(RUN / "sharded")[4:8], rel=1e-5)
 
 
 def test_the_status_goes_on_counting(continued: Continued) -> None:
@@ -358,7 +358,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(continued: Continued, nam
     end, stopped = STARTS[name] + STEPS, f"stopped_{name}"
     whole, resumed = (checkpoint_at(continued.into / run, end) for run in (name, stopped))
     assert digests(tensors_in(whole)) == digests(tensors_in(resumed))
-    assert reported_losses(continued.into / name)[STEPS // 2 :] == reported_losses(continued.into / stopped)
+    assert losses_of(continued.into / name)[STEPS // 2 :] == losses_of(continued.into / stopped)
     of_whole, of_resumed = (manifest_at(continued.into / run, end) for run in (name, stopped))
     for key in ("data", "state", "tokens_seen", "loss"):
         assert of_whole[key] == of_resumed[key], key
@@ -369,7 +369,7 @@ def test_the_next_steps_are_those_of_the_code_that_wrote_it(continued: Continued
     """To rounding on any machine; bit for bit on one that calculates as the one did that stored them."""
     document = json.loads(NEXT_STEPS.read_text())
     stored = document["next"][f"{name} on {continued.processes}"]
-    losses = reported_losses(continued.into / name)
+    losses = losses_of(continued.into / name)
     expected = [float.fromhex(loss) for loss in stored["losses"]]
     assert losses == pytest.approx(expected, rel=1e-3 if name == "full" else 1e-5)
     if arithmetic() == document["arithmetic"]:

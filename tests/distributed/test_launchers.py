@@ -133,13 +133,6 @@ def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_mpirun(kind: str) -> None:
-    done = run_command([mpirun(kind), "-n", "2", sys.executable, REPORT], HERE)
-    assert_two_processes_met(done.stdout, kind)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_mpirun_through_a_shell_in_between(kind: str) -> None:
     done = run_command([mpirun(kind), "-n", "2", "bash", "-c", f"{sys.executable} {REPORT}; true"], HERE)
     assert_two_processes_met(done.stdout, kind)
@@ -184,12 +177,6 @@ def test_python_in_a_batch_script_is_one_process_though_the_job_has_two_tasks(
 def test_mpirun_inside_a_slurm_job(slurm: SlurmCluster, kind: str) -> None:
     done = slurm.run(["salloc", "-n", "2", mpirun(kind), "-n", "2", sys.executable, REPORT], HERE)
     assert_two_processes_met(done.stdout, kind)
-
-
-@pytest.mark.thorough
-def test_srun_trains_with_a_task_a_process(slurm: SlurmCluster, tmp_path: Path) -> None:
-    slurm.run(["srun", "-n", "2", sys.executable, MAIN, stub_file(tmp_path)])
-    assert_the_stub_trained(tmp_path)
 
 
 def submit_training(slurm: SlurmCluster, output: Path, flags: list[str], tasks: int = 1) -> str:

@@ -6,16 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from training_runs import GOLDEN_RUN, losses_of, train_runs, write_two_datasets
+from training_runs import GOLDEN_RUN, losses_of, metrics_of, train_runs
 
 STRATEGIES = ("ddp", "zero2", "fsdp")
 GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
-
-
-@pytest.fixture(scope="module")
-def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two small datasets, `first` and `second`."""
-    return write_two_datasets(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.thorough
@@ -43,6 +37,6 @@ def test_a_tied_head_with_z_loss_learns_the_same_on_any_layout(data_path: Path, 
 
 def numbers_of(run: Path) -> dict[str, float]:
     """Losses, accuracies and gradient norms of a run's reports and evaluations, by step."""
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     names = ("loss", "z_loss", "grad_norm", "token_accuracy", "loss/first", "loss/second", "evaluation_loss")
     return {f"{line['step']} {name}": line[name] for line in lines for name in names if name in line}

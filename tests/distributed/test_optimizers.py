@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from training_runs import losses_of, train_runs, write_two_datasets
+from training_runs import losses_of, train_runs
 
 from pretraining.config.plugins import OPTIMIZERS
 
@@ -21,12 +21,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     3: {"fsdp": (WHOLE_MATRICES, WHOLE_NORM)},
     4: {"hsdp": (WHOLE_MATRICES, WHOLE_NORM), "zero2": (WHOLE_MATRICES,)},
 }
-
-
-@pytest.fixture(scope="module")
-def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two small datasets, `first` and `second`."""
-    return write_two_datasets(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from forked import run_forked
 from helpers import ROOT, free_ports, run_command
-from training_runs import TINY, write_two_datasets
+from training_runs import TINY, metrics_of
 
 pytestmark = pytest.mark.thorough
 
@@ -20,14 +20,9 @@ WORKER = Path(__file__).with_name("trainer_worker.py")
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_two_datasets(tmp_path_factory.mktemp("data"))
-
-
-def settings(data: Path, run: Path, mode: str = "measured", **more: Any) -> str:
+def settings(data_path: Path, run: Path, mode: str = "measured", **more: Any) -> str:
     """Three steps of 10 sequences, of which ranks have unequal shares, in micro-batches of two; two sets."""
-    given = dict(flag.split("=") for flag in TINY) | {"data_path": str(data), "sep_token": 0, "logical_shards": 8}
+    given = dict(flag.split("=") for flag in TINY) | {"data_path": str(data_path), "sep_token": 0, "logical_shards": 8}
     given |= {"global_batch_size": 10, "batch_size": 2, "num_steps": 3, "held_out_fraction": 0.2, "eval_batches": 2}
     return json.dumps({"mode": mode, **given, "eval_interval": 2, "ckpt_save_path": str(run), **more})
 
@@ -39,18 +34,17 @@ def found_by(done: subprocess.CompletedProcess[str]) -> dict[int, list[Any]]:
 
 
 def custom_of(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if "custom/" in name} for line in lines]
+    return [{name: line[name] for name in line if "custom/" in name} for line in metrics_of(run)]
 
 
 def test_metrics_are_those_of_one_process_whatever_the_layout_and_every_rank_has_them(
-    data: Path, tmp_path: Path
+    data_path: Path, tmp_path: Path
 ) -> None:
     more: dict[str, dict[str, Any]] = {"fsdp": {}, "ddp": {}, "zero2": {"document_mask": True}}
     found = {}
     for processes in (1, 2):
         runs = [
-            settings(data, tmp_path / f"{strategy}_{processes}", sharding_strategy=strategy, **given)
+            settings(data_path, tmp_path / f"{strategy}_{processes}", sharding_strategy=strategy, **given)
             for strategy, given in more.items()
         ]
         found[processes] = found_by(run_forked(WORKER, processes, runs))
@@ -72,24 +66,31 @@ def test_metrics_are_those_of_one_process_whatever_the_layout_and_every_rank_has
         ("failing", "PretrainError: rank 1 failed: KeyError: 'a mistake of mine'"),
     ],
 )
-def test_a_mistake_in_the_first_step_is_an_error_on_all_ranks(data: Path, tmp_path: Path, mode: str, said: str) -> None:
-    found = found_by(run_forked(WORKER, 2, [settings(data, tmp_path, mode)]))
+def test_a_mistake_in_the_first_step_is_an_error_on_all_ranks(
+    data_path: Path, tmp_path: Path, mode: str, said: str
+) -> None:
+    found = found_by(run_forked(WORKER, 2, [settings(data_path, tmp_path, mode)]))
     assert found[0][0].startswith(said)
     assert found[1][0].startswith(said if mode == "other names" else "KeyError: 'a mistake of mine'")
 
 
-def test_after_an_error_that_all_ranks_have_the_next_run_trains(data: Path, tmp_path: Path) -> None:
-    bad, good = settings(data, tmp_path / "bad", "other names"), settings(data, tmp_path / "good", num_steps=1)
+def test_after_an_error_that_all_ranks_have_the_next_run_trains(data_path: Path, tmp_path: Path) -> None:
+    bad, good = (
+        settings(data_path, tmp_path / "bad", "other names"),
+        settings(data_path, tmp_path / "good", num_steps=1),
+    )
     found = found_by(run_forked(WORKER, 2, [bad, good]))
     assert [found[rank][1][:2] for rank in (0, 1)] == [["finished", 1]] * 2
 
 
-def test_a_process_may_come_for_the_next_run_before_the_first_one_has_left_the_last(data: Path, tmp_path: Path) -> None:
+def test_a_process_may_come_for_the_next_run_before_the_first_one_has_left_the_last(
+    data_path: Path, tmp_path: Path
+) -> None:
     ddp: dict[str, Any] = {
         "num_steps": 1,
         "sharding_strategy": "ddp",
     }  # what shards leaves a group, and with it the store, behind
-    runs = [settings(data, tmp_path / str(number), **ddp) for number in range(2)]
+    runs = [settings(data_path, tmp_path / str(number), **ddp) for number in range(2)]
     found = found_by(run_forked(WORKER, 2, runs, {"LEAVE_LATE": str(tmp_path / "come")}))
     assert [[each[:2] for each in found[rank]] for rank in (0, 1)] == [[["finished", 1]] * 2] * 2
 

@@ -7,10 +7,15 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from tiers import first_quick
-from training_runs import GOLDEN_RUN, losses_of, reports_of, train_runs, write_two_datasets
+from training_runs import (
+    GOLDEN_RUN,
+    assert_same_tensors,
+    losses_of,
+    reports_of,
+    shards_of,
+    train_runs,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
 
@@ -21,12 +26,6 @@ LAYOUTS = {
     3: ["fsdp", "ddp"],
     4: ["hsdp", "hsdp_zero2", "fsdp", "zero2", "ddp"],
 }
-
-
-@pytest.fixture(scope="module")
-def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two small datasets, `first` and `second`."""
-    return write_two_datasets(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize("processes", first_quick(*sorted(LAYOUTS), quick=2))
@@ -45,14 +44,8 @@ def test_the_loss_curve_is_the_golden_one_on_every_layout(processes: int, data_p
 
 def norm_of(checkpoint: Path) -> float:
     """The Euclidean norm of a checkpoint's parameters, whose pieces lie in several files."""
-    pieces = [piece for key, piece in tensors_of(checkpoint).items() if ":optimizer." not in key]
+    pieces = [piece for key, piece in shards_of(checkpoint).items() if ":optimizer." not in key]
     return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
-
-
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every shard of a checkpoint by file and name."""
-    files = sorted(checkpoint.glob("*.safetensors"))
-    return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize(("processes", "strategy"), [(1, "fsdp"), (2, "fsdp"), (2, "ddp")])
@@ -72,10 +65,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     runs += [[*common, f"ckpt_save_path={stopped}", f"run_steps={steps}"] for steps in (1, 4, 3)]
     train_runs(processes, data_path, runs)
     assert losses_of(stopped) == losses_of(whole)
-    expected = tensors_of(whole / "checkpoints" / "step_8_ckp")
-    resumed = tensors_of(stopped / "checkpoints" / "step_8_ckp")
-    assert expected.keys() == resumed.keys() and len(expected) > 20
-    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert_same_tensors(*(each / "checkpoints" / "step_8_ckp" for each in (stopped, whole)))
 
 
 @pytest.mark.thorough

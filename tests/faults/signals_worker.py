@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -133,12 +133,6 @@ def fail() -> None:
 
 
 @contextmanager
-def nothing() -> Iterator[None]:
-    """All goes well."""
-    yield
-
-
-@contextmanager
 def both(first: Any, second: Any) -> Iterator[None]:
     """Two faults."""
     with first, second:
@@ -179,7 +173,7 @@ def batches_noted(rank: int) -> Iterator[None]:
 
 def on_first_attempt(fault: Callable[[], Any]) -> Any:
     """A fault that torchrun's first restart does not have again."""
-    return fault() if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else nothing()
+    return fault() if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else nullcontext()
 
 
 @contextmanager
@@ -228,7 +222,7 @@ def run_one(fault: str, flags: list[str]) -> int:
     requests = StopRequests(ReceivedSignals().listen())
     if fault == "time limit" and layout.rank == 1:  # a clock that ticks when it is looked at: twice before training
         requests = replace(requests, deadline=3, clock=count().__next__)
-    context = FAULTS[fault]() if fault in FAULTS and layout.rank == 1 else nothing()
+    context = FAULTS[fault]() if fault in FAULTS and layout.rank == 1 else nullcontext()
     if "NOTES" in os.environ:
         context = both(context, batches_noted(layout.rank))
     if "its node" in fault:

@@ -1,6 +1,7 @@
-"""What goes wrong in the tests of storage, inside the process that it happens to.
+"""One process of a job whose storage fails: reads a fault and the (port, flags) of each run as JSON.
 
-Each function prepares a fault; `forked_job` calls it in every process of a job before the training.
+A fault is a function of this module, by name, with its arguments; every process calls it before the first run. What it
+does is real: a process is killed, a write fails, a file is cut.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from pretraining import files
 from pretraining.checkpoint import manager, writer
 from pretraining.checkpoint.manager import CheckpointManager
+from pretraining.cli import main
 from pretraining.train import loop
 
 
@@ -158,3 +163,22 @@ def _at_step(step: int, action: Callable[[], object]) -> None:
             action()
 
     CheckpointManager.maybe_save = watching  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    os.dup2(1, 2)  # one text, in the order in which it was written
+    torch.set_num_threads(1)
+    fault, runs = json.loads(sys.argv[1])
+    if fault is not None:
+        globals()[fault[0]](*fault[1:])
+    status: Any = 0
+    for port, flags in runs:
+        os.environ["MASTER_PORT"] = str(port)
+        print(f"--- {json.dumps(flags)}", flush=True)
+        try:
+            main(["train", *flags])
+            status = 0
+        except SystemExit as ending:
+            status = ending.code
+            print(f"--- status {status}", flush=True)
+    sys.exit(status)

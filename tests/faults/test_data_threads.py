@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from guarded_runs import start_without_launcher
 from helpers import PATIENCE_SECONDS
-from training_runs import write_two_datasets
 
 
 @pytest.mark.parametrize(
@@ -17,10 +16,11 @@ from training_runs import write_two_datasets
         ("fail_while_reading", ["ZeroDivisionError: by nothing", "on rank 1, reading the batch of step 3"]),
     ],
 )
-def test_a_thread_that_dies_ends_the_run_and_is_named(fault: str, said: list[str], tmp_path: Path) -> None:
-    data = write_two_datasets(tmp_path / "data")
+def test_a_thread_that_dies_ends_the_run_and_is_named(
+    fault: str, said: list[str], data_path: Path, tmp_path: Path
+) -> None:
     run = ["num_steps=100000", "report_interval=0", f"ckpt_save_path={tmp_path / 'run'}"]
-    processes = start_without_launcher(2, data, fault, run)
+    processes = start_without_launcher(2, data_path, fault, run)
     outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     for part in said:
         assert part in "".join(outputs[1]), outputs[1]

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from faulty_runs import checkpoints_of, status_of
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
-from training_runs import TINY
+from training_runs import TINY, checkpoints_of, status_of
 
 pytestmark = pytest.mark.thorough
 

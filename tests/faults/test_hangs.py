@@ -10,7 +10,6 @@ from forked import start_forked
 from guarded_runs import start_without_launcher
 from helpers import PATIENCE_SECONDS
 from tiers import first_quick
-from training_runs import write_two_datasets
 
 RUN = ["num_steps=1000000", "report_interval=0"]
 HUNG = 124
@@ -20,10 +19,9 @@ STEP, START = "hang_timeout=10s", "first_step_timeout=30s"
 
 
 @pytest.mark.parametrize("stopped", first_quick(1, 0))
-def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path: Path) -> None:
-    data = write_two_datasets(tmp_path / "data")
+def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, data_path: Path, tmp_path: Path) -> None:
     flags = [*RUN, STEP, "first_step_timeout=600s", f"ckpt_save_path={tmp_path / 'run'}"]
-    processes = start_without_launcher(2, data, "tell_steps", flags)
+    processes = start_without_launcher(2, data_path, "tell_steps", flags)
     try:
         processes[stopped].wait_for_line(lambda line: "in step 5" in line)
         processes[stopped].send_signal(signal.SIGSTOP)
@@ -49,10 +47,11 @@ def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, tmp_path
         ("hang_at_the_first_read", ["hang_timeout=600s", START], 0),
     ),
 )
-def test_a_read_that_hangs_is_named_by_all(fault: str, timeouts: list[str], steps_done: int, tmp_path: Path) -> None:
-    data = write_two_datasets(tmp_path / "data")
+def test_a_read_that_hangs_is_named_by_all(
+    fault: str, timeouts: list[str], steps_done: int, data_path: Path, tmp_path: Path
+) -> None:
     flags = [*RUN, *timeouts, f"ckpt_save_path={tmp_path / 'run'}"]
-    processes = start_without_launcher(2, data, fault, flags)
+    processes = start_without_launcher(2, data_path, fault, flags)
     outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     for process, (stdout, stderr) in zip(processes, outputs, strict=True):
         assert process.returncode == HUNG, stdout + stderr

@@ -9,9 +9,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from faulty_runs import assert_same_tensors, checkpoints_of, start_ranks, status_of, train_with_faults
+from faulty_runs import start_ranks, train_with_faults
 from helpers import PATIENCE_SECONDS
-from training_runs import events_of, losses_of
+from training_runs import assert_same_tensors, checkpoints_of, events_of, losses_of, status_of
 
 SAVED_IN_STEP_3 = "checkpoint_interval=3"
 

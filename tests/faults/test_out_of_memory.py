@@ -7,18 +7,16 @@ from pathlib import Path
 
 from guarded_runs import start_without_launcher
 from helpers import PATIENCE_SECONDS
-from training_runs import write_two_datasets
 
 
-def test_the_rank_without_memory_says_why_and_the_other_one_ends(tmp_path: Path) -> None:
-    data = write_two_datasets(tmp_path / "data")
+def test_the_rank_without_memory_says_why_and_the_other_one_ends(data_path: Path, tmp_path: Path) -> None:
     flags = ["num_steps=6", "datasets=first", f"ckpt_save_path={tmp_path / 'run'}"]
     endings: dict[int, str] = {}
-    for process in start_without_launcher(2, data, "memory_runs_out", flags):
+    for process in start_without_launcher(2, data_path, "memory_runs_out", flags):
         stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         found = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
         assert found, stderr
         endings |= {each["rank"]: each["error"] for each in found}
     assert endings[1].startswith("OutOfMemoryError: out of memory in step 3, at pretraining/model/llama.py:")
-    assert "--batch_size=1 in place of 2" in endings[1] and "optimizer state" in endings[1]
+    assert "--batch_size=1" in endings[1] and "optimizer state" in endings[1]
     assert endings[0].startswith("LostPeerError: another process of the job has ended")

@@ -9,10 +9,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from faulty_runs import WORKER, assert_same_tensors, checkpoints_of, job, status_of, train_with_faults
+from faulty_runs import WORKER, job, train_with_faults
 from helpers import PATIENCE_SECONDS, ROOT, free_ports, plain_environment, run_command
 from stand_in import StandIn
-from training_runs import losses_of
+from training_runs import assert_same_tensors, checkpoints_of, losses_of, status_of
 
 TORCHRUN = [sys.executable, str(ROOT / "scripts" / "torchrun.py")]
 

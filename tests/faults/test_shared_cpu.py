@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded_runs import reports_of
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
-from training_runs import TINY
+from training_runs import TINY, reports_of
 
 from pretraining.launch.machine import CGROUPS, physical_cores
 from pretraining.launch.shared_cores import WAITING

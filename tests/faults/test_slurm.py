@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from faulty_runs import checkpoints_of, status_of
 from slurm_cluster import SlurmCluster
+from training_runs import checkpoints_of, status_of
 
 pytestmark = pytest.mark.thorough
 

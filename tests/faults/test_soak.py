@@ -22,19 +22,6 @@ def assert_ended_equal(said: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_twice_ends_equal_and_leaves_nothing(tmp_path: Path) -> None:
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "scripts.soak",
-        f"--folder={tmp_path}",
-        *SHORT,
-        "--whom=rank,all",
-    ]
-    assert_ended_equal(run_command(command).stdout, tmp_path)
-
-
-@pytest.mark.slow
 def test_the_same_with_other_processes_at_each_start_ends_equal_to_rounding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 from guarded_runs import train_with_faults
-from training_runs import write_two_datasets
 
 
-def test_the_slow_rank_is_named_with_its_factor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = write_two_datasets(tmp_path / "data")
+def test_the_slow_rank_is_named_with_its_factor(
+    data_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     strategies = ("fsdp", "ddp")
     runs = [
         ["num_steps=30", "report_interval=30", f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path / strategy}"]
         for strategy in strategies
     ]
-    train_with_faults(2, data, [("slow_forward", run) for run in runs])
+    train_with_faults(2, data_path, [("slow_forward", run) for run in runs])
     lines = [line for line in capsys.readouterr().out.splitlines() if "straggler" in line]
     assert len(lines) == len(strategies)
     for line in lines:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from faulty_runs import EIGHT_STEPS, assert_same_tensors, checkpoints_of, status_of
+from faulty_runs import EIGHT_STEPS
 from forked import start_forked
 from helpers import PATIENCE_SECONDS, ROOT
 from tiers import first_quick
-from training_runs import losses_of
+from training_runs import assert_same_tensors, checkpoints_of, losses_of, reports_of, status_of
 
 WORKER = ROOT / "tests" / "faults" / "streams_worker.py"
 
@@ -73,15 +72,11 @@ def test_reports_after_a_stop_between_two_are_those_of_the_run_that_was_not_stop
     flags = ("report_interval=4", "checkpoint_interval=1", "held_out_fraction=0")
     train("nothing", tmp_path / "whole", *flags, processes=2)
     train("nothing", tmp_path / "run", *flags, "run_steps=3", processes=2)
-    lines = (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [3]
+    assert [report["step"] for report in reports_of(tmp_path / "run")] == [3]
     train("nothing", tmp_path / "run", *flags, "run_steps=3", processes=2)  # across a report
     train("nothing", tmp_path / "run", *flags, processes=2)
     reports = {
-        name: {
-            line["step"]: (line["loss"], line["skipped_updates"])
-            for line in map(json.loads, (tmp_path / name / "logs" / "metrics.jsonl").read_text().splitlines())
-        }
+        name: {each["step"]: (each["loss"], each["skipped_updates"]) for each in reports_of(tmp_path / name)}
         for name in ("whole", "run")
     }
     assert reports["whole"].keys() == {4, 8} and reports["run"].keys() == {3, 4, 6, 8}

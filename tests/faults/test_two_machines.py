@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from faulty_runs import status_of
 from helpers import PATIENCE_SECONDS, ROOT, free_ports
 from network_nodes import Nodes, reason_to_skip
-from training_runs import TINY, losses_of
+from training_runs import TINY, losses_of, status_of
 
 PROGRAM = ROOT / "main_training.py"
 ENDLESS = ["num_steps=1000000", "report_interval=5"]

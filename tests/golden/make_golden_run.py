@@ -45,12 +45,11 @@ from golden_runs import (  # noqa: E402
     inspection,
     manifests,
     next_steps_runs,
-    reported_losses,
     tensors_in,
     train_on,
 )
 from helpers import PATIENCE_SECONDS, ROOT, free_ports, plain_environment, run_command  # noqa: E402
-from training_runs import VOCABULARY, write_dataset  # noqa: E402
+from training_runs import VOCABULARY, losses_of, write_dataset  # noqa: E402
 
 WRITTEN_BY = "f4ef4e6"
 
@@ -167,7 +166,7 @@ def next_steps() -> dict[str, object]:
             into = Path(temporary) / str(processes)
             train_on(processes, list(next_steps_runs(golden, into).values()))
             for name, start in STARTS.items():
-                losses = reported_losses(into / name)
+                losses = losses_of(into / name)
                 tensors = digests(tensors_in(checkpoint_at(into / name, start + STEPS)))
                 found[f"{name} on {processes}"] = {"losses": [loss.hex() for loss in losses], "tensors": tensors}
     return found

@@ -143,10 +143,3 @@ def late():
         "pretraining.checkpoint.state",
         "torch.distributed",
     ]
-
-
-def test_upward_and_sideways_imports_are_violations() -> None:
-    assert violations("model", {"model", "config", "errors"}) == []
-    assert violations("model", {"data"}) == ["data"]
-    assert violations("config", {"launch", "train"}) == ["launch", "train"]
-    assert violations("train", {"__init__"}) == ["__init__"]

@@ -70,6 +70,7 @@ def state_of_the_process() -> dict[str, Any]:
 def same_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test leaves the process as it was; Ctrl-C is Python's, also where the tests run in the background."""
     before_pytest = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # of a test before, which ran a command
     try:
         gc.collect()
         before = state_of_the_process()
@@ -84,10 +85,7 @@ def test_a_run_leaves_no_model_behind_also_where_it_computes_with_copies(tmp_pat
     assert not [each for each in gc.get_objects() if issubclass(type(each), Llama)]
 
 
-def test_a_run_leaves_the_switches_of_torch_and_the_environment_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # of a test before, which ran a command
+def test_a_run_leaves_the_switches_of_torch_and_the_environment_as_they_were(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     seen: list[tuple[bool, int, bool]] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ def config_of(shape: LlamaShape, **data: Any) -> TrainConfig:
     return replace(config, data=replace(config.data, seq_length=64, **data))
 
 
+@cache
+def settings_of(shape: LlamaShape) -> str:
+    return dump_config(config_of(shape))
+
+
 def manifest_of(shape: LlamaShape, step: int = 3, **changes: Any) -> Manifest:
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -55,7 +61,7 @@ def manifest_of(shape: LlamaShape, step: int = 3, **changes: Any) -> Manifest:
         world={"processes": 3, "sharding_strategy": "fsdp"},
         torch_version=torch.__version__,
         files={},
-        config=dump_config(config_of(shape)),
+        config=settings_of(shape),
     )
     return replace(manifest, **changes)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from unit.checkpoint import checkpoint_files
 
-from pretraining.checkpoint.manifest import FORMAT_VERSION, FileEntry, Manifest, checkpoint_path, read_document
+from pretraining.checkpoint.manifest import FileEntry, Manifest, checkpoint_path, read_document
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import ModelConfig
@@ -24,30 +24,17 @@ def manifest_of(
     evaluation_loss: float | None = None,
     skipped: Sequence[Sequence[int]] = (),
 ) -> Manifest:
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        step=step,
-        tokens_seen=step * 10,
-        seconds=1.5,
-        kind=kind,
-        loss=None,
-        evaluation_loss=evaluation_loss,
-        best_evaluation_loss=None,
-        data={
-            "next_sample": 12,
-            "phases": [{"first_step": 0, "weights": {"a": 1}}],
-            "datasets": {"a": {}},
-            "counts": {"a": 12},
-            "skipped": [list(each) for each in skipped],
-        },
-        state={},
-        global_batch_size=4,
-        model=asdict(SHAPE),
-        world={"processes": 1, "sharding_strategy": "fsdp"},
-        torch_version=torch.__version__,
-        files=files or {},
-        config="",
-    )
+    data = {
+        "next_sample": 12,
+        "phases": [{"first_step": 0, "weights": {"a": 1}}],
+        "datasets": {"a": {}},
+        "counts": {"a": 12},
+        "skipped": [list(each) for each in skipped],
+    }
+    losses = {"loss": None, "evaluation_loss": evaluation_loss, "best_evaluation_loss": None}
+    world = {"processes": 1, "sharding_strategy": "fsdp"}
+    changes = {"tokens_seen": step * 10, "kind": kind, "data": data, "files": files or {}, "config": "", **losses}
+    return checkpoint_files.manifest_of(SHAPE, step, world=world, **changes)
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:

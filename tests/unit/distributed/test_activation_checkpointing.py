@@ -67,18 +67,6 @@ def test_loss_and_gradients_are_the_same_bits_under_the_same_names(plain: Llama,
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("selective", "blocks"), [(None, []), ("1", [0, 1, 2, 3, 4, 5]), ("2", [1, 3, 5])])
-def test_the_chosen_blocks_are_exchanged(plain: Llama, selective: str | None, blocks: list[int]) -> None:
-    model = checkpointed(plain, selective)
-    kinds = [type(block) is type(plain.blocks[0]) for block in model.blocks]
-    assert [index for index, is_plain in enumerate(kinds) if not is_plain] == blocks
-
-
-def test_evaluation_needs_no_recomputation(plain: Llama) -> None:
-    with torch.no_grad():
-        assert torch.equal(checkpointed(plain, "op")(batch()[0]), plain(batch()[0]))
-
-
 class LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that operations have made and that something still holds.
 

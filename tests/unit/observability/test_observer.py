@@ -28,6 +28,7 @@ class Recorder(Display):
 
     reports: list[Report] = field(default_factory=list)
     logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    observer: Observer = field(init=False)
     closed: int = 0
     now: float = 0.0
 
@@ -49,7 +50,6 @@ class Recorder(Display):
 
 
 def observe(
-    recorder: Recorder,
     losses: list[float],
     *,
     every: int,
@@ -59,13 +59,14 @@ def observe(
     done: int = 0,
     kept: dict[str, Any] | None = None,
     custom: bool = False,
-) -> Observer:
+) -> Recorder:
     """Observes steps of 10 tokens and 2 seconds with the given mean losses, after some that are done."""
+    recorder = Recorder()
     steps = done + len(losses)
     state = TrainState(steps, steps, 10, Progress(done, 10 * done))
     matrix, gain = torch.nn.Parameter(torch.full((3, 3), 1.0)), torch.nn.Parameter(torch.full((16,), 1.0))
     assert dist.group.WORLD is not None
-    observer = Observer(
+    recorder.observer = observer = Observer(
         state=state,
         interval=Interval(Duration(every, "steps"), None),
         flops_per_token=lambda span: span * 1e11,
@@ -101,27 +102,25 @@ def observe(
                     custom={"mine": torch.tensor([loss * 2, 4.0], dtype=torch.float64)} if custom else {},
                 ),
             )
-    return observer
+    return recorder
 
 
 def test_a_report_is_the_mean_over_its_interval_and_the_last_step_is_always_reported() -> None:
-    recorder = Recorder()
-    observer = observe(recorder, [1.0, 3.0, 5.0, 5.0, 8.0], every=2)
+    recorder = observe([1.0, 3.0, 5.0, 5.0, 8.0], every=2)
     assert [(report.step, report.loss) for report in recorder.reports] == [(2, 2.0), (4, 5.0), (5, 8.0)]
     assert [report.z_loss for report in recorder.reports] == pytest.approx([0.02, 0.05, 0.08])
-    assert observer.last_loss == 8.0
+    assert recorder.observer.last_loss == 8.0
     assert recorder.closed == 2  # display and tracker
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6, 7])
 def test_a_report_after_a_resume_is_that_of_the_run_which_was_not_stopped(stop: int) -> None:
     losses, skipped = [0.1, 3.7, math.nan, 5.2, 8.9, 0.3, 1.1, 2.2], (2,)
-    whole, before, after = Recorder(), Recorder(), Recorder()
-    observe(whole, losses, every=4, skipped=skipped, custom=True)
-    stopped = observe(before, losses[:stop], every=4, skipped=skipped, custom=True)
-    kept = json.loads(json.dumps(stopped.state_dict()))
+    whole = observe(losses, every=4, skipped=skipped, custom=True)
+    before = observe(losses[:stop], every=4, skipped=skipped, custom=True)
+    kept = json.loads(json.dumps(before.observer.state_dict()))
     later = tuple(index - stop for index in skipped)
-    observe(after, losses[stop:], every=4, skipped=later, done=stop, kept=kept, custom=True)
+    after = observe(losses[stop:], every=4, skipped=later, done=stop, kept=kept, custom=True)
     reports = before.reports + after.reports
     seen, expected = (
         {
@@ -136,44 +135,38 @@ def test_a_report_after_a_resume_is_that_of_the_run_which_was_not_stopped(stop: 
 
 
 def test_a_report_tells_datasets_apart_and_a_skipped_step_does_not_spoil_the_means() -> None:
-    recorder = Recorder()
-    observer = observe(recorder, [1.0, math.nan, 3.0], every=3, skipped=(1,), custom=True)
+    recorder = observe([1.0, math.nan, 3.0], every=3, skipped=(1,), custom=True)
     [report], values = recorder.reports, recorder.logged[0][1]
     assert (report.loss, report.skipped_updates, report.token_accuracy) == (2.0, 1, 0.5)
     assert report.losses == {"web": 2.0, "code": 2.0}
     assert report.custom == {"mine": 1.0}  # (2 + 6) / (4 + 4)
     assert (values["loss/web"], values["loss/code"], values["token_accuracy"], values["custom/mine"]) == (2, 2, 0.5, 1)
-    assert observer.newest == values and not {"losses", "custom"} & values.keys()
+    assert recorder.observer.newest == values and not {"losses", "custom"} & values.keys()
 
 
 @pytest.mark.parametrize(("loss", "skipped", "name"), [(math.nan, (0,), "loss"), (1e4, (), "perplexity")])
 def test_what_is_no_number_is_null(loss: float, skipped: tuple[int, ...], name: str) -> None:
-    recorder = Recorder()
-    observe(recorder, [loss], every=1, skipped=skipped)
+    recorder = observe([loss], every=1, skipped=skipped)
     assert recorder.logged[0][1][name] is None
 
 
 def test_a_metric_that_is_not_finite_stays_behind_at_a_resume_and_without_any_nothing_is_reported() -> None:
-    recorder = Recorder()
-    kept = observe(Recorder(), [1.0], every=2, custom=True).state_dict()
+    kept = observe([1.0], every=2, custom=True).observer.state_dict()
     kept["custom"]["mine"][0] = None
-    observe(recorder, [3.0], every=2, done=1, kept=kept, custom=True)
+    recorder = observe([3.0], every=2, done=1, kept=kept, custom=True)
     assert recorder.reports[0].custom == {"mine": 1.5}
-    recorder = Recorder()
-    observe(recorder, [3.0], every=1)
+    recorder = observe([3.0], every=1)
     assert recorder.reports[0].custom == {} and not [name for name in recorder.logged[0][1] if "custom" in name]
 
 
 def test_sums_of_an_earlier_version_are_taken_without_datasets() -> None:
-    recorder = Recorder()
     kept = {"steps": 1, "loss_sum": 10.0, "z_loss_sum": 0.0, "valid_tokens": 10, "skipped_updates": 0}
-    observe(recorder, [3.0], every=2, done=1, kept=kept)
+    recorder = observe([3.0], every=2, done=1, kept=kept)
     assert recorder.reports[0].loss == 2.0 and recorder.reports[0].losses == {"web": 3.0, "code": 3.0}
 
 
 def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:
-    recorder = Recorder()
-    observe(recorder, [1.0] * 4, every=2)
+    recorder = observe([1.0] * 4, every=2)
     report = recorder.reports[0]
     assert report.step_seconds == 2.0
     assert report.tokens_per_second_per_gpu == report.tokens_per_second_per_gpu_overall == 5.0
@@ -184,16 +177,14 @@ def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:
 
 
 def test_mfu_counts_attention_as_far_as_it_reached_and_hfu_what_is_computed_again_too() -> None:
-    recorder = Recorder()
-    observe(recorder, [1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0), recomputed_share=0.25)
+    recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0), recomputed_share=0.25)
     expected = [0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0]
     assert [report.mfu for report in recorder.reports] == pytest.approx(expected)
     assert [report.hfu for report in recorder.reports] == pytest.approx([1.25 * mfu for mfu in expected])
 
 
 def test_trackers_get_numbers_under_their_canonical_names() -> None:
-    recorder = Recorder()
-    observe(recorder, [2.0, 4.0], every=2)
+    recorder = observe([2.0, 4.0], every=2)
     step, values = recorder.logged[0]
     assert step == 2 and {"tokens_seen", "grad_norm", "tokens_per_second_per_gpu", "step_seconds", "memory_gib"} <= {
         *values
@@ -207,9 +198,8 @@ def test_trackers_get_numbers_under_their_canonical_names() -> None:
 
 def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pretraining")
-    recorder = Recorder()
-    observer = observe(recorder, [1.0], every=1)
-    observer.after_evaluation(
+    recorder = observe([1.0], every=1)
+    recorder.observer.after_evaluation(
         Progress(7, 70), {"evaluation_loss": 2.0, "evaluation_loss/web": math.nan}, ["one", "two"]
     )
     logged = {"tokens_seen": 70, "evaluation_loss": 2.0, "evaluation_loss/web": None}

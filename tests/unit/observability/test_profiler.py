@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from pretraining.config.training import ProfilerConfig
-from pretraining.observability.profiler import TRACES, Profiler, describe
+from pretraining.observability.profiler import TRACES, Profiler
 from pretraining.observability.throughput import Stopwatch
-from pretraining.observability.trace_events import Operation, TimeShares, TraceSummary
 from pretraining.progress import Duration, Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -67,11 +66,9 @@ def test_by_default_three_steps_after_the_first_three_of_each_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path, restored=100, until=110)
-    shown = caplog.messages
     assert traces(tmp_path) == ["steps_104-106"]
-    assert shown[0].startswith("profile of 3 steps, ") and shown[0].endswith("steps_104-106_rank0.pt.trace.json.gz")
-    text = "\n".join(shown)
-    for part in ("compute ", "exposed communication ", "waiting for data ", "idle ", "ms a step", "aten::mm"):
+    text = "\n".join(caplog.messages)
+    for part in ("steps_104-106_rank0", "compute ", "exposed communication ", "data ", "idle ", "aten::mm"):
         assert part in text
 
 
@@ -101,14 +98,4 @@ def test_a_folder_that_cannot_be_written_costs_the_trace_and_not_the_run(
 ) -> None:
     (tmp_path / "file").write_text("")
     run(tmp_path / "file", "2-3", until=4)
-    shown = caplog.messages
-    assert "cannot be written" in shown[0] and any("aten::mm" in line for line in shown)
-
-
-def test_shares_of_several_ranks_are_shown_with_their_range() -> None:
-    mine = TimeShares(2.0, 0.5, 0.2, 0.1, 0.05, 0.25)
-    other = TimeShares(2.0, 0.4, 0.3, 0.1, 0.0, 0.3)
-    operations = [Operation("x" * 100, 2, 0.5), *(Operation(f"op{number}", 4, 0.1) for number in range(19))]
-    lines = describe(TraceSummary(2, mine, operations), [mine, other], "cuda", "trace.gz")
-    assert "1000.00 ms" in lines[0] and "50.0%" in lines[1] and "40.0% to 50.0%" in lines[1]
-    assert len(lines) == 6 + 10 and lines[6].endswith("x" * 77 + "...") and "250.00" in lines[6]
+    assert any("aten::mm" in line for line in caplog.messages)

@@ -30,6 +30,9 @@ def test_scores_are_the_sums_over_the_labels_of_each_dataset() -> None:
     ]
     assert sums.tolist() == expected
     assert float(sums[:, 0].sum()) == pytest.approx(float(loss.objective_sum))
+    loss.tokens_BS2[0, 0, 0] = math.nan  # which stays with its dataset
+    sums = score(loss.tokens_BS2, LABELS, ROWS, 2)
+    assert sums[0].isfinite().all() and math.isnan(sums[1, 0])
 
 
 def test_rows_of_a_single_dataset_need_no_numbers_and_bytes_may_be_unknown() -> None:
@@ -39,21 +42,11 @@ def test_rows_of_a_single_dataset_need_no_numbers_and_bytes_may_be_unknown() -> 
     assert Scores(*sums[0].tolist()).bits_per_byte is None
 
 
-def test_a_loss_that_is_not_finite_stays_with_its_dataset() -> None:
-    loss = loss_of(LABELS)
-    loss.tokens_BS2[0, 0, 0] = math.nan
-    sums = score(loss.tokens_BS2, LABELS, ROWS, 2)
-    assert sums[0].isfinite().all() and math.isnan(sums[1, 0])
-
-
 def test_means_over_a_total_weigh_each_token_alike() -> None:
     total = Scores.total([Scores(2.0, 1, 2, 4), Scores(8.0, 3, 8, 12)])
     assert total == Scores(10.0, 4, 10, 16)
     assert (total.loss, total.token_accuracy, total.perplexity) == (1.0, 0.4, math.e)
     assert total.bits_per_byte == pytest.approx(10 / 16 / math.log(2))
-
-
-def test_nothing_has_no_mean() -> None:
     assert math.isnan(Scores().loss) and math.isnan(Scores().token_accuracy) and Scores().bits_per_byte is None
 
 

@@ -33,25 +33,11 @@ def test_a_lap_is_training_less_what_activities_took_and_with_the_wait_for_data(
     assert stopwatch.lap() == (4, {})
     assert stopwatch.overall_training_seconds == 9
     assert stopwatch.elapsed == 14
-
-
-def test_setting_up_belongs_to_no_lap() -> None:
-    clock = Clock()
-    stopwatch = Stopwatch(clock)
     with stopwatch.measure("setup"):
         clock.now += 50
     stopwatch.restart()
     clock.now += 2
-    assert stopwatch.lap() == (2, {}) and stopwatch.overall_training_seconds == 2 and stopwatch.elapsed == 52
-
-
-def test_whoever_wants_to_be_told_what_begins_is() -> None:
-    told: list[str] = []
-    stopwatch = Stopwatch(Clock(), turn_to=lambda name: told.append(f"first {name}"))
-    stopwatch.also_tell(lambda name: told.append(f"second {name}"))
-    with stopwatch.measure("data"):
-        pass
-    assert told == ["first data", "second data", "first training", "second training"]
+    assert stopwatch.lap() == (2, {}) and stopwatch.overall_training_seconds == 11 and stopwatch.elapsed == 66
 
 
 def test_watching_items_books_the_time_that_each_takes() -> None:

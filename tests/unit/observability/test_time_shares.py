@@ -26,10 +26,3 @@ def test_every_moment_is_counted_once(
     assert shares.hidden_communication == pytest.approx(len(communicating & computing) / 40)
     assert shares.data == pytest.approx(len(waiting - computing - communicating) / 40)
     assert shares.compute + shares.exposed_communication + shares.data + shares.idle == pytest.approx(1)
-
-
-def test_communication_beside_compute_is_hidden_and_the_rest_of_it_exposed() -> None:
-    shares = divide_time((0, 100), [(0, 40), (60, 70)], [(30, 60)], [(60, 90)])
-    assert shares.seconds == pytest.approx(100e-6)
-    assert (shares.compute, shares.hidden_communication, shares.exposed_communication) == pytest.approx((0.5, 0.1, 0.2))
-    assert (shares.data, shares.idle) == pytest.approx((0.2, 0.1))

@@ -25,6 +25,7 @@ def event(
 
 
 def test_on_a_gpu_kernels_count_and_ncclS_are_communication_wherever_no_other_kernel_runs() -> None:
+    assert summarise([event("aten::mm", 0, 1)]) is None  # without a whole step
     events = [
         event("ProfilerStep#1", 0, 100, marked=True),
         event("aten::mm", 5, 10),  # a launch, no work
@@ -65,10 +66,6 @@ def test_on_a_cpu_operations_count_and_gloos_collectives_are_communication() -> 
     assert (shares.data, shares.idle) == pytest.approx((0.05, 0.45))
     own_seconds = {operation.name: operation.seconds for operation in summary.operations}
     assert own_seconds["aten::linear"] == pytest.approx(1e-5)
-
-
-def test_a_trace_without_a_whole_step_has_no_summary() -> None:
-    assert summarise([event("aten::mm", 0, 1)]) is None
 
 
 def test_what_the_profiler_of_this_pytorch_records_can_be_read() -> None:

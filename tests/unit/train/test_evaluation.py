@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import write_dataset, write_two_datasets
+from training_runs import metrics_of, status_of, write_dataset, write_two_datasets
 from unit.train import whole_runs
-from unit.train.whole_runs import checkpoint, damage, metrics_of, status_of, write_tokenizer
+from unit.train.whole_runs import checkpoint, damage, write_tokenizer
 
 from pretraining.checkpoint.manifest import read_manifest
 from pretraining.cli import main
@@ -179,11 +180,11 @@ def test_documents_that_the_run_was_trained_on_are_not_evaluated_as_held_out(tra
 
 
 def test_evaluating_alone_passes_over_a_damaged_checkpoint(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(tmp_path, data, "checkpoint_interval=2")
-    damage(checkpoint(tmp_path, 4))
-    assert evaluated(tmp_path, data, capsys)["step"] == 2
+    run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    damage(checkpoint(run, 4))
+    assert evaluated(run, data, capsys)["step"] == 2
 
 
 def test_a_set_that_gets_no_sequence_has_no_numbers(data: Path, tmp_path: Path) -> None:

@@ -34,15 +34,6 @@ def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> N
         check_memory(config, resolve_shape(config.model), shard_size, here)
 
 
-def test_what_fits_is_told_by_its_parts(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="pretraining")
-    check(24, "model_variant=125m", "batch_size=1", "seq_length=512")
-    (line,) = caplog.messages
-    assert (
-        line.startswith("memory      about ") and " of 24.0 GiB available in this machine: parameters 511.6 MiB" in line
-    )
-
-
 @pytest.mark.parametrize(
     ("gib", "flags", "would_fit"),
     [

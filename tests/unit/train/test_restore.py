@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import TINY, events_of, losses_of
+from tiers import first_quick
+from training_runs import TINY, events_of, losses_of, status_of
 from unit.train import whole_runs
-from unit.train.whole_runs import checkpoint, damage, equal, saved, started_at, status_of, write_tokenizer
+from unit.train.whole_runs import checkpoint, damage, equal, saved, started_at, write_tokenizer
 
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
@@ -108,14 +109,12 @@ FITTING = CpuThreads(4, is_chosen=True)
 @pytest.mark.parametrize(
     ("world", "threads", "kept", "is_said"),
     [
-        ({"cpu_threads": 1}, FITTING, 1, True),
         ({"cpu_threads": 4}, FITTING, 4, True),
         ({"cpu_threads": 8}, FITTING, 2, True),
         ({"cpu_threads": 0}, FITTING, 2, True),
         ({"cpu_threads": 1}, CpuThreads(4, is_chosen=False), 2, True),
         ({"cpu_threads": 2}, FITTING, 2, False),
         ({"cpu_threads": "1"}, FITTING, 2, False),
-        ({}, FITTING, 2, False),
         ({"cpu_threads": 1, "processes": 2}, FITTING, 2, False),
         ({"cpu_threads": 1, "sharding_strategy": "ddp"}, FITTING, 2, False),
     ],
@@ -145,17 +144,7 @@ def test_state_without_momentum_is_no_start_with_it(tmp_path: Path) -> None:
     start(tmp_path, "optimizer=rmsprop", "momentum=0.9", "load_optimizer=false")
 
 
-def test_settings_that_change_at_a_resume_are_said_unless_they_were_left_open(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(tmp_path, "run_steps=1")
-    start(tmp_path, "run_steps=1", "weight_decay=0.1")
-    assert "weight_decay was" not in capsys.readouterr().out
-    start(tmp_path, "weight_decay=0.2")
-    assert "weight_decay was 0.1 and is 0.2 from here on" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("form", ["path", "name", "step"])
+@pytest.mark.parametrize("form", first_quick("path", "name", "step"))
 def test_a_run_goes_back_to_an_older_checkpoint_of_its_own_once(
     form: str, run: Path, begun: Path, tmp_path: Path
 ) -> None:
@@ -283,11 +272,6 @@ def test_a_checkpoint_of_elsewhere_begins_a_run_and_is_left_alone_where_there_is
         assert started_at(run) == begins
         assert (f"--resume_from_checkpoint={load_path}" in "".join(capsys.readouterr())) is says_how
     assert "ckpt_load_path" in refusal(run, "resume_from_checkpoint=2", f"ckpt_load_path={begun}").settings
-
-
-def test_steps_that_are_listed_are_saved(tmp_path: Path) -> None:
-    start(tmp_path, "checkpoint_interval=0", "checkpoint_steps=1,3,100")
-    assert saved(tmp_path) == ["step_1_ckp", "step_3_ckp", "step_6_ckp"]
 
 
 def test_a_vocabulary_that_is_not_given_is_big_enough_for_the_tokenizer(tmp_path: Path) -> None:

@@ -33,21 +33,6 @@ def feed(spikes: SpikeDetector, losses: list[float], broken: tuple[int, ...] = (
 USUAL = [3.0, 3.1, 2.9, 3.0, 3.05, 2.95, 3.0, 3.1]
 
 
-@pytest.mark.parametrize(
-    ("losses", "spikes"),
-    [
-        ([*USUAL, *[30.0] * 20], [False] * 8 + [True] * 20),  # spikes do not widen what is let through
-        ([3.0, 3.1, 2.9, 30.0], [False] * 4),  # before half the window is known nothing is one
-        ([3.0, 3.1, 2.9, 3.0, 30.0], [False] * 4 + [True]),
-        ([*USUAL, 30.0, 3.0, 0.1], [False] * 8 + [True, False, False]),
-    ],
-)
-def test_a_loss_far_above_the_last_ones_is_a_spike_and_one_below_is_not(
-    losses: list[float], spikes: list[bool]
-) -> None:
-    assert feed(detector(), losses) == spikes
-
-
 def test_a_loss_that_is_not_finite_is_no_spike_and_leaves_no_trace() -> None:
     spikes = detector()
     assert feed(spikes, [*USUAL, math.nan, math.nan, 3.0], broken=(8, 9)) == [False] * 11
@@ -66,6 +51,8 @@ def test_the_threshold_is_in_standard_deviations_of_the_last_losses_that_counted
             excess = loss - statistics.fmean(last) - threshold * statistics.stdev(last)
             if abs(excess) > 1e-3:  # nearer than that, rounding decides
                 assert found == (excess > 0)
+        else:
+            assert not found
         if not found:
             kept.append(loss)
 

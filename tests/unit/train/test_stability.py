@@ -100,23 +100,6 @@ def test_without_a_limit_nothing_ends_the_run_and_nothing_is_asked_of_the_device
     assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
 
 
-def test_updates_that_are_left_out_are_told_with_the_reason_and_do_not_flood_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "pretraining")
-    watched = Watched(GuardConfig(max_skipped_steps=30))
-    watched.step(True, verdict(True, 7.0))
-    watched.step(False, verdict(False, 2.5))
-    for _ in range(12):
-        watched.step(True, verdict(False, 2.5))
-    watched.step(True, verdict(True, torch.inf))
-    watched.step(False)
-    spike, *others = caplog.messages
-    assert spike.startswith("step 1  ") and "7.0000 is a spike" in spike
-    assert [int(message.split()[1]) for message in others] == [3, 4, 6, 10]
-    assert all("is not finite" in message for message in others)
-
-
 def test_counting_goes_on_from_a_checkpoint() -> None:
     first = Watched(GuardConfig(max_skipped_steps=4))
     first.step(True)

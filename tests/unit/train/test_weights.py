@@ -9,18 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import TINY, losses_of, write_two_datasets
-from unit.train.whole_runs import (
-    checkpoint,
-    equal,
-    metrics_of,
-    refusal,
-    saved,
-    start,
-    started_at,
-    status_of,
-    tensors_of,
-)
+from tiers import first_quick
+from training_runs import TINY, losses_of, metrics_of, status_of
+from unit.train.whole_runs import checkpoint, equal, refusal, saved, start, started_at, tensors_of
 
 from pretraining.checkpoint.manifest import FULL_FILES, read_manifest
 from pretraining.cli import main
@@ -37,21 +28,18 @@ MODEL = {"model_variant", "hidden_size", "intermediate_size", "num_hidden_layers
 DIMENSIONLESS = [flag for flag in TINY if flag.partition("=")[0] not in MODEL]
 
 KINDS = {
-    "plain": [],
     "tied": ["tie_word_embeddings=true"],
+    "plain": [],
     "scaled": ["rope_theta=5e5", "rope_scaling=8,1,4,16"],
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_two_datasets(tmp_path_factory.mktemp("weights") / "data")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_exported_and_imported_weights_have_the_same_evaluation_loss(tmp_path: Path, kind: str, data: Path) -> None:
+@pytest.mark.parametrize("kind", first_quick(*KINDS))
+def test_exported_and_imported_weights_have_the_same_evaluation_loss(
+    tmp_path: Path, kind: str, data_path: Path
+) -> None:
     run, hf = tmp_path / "run", tmp_path / "hf"
-    held_out = [f"data_path={data}", "held_out_fraction=0.2", "eval_batches=2", "sep_token=0"]
+    held_out = [f"data_path={data_path}", "held_out_fraction=0.2", "eval_batches=2", "sep_token=0"]
     start(run, *KINDS[kind], *held_out)
     main(["export", str(run), f"--output_path={hf}", "--dtype=float32", "--max_shard_size=20KB"])
     main(["import", str(hf), f"--ckpt_save_path={tmp_path / 'imported'}"])
@@ -119,7 +107,7 @@ def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
         samples("weights_only=true", *new)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_quick(*KINDS))
 def test_either_form_goes_on_bit_for_bit_from_the_other(tmp_path: Path, kind: str) -> None:
     whole, full, moved, export = (tmp_path / name for name in ("whole", "full", "moved", "export"))
     start(whole, *KINDS[kind])

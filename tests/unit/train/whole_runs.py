@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import TINY
+from training_runs import TINY, status_of
 
 from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
 from pretraining.cli import main
@@ -43,28 +43,14 @@ def saved(run: Path) -> list[str]:
 
 
 def manifest_of(run: Path, step: int) -> dict[str, Any]:
-    return document(checkpoint(run, step) / "manifest.json")
-
-
-def status_of(run: Path) -> dict[str, Any]:
-    return document(run / "run_status.json")
+    document: dict[str, Any] = json.loads((checkpoint(run, step) / "manifest.json").read_text())
+    return document
 
 
 def started_at(run: Path) -> int:
     """The step that the newest start has gone on from."""
     step: int = status_of(run)["started_at_step"]
     return step
-
-
-def document(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(path.read_text())
-    return values
-
-
-def metrics_of(run: Path, name: str = "step") -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that hold a value of this name."""
-    lines = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if name in line]
 
 
 def damage(folder: Path) -> None:
