@@ -70,8 +70,7 @@ def test_the_account_of_the_run_tells_what_was_left_out_and_where_it_went_back_t
 
 def test_a_rollback_is_no_start_with_a_record_of_its_environment(place: Path, endings: list[dict[str, Any]]) -> None:
     (record,) = json.loads((place / "lost" / "logs" / "environment.json").read_text())
-    (host,) = record["hosts"]
-    assert (record["processes"], host["ranks"], record["step"]) == (2, [0, 1], 0)
+    assert (record["processes"], len(record["ranks"]), record["step"]) == (2, 2, 0)
 
 
 def test_the_settings_stay_those_of_the_start_so_that_the_same_command_finds_its_folder(

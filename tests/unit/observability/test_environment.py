@@ -12,9 +12,7 @@ import torch
 from pretraining.distributed.processes import Processes
 from pretraining.observability.environment import (
     ENVIRONMENT_FILE,
-    _by_host,
     _git_state,
-    masked,
     record_environment,
 )
 
@@ -33,62 +31,26 @@ def records_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_each_start_adds_a_record_of_what_it_was_started_with_and_on_what(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["main_training.py", "--api_key=abc", "--datasets=a b"])
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setenv("WANDB_API_KEY", "a-secret")
+def test_each_start_adds_a_record_of_what_it_ran_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["main_training.py", "--api_key=a-secret"])
     record_environment(run, 0, "single", ALONE)
     record_environment(run, 40, "torchrun", ALONE)
     first, second = records_of(run)
     assert (first["step"], second["step"], second["launcher"], second["processes"]) == (0, 40, "torchrun", 1)
-    assert first["command"] == "main_training.py '--api_key=***' '--datasets=a b'"
-    assert torch.__version__.startswith(first["packages"]["torch"]) and "numpy" in first["packages"]
-    assert first["variables"]["OMP_NUM_THREADS"] == "2" and "a-secret" not in json.dumps(first)
-    (host,) = first["hosts"]
-    assert host["ranks"] == [0] and host["threads"] == [torch.get_num_threads()]
-    assert first["time"].endswith("Z") and first["working_folder"] == str(Path.cwd())
-
-
-def test_ranks_are_told_by_host() -> None:
-    told = [("a", "H100", 2, 16), ("a", "H100", 2, 16), ("b", "H200", 1, 8)]
-    assert _by_host(told) == [
-        {"host": "a", "cores": 16, "ranks": [0, 1], "devices": ["H100", "H100"], "threads": [2, 2]},
-        {"host": "b", "cores": 8, "ranks": [2], "devices": ["H200"], "threads": [1]},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        (["--wandb_api_key=x1"], ["--wandb_api_key=***"]),
-        (["--api-key", "x1", "--num_steps=4"], ["--api-key", "***", "--num_steps=4"]),
-        (["--password", "--seed=1"], ["--password", "--seed=1"]),
-        (["--tracker.secret=a,b"], ["--tracker.secret=***"]),
-        (["--optimizer_options=lr=1,hub_token=x1,beta=2"], ["--optimizer_options=lr=1,hub_token=***,beta=2"]),
-        (["--data_path=s3://me:pass@host/data"], ["--data_path=s3://***@host/data"]),
-        (["--sample_prompt=hf_abcdefghijklmnopqrst"], ["--sample_prompt=***"]),
-        # Of our own settings, and of paths, none is a secret.
-        (
-            ["--sep_token=0", "data.bos_token=1", "--tokenizer_path=a/tokens", "--num_key_value_heads=2"],
-            ["--sep_token=0", "data.bos_token=1", "--tokenizer_path=a/tokens", "--num_key_value_heads=2"],
-        ),
-        (["/home/me/secret/main_training.py", "train"], ["/home/me/secret/main_training.py", "train"]),
-    ],
-)
-def test_what_looks_like_a_secret_is_not_written(given: list[str], shown: list[str]) -> None:
-    assert masked(given) == shown
+    assert first["packages"]["torch"] == torch.__version__ and "numpy" in first["packages"]
+    assert [rank["threads"] for rank in first["ranks"]] == [torch.get_num_threads()] and first["time"].endswith("Z")
+    assert "a-secret" not in json.dumps(first)
 
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("content", [b"[{]", b'{"a": 1}', b"[" * 100_000, b"\xff"])
-def test_a_damaged_file_is_put_aside_and_refuses_nothing(content: bytes, run: Path) -> None:
+def test_a_damaged_file_begins_anew_and_refuses_nothing(
+    content: bytes, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = run / "logs" / ENVIRONMENT_FILE
     path.write_bytes(content)
     record_environment(run, 3, "single", ALONE)
-    assert [record["step"] for record in records_of(run)] == [3]
-    assert (run / "logs" / f"{ENVIRONMENT_FILE}.damaged").read_bytes() == content
+    assert [record["step"] for record in records_of(run)] == [3] and "damaged" in caplog.text
 
 
 @pytest.mark.usefixtures("single_process")
@@ -100,8 +62,7 @@ def test_a_start_goes_on_without_a_place_to_write_without_git_and_without_its_fo
     (run / "gone").rmdir()
     monkeypatch.setenv("PATH", "")
     record_environment(run, 3, "single", ALONE)
-    [record] = records_of(run)
-    assert record["working_folder"] is None
+    assert [record["git"] for record in records_of(run)] == [None]
     (run / "logs" / ENVIRONMENT_FILE).unlink()
     os.mkfifo(run / "logs" / ENVIRONMENT_FILE)
     record_environment(run, 4, "single", ALONE)
