@@ -111,6 +111,17 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_two_datasets(tmp_path_factory.mktemp("data") / "data")
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A process that is alone with its error keeps its process group until it ends; here, until the test does."""
+    yield
+    if "torch.distributed" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """A SLURM of one node, started for this session and ended with it."""

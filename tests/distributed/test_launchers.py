@@ -124,7 +124,7 @@ def test_ranks_set_by_hand() -> None:
 def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
     """It adds --local-rank to the flags."""
     launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--standalone"]
-    run_command([*launch, MAIN, stub_file(tmp_path)])
+    run_command([*launch, MAIN, stub_file(tmp_path), "--use_dummy_dataset=true"])
     assert_the_stub_trained(tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_mpirun_through_a_shell_in_between(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_the_script_for_mpi_trains(kind: str, tmp_path: Path) -> None:
     environment = {**HERE, "NPROC": "2", "MPIRUN": mpirun(kind)}
-    run_command(["bash", "scripts/train_mpi.sh", stub_file(tmp_path)], environment)
+    run_command(["bash", "scripts/train_mpi.sh", stub_file(tmp_path), "--use_dummy_dataset=true"], environment)
     assert_the_stub_trained(tmp_path)
 
 
