@@ -35,7 +35,6 @@ from pretraining.tools.translate.translation import (
     Given,
     Note,
     Rule,
-    Translating,
     Translation,
     rule_for,
 )
@@ -68,10 +67,10 @@ class System(Protocol):
     def name_of(self, key: str, /) -> str:
         """Return the name that the rules have for a key as written."""
 
-    def defaults(self, translating: Translating, /) -> Mapping[str, str]:
+    def defaults(self, translation: Translation, /) -> Mapping[str, str]:
         """Return what the system takes for keys that are not given, where that decides on learning."""
 
-    def combine(self, translating: Translating, /) -> None:
+    def combine(self, translation: Translation, /) -> None:
         """Settle keys that mean something together, before the rules settle the others."""
 
 
@@ -157,35 +156,34 @@ def _translate(
     given, problems, used = dict[str, Given](), list[str](), set[str]()
     values = [Given(key, text, name, FILE) for key, text in flatten(tree).items()]
     if kind == "composed" and path is not None:
-        composition = Composition(path, {each: _text_of(raw) for each, raw in arguments.items()})
+        composition = Composition(path, {argument: _text_of(raw) for argument, raw in arguments.items()})
         values, used = list(composition.values.values()), set(composition.choices)
-    for each in values:
-        before = given.setdefault(system.name_of(each.key), each)
-        if before.text != each.text:
-            problems.append(f"two values for {system.name_of(each.key)}: {before.told} and {each.told}: keep one")
+    for value in values:
+        before = given.setdefault(system.name_of(value.key), value)
+        if before.text != value.text:
+            problems.append(f"two values for {system.name_of(value.key)}: {before.told} and {value.told}: keep one")
+    flags = dict[str, str]()
     for argument, raw in arguments.items():
+        key, ours = system.name_of(argument.replace("-", "_")), setting_named(argument)
+        is_theirs = ours is None or (path is not None and key in system.RULES)
         if argument in used:
             continue
-        key = system.name_of(argument.replace("-", "_"))
-        is_ours = setting_named(argument) is not None and (path is None or key not in system.RULES)
-        if not is_ours and rule_for(key, system.RULES) is not None:
+        if is_theirs and rule_for(key, system.RULES) is not None:
             of_file = given[key].text if key in given else None
             given[key] = Given(argument, _text_of(raw), COMMAND_LINE, ARGUMENT, of_file or "")
             used.add(argument)
-    for key, meaning in system.NULLS.items():
-        if key in given and given[key].text is None:
-            given[key] = replace(given[key], text=meaning)
-    flags = {
-        setting: _text_of(raw) or "none"
-        for argument, raw in arguments.items()
-        if argument not in used and (setting := setting_named(argument)) is not None
-    }
-    translating = Translating(given, flags, accepts)
-    translating.problems += problems
+        elif ours is not None:
+            flags[ours] = _text_of(raw) or "none"
+    for key in given.keys() & system.NULLS.keys():
+        if given[key].text is None:
+            given[key] = replace(given[key], text=system.NULLS[key])
+    translation = Translation(given, flags, accepts)
+    translation.problems += problems
     if path is not None:
-        translating.fill_in(system.defaults(translating))
-    translating.settle(system.combine, system.RULES)
-    return translating.finish(system.RULES), used
+        translation.fill_in(system.defaults(translation))
+    translation.settle(system.combine, system.RULES)
+    translation.finish()
+    return translation, used
 
 
 def _text_of(raw: Raw) -> str | None:
@@ -269,7 +267,7 @@ def recipe_text(name: str, kind: str, translation: Translation) -> str:
         value = _as_yaml(translation.settings[setting.name][0])
         lines.append(f"  {setting.name}: {value}  # {_explained(note, with_remark=note not in explained)}")
         explained.append(note)
-    without = [note for note in translation.notes if not note.settings]
+    without = [note for note in translation.notes.values() if not note.settings]
     for heading, is_known in (("Without a setting here:", True), (NOT_UNDERSTOOD, False)):
         if notes := [note for note in without if note.is_known == is_known]:
             lines += [f"# {heading}", *(f"#   {_explained(note)}" for note in notes)]
