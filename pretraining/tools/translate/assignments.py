@@ -17,19 +17,17 @@ from pretraining.config.plugins import TOKEN_SUFFIXES
 from pretraining.files import entries_of, is_file, is_folder
 from pretraining.tools.translate import rules
 from pretraining.tools.translate.rules import decimal, each, left, only, renamed, row, tokens, when
-from pretraining.tools.translate.translation import Rule, Translation
+from pretraining.tools.translate.translation import Rule, System, Translation
 
 _COUNTS_TOKENS = (
     *("max_tokens", "log_interval_tokens", "val_interval_tokens", "checkpoint_interval_tokens", "warmup_tokens"),
     *("stable_tokens", "min_lr_factor", "use_scheduler", "optimizer_type", "train_data_file"),
 )
-WHAT = "Python assignments for a train.py, token-counted or nanoGPT's"
-SIGNS = (
+_SIGNS = (
     *("max_iters", "n_embd", "n_layer", "n_head", "block_size", "lr_decay_iters", "warmup_iters", "decay_lr"),
     *("out_dir", "eval_iters", "always_save_checkpoint", "wandb_log", "wandb_run_name", "lr_muon_adam", "wd_muon_adam"),
     *("resume_ckpt_fname", *(name for name in _COUNTS_TOKENS if name != "max_tokens")),
 )
-NULLS = {"grad_clip": "0"}
 _OF_BOTH = {
     **{"n_head": "12", "block_size": "1024", "eval_iters": "200", "vocab_size": "50304"},
     **{"weight_decay": "0.1", "beta1": "0.9", "beta2": "0.95", "grad_clip": "1.0"},
@@ -56,12 +54,7 @@ def _counts_tokens(translation: Translation) -> bool:
     return "max_iters" not in translation and any(key in translation for key in _COUNTS_TOKENS)
 
 
-def name_of(key: str) -> str:
-    """Return the name that the rules have for a key."""
-    return key
-
-
-def defaults(translation: Translation) -> Mapping[str, str]:
+def _defaults(translation: Translation) -> Mapping[str, str]:
     """Return what `train.py` takes if its file is silent."""
     found = dict(_OF_TOKENS if _counts_tokens(translation) else _OF_STEPS)
     if _counts_tokens(translation):
@@ -76,7 +69,7 @@ def defaults(translation: Translation) -> Mapping[str, str]:
     return {key: text for key, text in found.items() if key not in silent}
 
 
-def combine(translation: Translation) -> None:
+def _combine(translation: Translation) -> None:
     """Make the batch of a step, and the shape of the schedule."""
     key = "gradient_accumulation_steps"
     steps, size = translation.count(key) or 1, translation.count("batch_size", "batch_size") or 1
@@ -300,7 +293,7 @@ def _has_own_data(translation: Translation) -> bool:
 
 _OF_MUON = "read with optimizer_type='muon' only"
 _NEW_RUN = "a branch is a new run: --ckpt_load_path=… --weights_only=true and another --seed"
-RULES: dict[str, Rule] = {
+_RULES: dict[str, Rule] = {
     **each("gradient_accumulation_steps eval_iters use_scheduler", rules.SETTLED),
     "decay_lr": left(""),
     **each("warmup_iters lr_decay_iters min_lr", rules.SETTLED),
@@ -344,3 +337,11 @@ RULES: dict[str, Rule] = {
     "backend": left("the device decides: GPUs talk by NCCL, CPUs by gloo"),
     "ignore_fused": left("AdamW is always fused; the results are the same"),
 }
+SYSTEM = System(
+    "Python assignments for a train.py, token-counted or nanoGPT's",
+    _SIGNS,
+    _RULES,
+    _defaults,
+    _combine,
+    nulls={"grad_clip": "0"},
+)

@@ -16,10 +16,9 @@ from pretraining.config.variants import VARIANTS
 from pretraining.files import is_file, is_folder
 from pretraining.tools.translate import rules
 from pretraining.tools.translate.rules import decimal, each, left, not_a_llama, off, only, renamed, row, when
-from pretraining.tools.translate.translation import ARGUMENT, Rule, Translation
+from pretraining.tools.translate.translation import ARGUMENT, Rule, System, Translation
 
-WHAT = "a folder of composed configs (defaults, optimizer.lr_config, …)"
-SIGNS = (
+_SIGNS = (
     *("defaults", "optimizer.lr_config", "train.max_steps", "logging.wandb_project", "checkpoint.save_steps"),
     *("checkpoint.save", "checkpoint.load", "model.num_blocks", "dataset.total_batch_size"),
 )
@@ -37,15 +36,15 @@ _ENDS = (*_RATIOS.split(), *_RATES.split())
 _WARM_UPS, _CLIPPING = (f"{_LR}warmup", f"{_LR}warmup_steps"), "gradient_clip_val grad_clip max_grad_norm"
 _FEED_FORWARD, _DATA_PATHS = "intermediate_size fc_dim ffn_dim mlp_dim hidden_dim d_ff", "path data_path data_dir root"
 _STEP = re.compile(r"iter_(\d+)\.\w+")
-NULLS = {"optimizer.momentum": "0", f"{_LR}decay": "0", **{f"train.{name}": "0" for name in _CLIPPING.split()}}
+_NULLS = {"optimizer.momentum": "0", f"{_LR}decay": "0", **{f"train.{name}": "0" for name in _CLIPPING.split()}}
 
 
-def name_of(key: str) -> str:
+def _name_of(key: str) -> str:
     """Return the field that a key or an argument sets; without the group's file, a choice names what is chosen."""
     return {"optimizer/lr_config": _SCHEDULE, "dataset": "dataset.name"}.get(key, key)
 
 
-def defaults(translation: Translation) -> dict[str, str]:
+def _defaults(translation: Translation) -> dict[str, str]:
     """Return what holds if the files are silent: a constant rate, nothing clipped or decayed, float32."""
     has_phases = any(key.startswith(_LR) and key in translation for key in translation.values if key != f"{_LR}lr")
     schedule = "trapezoid" if f"{_LR}decay" in translation else "linear" if has_phases else "constant"
@@ -57,7 +56,7 @@ def defaults(translation: Translation) -> dict[str, str]:
     return found
 
 
-def combine(translation: Translation) -> None:
+def _combine(translation: Translation) -> None:
     """Refuse what is computed; settle the optimizer's options, the lengths, and what is saved and loaded."""
     for key, given in translation.values.items():
         text = given.text or ""
@@ -315,14 +314,6 @@ def _name_data(translation: Translation, key: str) -> None:
         translation.left(key, "data is a folder of token files: give --data_path (pretrain prepare makes one)")
 
 
-def _tokenizer(translation: Translation, key: str) -> None:
-    path = Path(translation.text(key) or "")
-    if is_file(path) or is_file(path / "tokenizer.json"):
-        translation.set(key, tokenizer_path=path)
-    else:
-        translation.left(key, "data is tokenized by pretrain prepare --tokenizer_path=…")
-
-
 def _experiment(translation: Translation, key: str) -> None:
     switch = f"{key.rpartition('.')[0]}.use"
     if "false" in (translation.word(switch), translation.word(key)) or translation.word(key) in ("0", "0.0"):
@@ -333,7 +324,7 @@ def _experiment(translation: Translation, key: str) -> None:
 
 _GENERAL = "debias_beta1 debias_beta2 use_momentum use_momentum_state use_precond use_precond_state"
 _TOKEN_FILES = left("token files, read in one random order of all documents")
-RULES: dict[str, Rule] = {
+_RULES: dict[str, Rule] = {
     _SCHEDULE: _schedule,
     **each("lr lr_config.lr", _rate, _OPTIMIZER),
     **dict.fromkeys(_WARM_UPS, row("warmup_steps", rules.part_of_run)),
@@ -390,7 +381,7 @@ RULES: dict[str, Rule] = {
     **each("total_batch_size global_batch_size", row("global_batch_size"), "dataset."),
     **each("context_length seq_length seq_len", row("seq_length"), "dataset."),
     **each("dataloader_workers num_workers", row("num_workers"), "dataset."),
-    **each("tokenizer tokenizer_path", _tokenizer, "dataset."),
+    **each("tokenizer tokenizer_path", left("data is tokenized by pretrain prepare --tokenizer_path=…"), "dataset."),
     **each("dataset.vocab_size model.vocab_size", row("vocab_size")),
     **each("seed split shift_labels use_loadit loadit_path loadit_length shuffle", _TOKEN_FILES, "dataset."),
     **each("shuffle_buffer_size pin_memory prefetch prefetch_factor streaming", _TOKEN_FILES, "dataset."),
@@ -427,3 +418,12 @@ RULES: dict[str, Rule] = {
     "test.*": left("of its tests"),
     "hydra.*": left("of the composing program; logs are in the run's folder"),
 }
+SYSTEM = System(
+    "a folder of composed configs (defaults, optimizer.lr_config, …)",
+    _SIGNS,
+    _RULES,
+    _defaults,
+    _combine,
+    _name_of,
+    _NULLS,
+)

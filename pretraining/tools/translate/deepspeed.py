@@ -7,27 +7,20 @@ from __future__ import annotations
 
 from pretraining.tools.translate import rules
 from pretraining.tools.translate.rules import each, left, off, only, renamed, row, when
-from pretraining.tools.translate.translation import Rule, Translation
+from pretraining.tools.translate.translation import Rule, System, Translation
 
-WHAT = "the JSON that DeepSpeed is configured with"
-SIGNS = (
+_SIGNS = (
     *("train_micro_batch_size_per_gpu", "zero_optimization", "optimizer.params", "scheduler.params"),
     *("fp16.enabled", "bf16.enabled", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
 )
-NULLS: dict[str, str] = {}
 BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _TYPE, _PARAMS, _SCHEDULE = "optimizer.type", "optimizer.params.", "scheduler.params."
-_PEAK, _GROUP = f"{_SCHEDULE}warmup_max_lr", "zero_optimization.mics_shard_size"
+_PEAK = f"{_SCHEDULE}warmup_max_lr"
 _PRECISIONS = {"fp16.enabled": "float16", "bf16.enabled": "bfloat16", "bfloat16.enabled": "bfloat16"}
 _OWN = "or your own as --optimizer=package.module:Class"
 
 
-def name_of(key: str) -> str:
-    """Return the name that the rules have for a key."""
-    return key
-
-
-def defaults(translation: Translation) -> dict[str, str]:
+def _defaults(translation: Translation) -> dict[str, str]:
     """Return what DeepSpeed takes if its file gives nothing: no schedule, no clipping, float32."""
     found = {"gradient_clipping": "0"}
     if not any(key in translation for key in _PRECISIONS):
@@ -47,7 +40,7 @@ def defaults(translation: Translation) -> dict[str, str]:
     return found
 
 
-def combine(translation: Translation) -> None:
+def _combine(translation: Translation) -> None:
     """Leave "auto" to the settings here, and make the batch of a step."""
     for key, given in translation.values.items():
         if given.text == "auto":
@@ -128,10 +121,7 @@ def _precision(translation: Translation, key: str) -> None:
 
 def _stage(translation: Translation, key: str) -> None:
     stage = {"true": "1", "false": "0"}.get(translation.word(key), translation.word(key))
-    if stage == "3" and _count(translation, _GROUP) is not None:
-        group = _count(translation, _GROUP)
-        translation.set(key, "in groups, as MiCS makes them", sharding_strategy="hsdp", hsdp_group_size=group)
-    elif stage in _STAGES:
+    if stage in _STAGES:
         remark = "the nearest: gradients are sharded, too" if stage == "1" else ""
         translation.set(key, remark, sharding_strategy=_STAGES[stage])
     else:
@@ -155,7 +145,7 @@ _NO_OFFLOAD = "nothing is moved to the host; memory: more GPUs, --fsdp_activatio
 _SPEED = left("about speed or memory: the result is the same")
 _SUMS = left("sums of gradients are float32, their mean is over all tokens")
 _NO_EFFECT = left("about speed, memory or reports, or off: nothing that is learned depends on it")
-RULES: dict[str, Rule] = {
+_RULES: dict[str, Rule] = {
     BATCH: rules.SETTLED,
     **renamed(**{MICRO: "batch_size", ACCUMULATION: "grad_accum_steps", "gradient_clipping": "grad_clip_thresh"}),
     _TYPE: _name_optimizer,
@@ -205,3 +195,4 @@ RULES: dict[str, Rule] = {
     **each("wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", _NO_EFFECT),
     **each("seq_parallel_communication_data_type optimizer.legacy_fusion", _NO_EFFECT),
 }
+SYSTEM = System("the JSON that DeepSpeed is configured with", _SIGNS, _RULES, _defaults, _combine)

@@ -16,10 +16,9 @@ from pretraining.progress import parse_number
 from pretraining.tools.translate import deepspeed, rules
 from pretraining.tools.translate.parse import parse
 from pretraining.tools.translate.rules import each, left, not_a_llama, only, renamed, row, when
-from pretraining.tools.translate.translation import DEFAULT, Given, Rule, Translation
+from pretraining.tools.translate.translation import DEFAULT, Given, Rule, System, Translation
 
-WHAT = "the JSON of a training guide: model, training, data"
-SIGNS = (
+_SIGNS = (
     *("model.d_model", "model.n_heads", "model.n_layers", "model.d_ff", "model.max_seq_len", "model.pre_norm"),
     *("training.batch_size", "training.learning_rate", "training.num_epochs", "training.max_steps"),
     *("training.lr_scheduler", "training.warmup_steps", "training.use_amp", "training.checkpoint_dir"),
@@ -29,20 +28,19 @@ SIGNS = (
     *("use_deepspeed", "deepspeed_config", "distributed_backend", "early_stopping_patience", "pack_sequences"),
     *("packing_strategy", "text_column"),
 )
-NULLS: dict[str, str] = {}
 _SIZES = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
 _ROOT = PrepareConfig().output_path
 _PERCENT_OF_A_SPLIT = re.compile(r"\w+\[(?::|-)(\d{1,2})%:?\]")
 _CHECKPOINT = re.compile(r"(?:checkpoint-|iter_)(\d+)(?:\.\w+)?")
 
 
-def name_of(key: str) -> str:
+def _name_of(key: str) -> str:
     """Return the name of a key without its section."""
     section, _, name = key.partition(".")
     return name if section in ("model", "training", "data") and name else key
 
 
-def defaults(translation: Translation) -> dict[str, str]:
+def _defaults(translation: Translation) -> dict[str, str]:
     """Return the guide's own values, where they decide on learning."""
     found = {
         **{"batch_size": "32", "learning_rate": "1e-4", "weight_decay": "0.01", "num_epochs": "10"},
@@ -59,7 +57,7 @@ def defaults(translation: Translation) -> dict[str, str]:
     return found
 
 
-def combine(translation: Translation) -> None:
+def _combine(translation: Translation) -> None:
     """Make the batch of a step, and refuse half a model; read the DeepSpeed file that is named."""
     _include_deepspeed(translation)
     _batch(translation)
@@ -113,7 +111,7 @@ def _include_deepspeed(translation: Translation) -> None:
     part.left("steps_per_print", "the file that names it says")
     if "fp16.enabled" in part and not part.is_on("fp16.enabled") and "bf16.enabled" not in part:
         part.left("fp16.enabled", "off: use_amp says")
-    part.settle(deepspeed.combine, deepspeed.RULES)
+    part.settle(deepspeed.SYSTEM.combine, deepspeed.SYSTEM.rules)
     translation.include(part)
     for name in inside:
         translation.left(name, "read, too")
@@ -285,7 +283,7 @@ _PLAIN_LOSS = only("0", "none", "cross_entropy", "ce", reason="the loss is plain
 _OF_TEXT = left("of how the guide reads text: pretrain prepare does it here")
 _OF_PREPARE = left("of pretrain prepare: the command for dataset_name has it")
 _OF_LAUNCHER = left("the launcher says it: torchrun, srun or mpirun")
-RULES: dict[str, Rule] = {
+_RULES: dict[str, Rule] = {
     **each("world_size deepspeed_config deepspeed_config.*", rules.SETTLED),
     **renamed(**_SIZES, n_kv_heads="num_key_value_heads", vocab_size="vocab_size", rope_theta="rope_theta"),
     "d_ff": _feed_forward,
@@ -328,7 +326,7 @@ RULES: dict[str, Rule] = {
     **each("checkpoint_dir output_dir", row("ckpt_save_path")),
     "save_total_limit": row("keep_last", lambda text: "none" if text.startswith(("0", "-")) else text),
     "resume_from_checkpoint": _resume,
-    "report_to": row("tracker", rules.trackers),
+    "report_to": row("tracker", lambda text: text.strip("[]").replace(" ", "") or "none"),
     **each("logging_dir log_dir", row("tracker_dir")),
     "run_name": _of_wandb("tracker_run_name"),
     "wandb_project": _of_wandb("tracker_project_name"),
@@ -354,3 +352,4 @@ RULES: dict[str, Rule] = {
     "peft_task_type": left("use_peft is false"),
     "compile_mode": left("how torch.compile is called"),
 }
+SYSTEM = System("the JSON of a training guide: model, training, data", _SIGNS, _RULES, _defaults, _combine, _name_of)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 
-from pretraining.config.plugins import TOKEN_SUFFIXES, TRACKERS
-from pretraining.config.values import NONE_WORDS
+from pretraining.config.plugins import TOKEN_SUFFIXES
 from pretraining.files import entries_of, is_folder
 from pretraining.progress import parse_number
 from pretraining.tools.translate.translation import ACCEPT_LLAMA, Rule, Translation, plain
@@ -164,17 +163,6 @@ def dtype(text: str) -> Mapping[str, str]:
     if word not in _DTYPES:
         raise ValueError("one of bfloat16, float16, float32 is needed")
     return {"mixed_precision": "true", "mp_dtype": _DTYPES[word]} if _DTYPES[word] else {"mixed_precision": "false"}
-
-
-def trackers(text: str) -> Mapping[str, str]:
-    """Return where reports go; all are TensorBoard, as by default here."""
-    names = [word for item in text.strip("[]").split(",") if (word := item.strip(" '\"").lower()) not in NONE_WORDS]
-    unknown = [name for name in names if name not in TRACKERS]
-    if "all" in names:
-        return {}
-    if unknown:
-        raise ValueError(f"{unknown[0]} is no tracker here: there are {', '.join(TRACKERS)}, or a class of your own")
-    return {"tracker": ",".join(names) or "none"}
 
 
 def folder_of_data(text: str) -> Mapping[str, str]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pretraining.tools.translate import rules
 from pretraining.tools.translate.rules import each, left, not_a_llama, renamed, row
-from pretraining.tools.translate.translation import Rule, Translation
+from pretraining.tools.translate.translation import Rule, System, Translation
 
-WHAT = "one YAML of a training stub (dist, model.hf_config, …)"
-SIGNS = (
+_SIGNS = (
     *("dist.sharding_stage", "dist.cpu_only", "dist.backend", "dist.dtype", "model.hf_config"),
     *("lr_scheduler.total_iterations", "lr_scheduler.warmup_iterations", "checkpoint.chkpt_saving_iterations"),
 )
-NULLS: dict[str, str] = {}
 _MODEL = "model.hf_config."
 _SAME_NAME = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
@@ -20,12 +18,7 @@ _SAME_NAME = (
 _LLAMA3_RULE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def name_of(key: str) -> str:
-    """Return the name that the rules have for a key."""
-    return key
-
-
-def defaults(translation: Translation) -> dict[str, str]:
+def _defaults(translation: Translation) -> dict[str, str]:
     """Return torch.optim.AdamW's own values, float32, no warm-up, no clipping, and the context of `LlamaConfig`."""
     found = {
         **{"dist.dtype": "float32", "dataset.batch_size": "1", "optim.grad_clip": "0"},
@@ -38,7 +31,7 @@ def defaults(translation: Translation) -> dict[str, str]:
     return found
 
 
-def combine(translation: Translation) -> None:
+def _combine(translation: Translation) -> None:
     """Make the run's folder, `<directory>/<prefix>.<timestamp>`."""
     directory, prefix = "checkpoint.directory", "checkpoint.prefix"
     if prefix in translation:
@@ -74,7 +67,7 @@ def _rope(translation: Translation, key: str) -> None:
 
 
 _OF_OTHERS = left("of generation, or about the program that wrote the file")
-RULES: dict[str, Rule] = {
+_RULES: dict[str, Rule] = {
     "dist.cpu_only": row("device", rules.choice(true="cpu", false="auto", yes="cpu", no="auto")),
     **renamed("dist.", backend="backend", sharding_stage="sharding_strategy"),
     "dist.dtype": row("mp_dtype", rules.dtype),
@@ -117,3 +110,4 @@ RULES: dict[str, Rule] = {
     "checkpoint.preempt_chkpt_saving_iterations": row("preempt_interval"),
     "logging.*": left("reports are in logs/ of the run's folder"),
 }
+SYSTEM = System("one YAML of a training stub (dist, model.hf_config, …)", _SIGNS, _RULES, _defaults, _combine)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from pretraining.config.assignments import setting_named
@@ -23,7 +23,6 @@ from pretraining.progress import parse_number
 DEFAULT, FILE, ARGUMENT = range(3)
 """Levels of what is given: the system's own default, its file, the command line."""
 ACCEPT_LLAMA, ACCEPT_UNKNOWN = "accept_llama", "accept_unknown"
-NOT_UNDERSTOOD = "Not understood, and not applied:"
 _WIDEST_COLUMN = 48
 _SECRET = re.compile(r"(?:^|\.)(?:token|\w*(?:api_key|access_token|auth_token|hub_token|password|secret))$", re.I)
 """Keys whose values are not shown: notes are logged, and written into recipes."""
@@ -70,7 +69,6 @@ class Note:
     given: Given
     settings: Mapping[str, str]
     remark: str
-    is_known: bool = True
 
     @property
     def written(self) -> str:
@@ -209,18 +207,15 @@ class Translation:
         return next(note for note in self.notes.values() if setting in note.settings)
 
     def table(self) -> list[str]:
-        """Return a line per key: what it says, what it became, and why; keys that are not understood come last."""
-        ordered = sorted(self.notes.values(), key=lambda note: not note.is_known)
-        several = len({note.given.source for note in ordered if note.given.level == FILE}) > 1
+        """Return a line per key: what it says, what it became, and why; of several files, which one says it."""
+        several = len({note.given.source for note in self.notes.values() if note.given.level == FILE}) > 1
         rows = []
-        for note in ordered:
+        for note in self.notes.values():
             source = f"[{note.given.source}]" if several and note.given.source else ""
             made = " ".join(f"{name}={text}" for name, text in note.settings.items()) or "-"
             rows.append((note.written, made, f"{note.remark} {source}".strip()))
         widths = [min(max((len(row[at]) for row in rows), default=0), _WIDEST_COLUMN) for at in (0, 1)]
-        lines = [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
-        known = sum(note.is_known for note in ordered)
-        return lines[:known] + ([NOT_UNDERSTOOD, *lines[known:]] if known < len(lines) else [])
+        return [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
 
     def _owns(self, note: Note, name: str) -> bool:
         return name in self.settings and self.settings[name][1] is note.given
@@ -241,7 +236,7 @@ class Translation:
             if note.given.level == ARGUMENT and note.settings and plain(note.given.before) != plain(text):
                 changed[next(iter(note.settings))] = text
         for flag, text in changed.items():
-            self._drop(_GIVES_WAY.get(flag, ()) if self._replaces(flag, text) else (), f"{flag}={text} wins", FILE)
+            self._drop(self._replaced(flag, text), f"{flag}={text} wins", FILE)
         for setting, options in _OPTIONS.items():
             chosen = self.flags.get(setting) or self._text_of(setting)
             names = [name for name in chosen.lower().split(",") if name in options]
@@ -249,16 +244,20 @@ class Translation:
             unread = [option for each in options.values() for option in each if names and option not in read]
             self._drop(unread, f"{chosen} does not read it", FILE if setting in changed else DEFAULT)
 
-    def _replaces(self, flag: str, text: str) -> bool:
-        """Return whether a flag's value leaves no sense in what the file says with its own."""
+    def _replaced(self, flag: str, text: str) -> tuple[str, ...]:
+        """Return the settings of the file that make no sense with a flag's value."""
+        names, is_replaced = _GIVES_WAY.get(flag, ()), True
         if flag == "use_dummy_dataset":
-            return BOOL_WORDS.get(text.lower(), False)
-        if flag == "ckpt_save_path":
-            return text.lower() in NONE_WORDS
-        if flag == "num_steps":
+            is_replaced = BOOL_WORDS.get(text.lower(), False)
+            names += ("num_steps",) if self._text_of("num_steps").endswith("ep") else ()
+        elif flag == "ckpt_save_path":
+            is_replaced = text.lower() in NONE_WORDS
+        elif flag == "num_steps":
             warmup, length = parse_number(self._text_of("warmup_steps")), parse_number(text)
-            return warmup is not None and length is not None and warmup >= length
-        return flag != "optimizer" or flag in self.settings
+            is_replaced = warmup is not None and length is not None and warmup >= length
+        elif flag == "optimizer":
+            is_replaced = flag in self.settings
+        return names if is_replaced else ()
 
     def _text_of(self, name: str) -> str:
         return self.settings[name][0] if name in self.settings else ""
@@ -275,6 +274,30 @@ class Translation:
 
 
 Rule = Callable[[Translation, str], None]
+
+
+@dataclass(frozen=True)
+class System:
+    """A system whose files are understood.
+
+    Attributes:
+        what: its files are, in a few words.
+        signs: keys or sections, one of which is in each of its files, and in no file of another system.
+        rules: what becomes of each key.
+        defaults: returns what the system takes for keys that are not given, if that decides on learning.
+        combine: settles keys that mean something together, before the rules settle the others.
+        name_of: returns the name that the rules have for a key as written.
+        nulls: what a null means, by key.
+    """
+
+    what: str
+    signs: tuple[str, ...]
+    rules: Mapping[str, Rule]
+    defaults: Callable[[Translation], Mapping[str, str]]
+    combine: Callable[[Translation], None]
+    name_of: Callable[[str], str] = str
+    nulls: Mapping[str, str] = field(default_factory=dict)
+
 
 _OPTIONS = {
     "optimizer": {name: entry.options for name, entry in OPTIMIZERS.items()},
@@ -325,9 +348,9 @@ def _unknown(rules: Iterable[str]) -> Rule:
     def apply(translation: Translation, key: str) -> None:
         given, ours = translation.values[key], setting_named(key)
         if ours is not None:
-            translation.set(key, **{ours: given.text})
+            translation.set(key, **{ours: given.text or ""})
         elif ACCEPT_UNKNOWN in translation.accepts:
-            translation.notes[key] = Note(given, {}, "not known", is_known=False)
+            translation.left(key, "not known, and not applied")
         else:
             hint = did_you_mean(key, [name.removesuffix(".*") for name in rules], ": did you mean {}")
             problem = f"{given.told}: not known{hint}. --{ACCEPT_UNKNOWN}=true leaves such keys out"
