@@ -55,7 +55,7 @@ OTHER_PROGRAMS = {
     *("editable", "strict", "hypothesis-profile"),  # of pip, mkdocs and pytest
 }
 # Dotted names of other systems, which are flags as well: --training.steps=100.
-FOREIGN = {name for system in SYSTEMS.values() for name in system.RULES}
+FOREIGN = {name for system in SYSTEMS.values() for name in system.rules}
 # Flags of this project's scripts, as their parsers are given them.
 SCRIPTS = {
     "".join(flag)

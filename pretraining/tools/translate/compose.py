@@ -59,11 +59,10 @@ class Composition:
         """Return whether an argument chooses a group's file; others, and settings of this project, choose none."""
         if not _CHOICE.fullmatch(name) or not is_folder(self._folder / name):
             return False
-        if value is None or self._file_of(f"{name}/{value}") is not None:
-            return True
-        if setting_named(name) is None:
+        is_there = value is None or self._path_of(f"{name}/{value}") is not None
+        if not is_there and setting_named(name) is None:
             raise ConfigError(f"{name}={value}: {self._missing(f'{name}/{value}')}")
-        return False
+        return is_there
 
     def _add(self, path: Path, group: str, package: str, above: tuple[Path, ...]) -> None:
         """Merge a file and what its `defaults:` name.
@@ -90,56 +89,49 @@ class Composition:
             raise ConfigError(f"{path}: defaults: a list is needed, `- optimizer: adamw` on each line")
         for entry in entries if "_self_" in entries else [*entries, "_self_"]:
             if entry == "_self_":
-                self._merge(path, tree, package)
-            elif isinstance(entry, str) and not entry.startswith("hydra/"):
-                place = entry.lstrip("/") if entry.startswith("/") or not group else f"{group}/{entry}"
-                inside = "" if entry.startswith("/") else group
-                self._add(self._found(path, entry, place), inside, package, (*above, path))
-            elif isinstance(entry, dict) and len(entry) == 1:
-                self._add_chosen(path, *next(iter(entry.items())), group, package, (*above, path))
-            elif not isinstance(entry, str):
+                for key, text in flatten(tree).items():
+                    self._put(Given(f"{package}.{key}" if package else key, text, str(path)))
+                continue
+            name, chosen = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (entry, "")
+            if isinstance(name, str) and name.removeprefix("override ").lstrip("/").startswith("hydra/"):
+                continue
+            if not isinstance(name, str) or re.search(r"\boverride |@", name):
                 raise ConfigError(f"{path}: defaults: {entry}: write `- group: name` or `- name`")
+            self._add_entry(path, name, chosen, (group, package), (*above, path))
         if group in _NAMED and _NAMED[group] not in self.values:
             self._put(Given(_NAMED[group], path.stem, str(path)))
 
-    def _add_chosen(self, path: Path, key: str, value: Any, group: str, package: str, above: tuple[Path, ...]) -> None:
-        *words, name = key.split() or [""]
-        if "override" in words or "@" in name:
-            raise ConfigError(f"{path}: defaults: {key}: {value}: write {name.partition('@')[0].lstrip('/')}: {value}")
-        is_nested = bool(group) and not name.startswith("/")
+    def _add_entry(self, path: Path, name: str, chosen: Any, inside: tuple[str, str], above: tuple[Path, ...]) -> None:
+        """Merge the file that a line of `defaults:` names, or the command line chooses for it."""
+        is_optional, name = name.startswith("optional "), name.removeprefix("optional ")
+        group, package = inside if not name.startswith("/") else ("", "")
         name = name.lstrip("/")
-        if name.startswith("hydra/"):
-            return
-        place = f"{group}/{name}" if is_nested else name
-        target = ".".join(filter(None, [package if is_nested else "", *name.split("/")]))
-        self._met.add(place)
-        chosen = self.choices.get(place, value)
-        for each in chosen if isinstance(chosen, list) else [chosen]:
-            if each == "???":
-                raise ConfigError(f"{path}: defaults: {name} must be chosen: write {place}=… on the command line")
-            if each is not None and ("optional" not in words or self._file_of(f"{place}/{each}")):
-                self._add(self._found(path, f"{name}: {each}", f"{place}/{each}"), place, target, above)
-
-    def _merge(self, path: Path, tree: Mapping[str, Any], package: str) -> None:
-        for key, text in flatten(tree).items():
-            self._put(Given(f"{package}.{key}" if package else key, text, str(path)))
+        place = f"{group}/{name}" if group else name
+        if chosen == "":  # a file beside, without a group of its own
+            files = {place: (group, package)}
+        else:
+            self._met.add(place)
+            chosen = self.choices.get(place, chosen)
+            target = ".".join(filter(None, [package if group else "", *name.split("/")]))
+            names = chosen if isinstance(chosen, list) else [chosen]
+            files = {f"{place}/{each}": (place, target) for each in names if each is not None}
+        if chosen == "???":
+            raise ConfigError(f"{path}: defaults: {name} must be chosen: write {place}=… on the command line")
+        for file, (of_group, lands) in files.items():
+            found = self._path_of(file)
+            if found is not None:
+                self._add(found, of_group, lands, above)
+            elif not is_optional:
+                raise ConfigError(f"{path}: defaults: {file}: {self._missing(file)}")
 
     def _put(self, given: Given) -> None:
         """Set a key; a value takes the place of a section, and a section of a value."""
-        key = given.key
-        parts = key.split(".")
-        outer = {".".join(parts[:length]) for length in range(1, len(parts))}
-        self.values = {
-            name: each for name, each in self.values.items() if not name.startswith(f"{key}.") and name not in outer
-        } | {key: given}
+        others = self.values.items()
+        kept = {name: value for name, value in others if not f"{name}.".startswith(f"{given.key}.")}
+        self.values = {name: value for name, value in kept.items() if not given.key.startswith(f"{name}.")}
+        self.values[given.key] = given
 
-    def _found(self, path: Path, entry: str, place: str) -> Path:
-        found = self._file_of(place)
-        if found is None:
-            raise ConfigError(f"{path}: defaults: {entry}: {self._missing(place)}")
-        return found
-
-    def _file_of(self, place: str) -> Path | None:
+    def _path_of(self, place: str) -> Path | None:
         if not _CHOICE.fullmatch(place) or ".." in place:
             return None
         paths = (self._folder / f"{place.removesuffix('.yaml')}{suffix}" for suffix in (".yaml", ".yml"))
@@ -147,5 +139,5 @@ class Composition:
 
     def _missing(self, place: str) -> str:
         path = self._folder / f"{place}.yaml"
-        names = sorted(each.stem for each in entries_of(path.parent) if each.suffix in (".yaml", ".yml"))
+        names = sorted(file.stem for file in entries_of(path.parent) if file.suffix in (".yaml", ".yml"))
         return f"{path} is not there; {path.parent} has {', '.join(names) or 'no files'}"

@@ -13,35 +13,12 @@ from pretraining.config.commands import PrepareConfig
 from pretraining.config.plugins import OPTIMIZERS, TOKEN_SUFFIXES
 from pretraining.files import entries_of, exists, is_file, is_folder
 from pretraining.progress import parse_number
-from pretraining.tools.translate import deepspeed
+from pretraining.tools.translate import deepspeed, rules
 from pretraining.tools.translate.parse import parse
-from pretraining.tools.translate.translation import (
-    DEFAULT,
-    Given,
-    Rule,
-    Translating,
-    choice,
-    context,
-    dtype,
-    epochs,
-    folder_of_data,
-    gated_width,
-    joint,
-    kept,
-    left,
-    lowest_rate,
-    not_a_llama,
-    only,
-    pair,
-    row,
-    share,
-    trackers,
-    when,
-)
+from pretraining.tools.translate.rules import each, left, not_a_llama, only, renamed, row, when
+from pretraining.tools.translate.translation import DEFAULT, Given, Rule, System, Translation
 
-WHAT = "the JSON of a training guide: model, training, data"
-NULLS: dict[str, str] = {}
-SIGNS = (
+_SIGNS = (
     *("model.d_model", "model.n_heads", "model.n_layers", "model.d_ff", "model.max_seq_len", "model.pre_norm"),
     *("training.batch_size", "training.learning_rate", "training.num_epochs", "training.max_steps"),
     *("training.lr_scheduler", "training.warmup_steps", "training.use_amp", "training.checkpoint_dir"),
@@ -57,229 +34,224 @@ _PERCENT_OF_A_SPLIT = re.compile(r"\w+\[(?::|-)(\d{1,2})%:?\]")
 _CHECKPOINT = re.compile(r"(?:checkpoint-|iter_)(\d+)(?:\.\w+)?")
 
 
-def name_of(key: str) -> str:
+def _name_of(key: str) -> str:
     """Return the name of a key without its section."""
     section, _, name = key.partition(".")
     return name if section in ("model", "training", "data") and name else key
 
 
-def defaults(translating: Translating) -> dict[str, str]:
+def _defaults(translation: Translation) -> dict[str, str]:
     """Return the guide's own values, where they decide on learning."""
     found = {
         **{"batch_size": "32", "learning_rate": "1e-4", "weight_decay": "0.01", "num_epochs": "10"},
         **{"lr_scheduler": "cosine", "optimizer": "adamw", "max_grad_norm": "1.0", "use_amp": "true"},
         **{"beta1": "0.9", "beta2": "0.999", "eps": "1e-8", "gradient_accumulation_steps": "1", "amp_dtype": "float16"},
     }
-    steps = translating.number("max_steps") or 0
-    if "warmup_ratio" not in translating:
+    if "d_model" in translation:
+        found["d_ff"] = str(4 * (translation.number("d_model") or 0))
+    steps = translation.number("max_steps") or 0
+    if "warmup_ratio" not in translation:
         found |= {"warmup_ratio": "0.1"} if 0 < steps <= 1000 else {"warmup_steps": "1000"}
-    if "max_seq_len" not in translating:
+    if "max_seq_len" not in translation:
         found["max_length"] = "1024"
     return found
 
 
-def combine(translating: Translating) -> None:
-    """Make the batch of a step, and complete the model's sizes; read the DeepSpeed file that is named."""
-    _include_deepspeed(translating)
-    ranks = translating.count("world_size")
-    settings, accumulation = translating.settings, "gradient_accumulation_steps"
-    if ranks and ("global_batch_size" not in settings or translating.values["batch_size"].level != DEFAULT):
-        size = translating.count("batch_size", "batch_size")
-        if "batch_size" in settings and translating.values["batch_size"].level == DEFAULT:
+def _combine(translation: Translation) -> None:
+    """Make the batch of a step, and refuse half a model; read the DeepSpeed file that is named."""
+    _include_deepspeed(translation)
+    _batch(translation)
+    given = [name for name in _SIZES if name in translation]
+    missing = [name for name in _SIZES if name not in given and _SIZES[name] not in translation.flags]
+    if given and missing and "model_variant" not in translation.flags:
+        flags = " and ".join(f"--{_SIZES[name]}" for name in missing)
+        translation.refuse(given[0], f"{' and '.join(missing)} of this model are missing: add them, or give {flags}")
+
+
+def _batch(translation: Translation) -> None:
+    """Multiply the batch of a rank by accumulation and ranks; the DeepSpeed file's numbers win over defaults."""
+    settings, accumulation = translation.settings, "gradient_accumulation_steps"
+    ranks = translation.count("world_size")
+    is_default = translation.values["batch_size"].level == DEFAULT
+    if ranks and not (is_default and "global_batch_size" in settings):
+        size = translation.count("batch_size", "batch_size") or 1
+        if is_default and "batch_size" in settings:
             size = int(settings["batch_size"][0])
-        steps = (
-            int(settings["grad_accum_steps"][0]) if "grad_accum_steps" in settings else translating.count(accumulation)
-        )
+        steps = translation.count(accumulation) or 1
+        if "grad_accum_steps" in settings:
+            steps = int(settings["grad_accum_steps"][0])
         remark = f"{size} x {steps} x {ranks}; accumulation follows from the ranks that are there"
-        translating.set("world_size", remark, global_batch_size=(size or 1) * (steps or 1) * ranks)
-    elif "world_size" in translating:
-        translating.left("world_size", "the launcher says how many processes there are")
+        translation.set("world_size", remark, global_batch_size=size * steps * ranks)
+    else:
+        translation.left("world_size", "the launcher says how many processes there are")
     if "global_batch_size" in settings:
         settings.pop("grad_accum_steps", None)
-        translating.left(accumulation, "follows from the batch of a step")
-    given = [name for name in _SIZES if name in translating]
-    missing = [name for name in _SIZES if name not in given and _SIZES[name] not in translating.flags]
-    if given and missing and "model_variant" not in translating.flags:
-        flags = " and ".join(f"--{_SIZES[name]}" for name in missing)
-        translating.refuse(given[0], f"{' and '.join(missing)} of this model are missing: add them, or give {flags}")
-    if "d_model" in translating and "d_ff" not in translating:
-        translating.fill_in({"d_ff": str(4 * (translating.count("d_model") or 0))})
+        translation.left(accumulation, "follows from the batch of a step")
 
 
-def _include_deepspeed(translating: Translating) -> None:
+def _include_deepspeed(translation: Translation) -> None:
     """Read the DeepSpeed file that a key names, or the settings that stand under it."""
     key = "deepspeed_config"
-    inside = {name: given for name, given in translating.values.items() if name.startswith(f"{key}.")}
-    if key not in translating and not inside:
-        return
-    if translating.is_on("use_deepspeed") is False:
-        for name in [*inside, *([key] if key in translating else [])]:
-            translating.left(name, "use_deepspeed is false")
+    inside = {name: given for name, given in translation.values.items() if name.startswith(f"{key}.")}
+    if translation.is_on("use_deepspeed") is False:
+        for name in (*inside, key):
+            translation.left(name, "use_deepspeed is false")
         return
     values = {name.removeprefix(f"{key}."): given for name, given in inside.items()}
-    if key in translating:
-        source = translating.values[key].source
-        named = Path(translating.text(key) or "").expanduser()
-        path = next((path for path in (Path(source).parent / named, named) if is_file(path)), None)
+    if key in translation:
+        named = Path(translation.text(key) or "").expanduser()
+        beside = Path(translation.values[key].source).parent / named
+        path = next((path for path in (beside, named) if is_file(path)), None)
         if path is None:
-            translating.refuse(key, "there is no such file: put it there, or take this line out")
+            translation.refuse(key, "there is no such file: put it there, or take this line out")
             return
         values = {name: Given(name, text, str(path)) for name, text in parse(path).items()}
-        translating.set(key, "read, too")
-    part = Translating(values, translating.flags, translating.accepts)
-    if "steps_per_print" in part:
-        part.left("steps_per_print", "the file that names it says")
+        translation.set(key, "read, too")
+    part = Translation(values, translation.flags, translation.accepts)
+    part.left("steps_per_print", "the file that names it says")
     if "fp16.enabled" in part and not part.is_on("fp16.enabled") and "bf16.enabled" not in part:
         part.left("fp16.enabled", "off: use_amp says")
-    part.settle(deepspeed.combine, deepspeed.RULES)
-    part.reject_unknown(deepspeed.RULES)
-    translating.include(part)
+    part.settle(deepspeed.SYSTEM.combine, deepspeed.SYSTEM.rules)
+    translation.include(part)
     for name in inside:
-        translating.notes.setdefault(name, part.notes[name.removeprefix(f"{key}.")])
+        translation.left(name, "read, too")
 
 
-def _context(translating: Translating, key: str) -> None:
+def _context(translation: Translation, key: str) -> None:
     """Take the model's context for the length of sequences, too, unless the data say one."""
-    if "max_length" in translating:
-        translating.set(key, max_position_embeddings=translating.text(key))
+    if "max_length" in translation:
+        translation.set(key, max_position_embeddings=translation.text(key))
     else:
-        context(translating, key)
+        rules.context(translation, key)
 
 
-def _feed_forward(translating: Translating, key: str) -> None:
+def _feed_forward(translation: Translation, key: str) -> None:
     """Take the width; 4 x d_model is of two matrices, and a Llama has three."""
-    width, given = translating.count("d_model", "hidden_size"), translating.count(key)
-    if width and given == 4 * width and translating.word("activation") != "swiglu":
+    width, given = translation.count("d_model", "hidden_size"), translation.count(key)
+    if width and given == 4 * width and translation.word("activation") != "swiglu":
         remark = "8/3 of d_model in multiples of 256: three matrices with the parameters of two of 4 x d_model"
-        translating.set(key, remark, intermediate_size=gated_width(width, 256))
+        translation.set(key, remark, intermediate_size=rules.gated_width(width, 256))
     else:
-        translating.set(key, intermediate_size=given)
+        translation.set(key, intermediate_size=given)
 
 
-def _length(translating: Translating, key: str) -> None:
-    limit = translating.number("max_steps")
-    if key == "max_steps" and limit and limit > 0:
-        translating.set(key, num_steps=translating.text(key))
-    elif key == "num_epochs" and not (limit and limit > 0):
-        translating.set(key, num_steps=epochs(translating.text(key) or ""))
-    else:
-        translating.left(key, "max_steps wins" if key == "num_epochs" else "no limit: num_epochs says")
+def _is_limited(translation: Translation) -> bool:
+    return (translation.number("max_steps") or 0) > 0
 
 
-def _optimizer(translating: Translating, key: str) -> None:
-    name = translating.word(key).removesuffix("_torch")
+def _optimizer(translation: Translation, key: str) -> None:
+    name = translation.word(key).removesuffix("_torch")
     if name not in OPTIMIZERS:
-        translating.refuse(key, f"one of {', '.join(OPTIMIZERS)} is needed, or package.module:Class", "optimizer")
+        translation.refuse(key, f"one of {', '.join(OPTIMIZERS)} is needed, or package.module:Class", "optimizer")
     else:
-        translating.set(key, optimizer="sgdm" if name == "sgd" and translating.number("momentum") else name)
+        translation.set(key, optimizer="sgdm" if name == "sgd" and translation.number("momentum") else name)
 
 
-def _schedule(translating: Translating, key: str) -> None:
-    name = translating.word(key).removesuffix("_with_warmup")
-    has_end = "min_lr_ratio" in translating or "min_lr" in translating
-    if name == "constant":
-        translating.set(key, schedule=name)
-    elif name in ("cosine", "linear", "polynomial"):
-        translating.set(key, "" if has_end else "to zero", schedule=name, min_lr_ratio=None if has_end else 0)
+def _schedule(translation: Translation, key: str) -> None:
+    name = translation.word(key).removesuffix("_with_warmup")
+    has_end = "min_lr_ratio" in translation or "min_lr" in translation or name == "constant"
+    if name in ("cosine", "linear", "constant", "polynomial"):
+        translation.set(key, "" if has_end else "to zero", schedule=name, min_lr_ratio=None if has_end else 0)
     else:
-        translating.refuse(key, "one of cosine, linear, constant, polynomial is needed", "schedule")
+        translation.refuse(key, "one of cosine, linear, constant, polynomial is needed", "schedule")
 
 
-def _is_on_cpu(translating: Translating) -> bool:
-    on_cpu = translating.is_on("force_cpu") or translating.word("device") == "cpu"
-    return on_cpu if "device" not in translating.flags else translating.flags["device"] == "cpu"
+def _is_on_cpu(translation: Translation) -> bool:
+    flag = translation.flags.get("device")
+    on_cpu = translation.is_on("force_cpu") or translation.word("device") == "cpu"
+    return bool(on_cpu) if flag is None else flag == "cpu"
 
 
-def _amp_dtype(translating: Translating, key: str) -> None:
-    try:
-        made = dtype(translating.text(key) or "")
-    except ValueError as error:
-        translating.refuse(key, str(error), "mp_dtype", "mixed_precision")
-        return
-    if not translating.is_on("use_amp") or _is_on_cpu(translating):
-        translating.left(key, "use_amp is false, or the device a CPU")
-    elif translating.values[key].level == DEFAULT:
-        translating.set(key, mp_dtype=made["mp_dtype"])
+def _amp_dtype(translation: Translation, key: str) -> None:
+    if not translation.is_on("use_amp") or _is_on_cpu(translation):
+        translation.left(key, "use_amp is false, or the device a CPU")
+    elif translation.values[key].level == DEFAULT:
+        translation.set(key, mp_dtype=translation.text(key))
     else:
-        translating.set(key, **made)
+        row("mp_dtype", rules.dtype)(translation, key)
 
 
-def _amp(translating: Translating, key: str) -> None:
-    """Take the switch; where the file has none, the device decides, as there."""
-    if translating.is_on(key) and _is_on_cpu(translating):
-        translating.set(key, "on a CPU float32, as there", mixed_precision="false")
-    elif "mixed_precision" in translating.settings or translating.values[key].level == DEFAULT:
-        translating.left(key, "amp_dtype, the DeepSpeed file or the device say")
+def _amp(translation: Translation, key: str) -> None:
+    """Take the switch; without one in the file the device decides, as there."""
+    if translation.is_on(key) and _is_on_cpu(translation):
+        translation.set(key, "on a CPU float32, as there", mixed_precision="false")
+    elif "mixed_precision" in translation.settings or translation.values[key].level == DEFAULT:
+        translation.left(key, "amp_dtype, the DeepSpeed file or the device say")
     else:
-        translating.set(key, mixed_precision=translating.is_on(key))
+        translation.set(key, mixed_precision=translation.is_on(key))
 
 
-def _packing(translating: Translating, key: str) -> None:
-    if translating.is_on("pack_sequences") is not False:
-        translating.set(key, packing=translating.text("packing_strategy") or "greedy")
+def _packing(translation: Translation, key: str) -> None:
+    if translation.is_on("pack_sequences") is not False:
+        translation.set(key, packing=translation.text("packing_strategy") or "greedy")
     elif key == "pack_sequences":
         remark = "a document sees itself alone, without the padding; a longer one is cut, not truncated"
-        translating.set(key, remark, packing="best_fit", document_mask="true")
+        translation.set(key, remark, packing="best_fit", document_mask="true")
     else:
-        translating.left(key, "pack_sequences is false")
+        translation.left(key, "pack_sequences is false")
 
 
-def _resume(translating: Translating, key: str) -> None:
+def _resume(translation: Translation, key: str) -> None:
     """Take a checkpoint to go back to; checkpoint-200.pt is the step in its name."""
-    path = Path(translating.text(key) or "")
-    step = _CHECKPOINT.fullmatch(path.name)
-    if str(path).lower() in ("true", "false"):
-        translating.set(key, "a run that is found in ckpt_save_path is continued anyway")
-    elif is_file(path):
-        translating.refuse(key, "a checkpoint of another system, which is not read: --ckpt_load_path takes a Llama")
+    text = translation.text(key) or ""
+    step = _CHECKPOINT.fullmatch(Path(text).name)
+    if text.lower() in ("true", "false"):
+        translation.left(key, "a run that is found in ckpt_save_path is continued anyway")
+    elif is_file(Path(text)):
+        translation.refuse(key, "a checkpoint of another system, which is not read: --ckpt_load_path takes a Llama")
+    elif step:
+        translation.set(key, "the step in its name", resume_from_checkpoint=step[1])
     else:
-        translating.set(
-            key,
-            "the step in its name" if step else "",
-            resume_from_checkpoint=step[1] if step else translating.text(key),
-        )
+        translation.set(key, resume_from_checkpoint=text)
 
 
 # Text
 
 
-def _dataset(translating: Translating, key: str) -> None:
-    text = translating.text(key) or ""
+def _dataset(translation: Translation, key: str) -> None:
+    text = translation.text(key) or ""
     if _holds_tokens(Path(text)):
-        translating.set(key, **folder_of_data(text))
+        translation.set(key, **rules.folder_of_data(text))
         return
-    trained = "tokenizer_path" not in translating
+    tokenizer, size = translation.text("tokenizer_path"), translation.text("vocab_size")
     settings = {"data_path": _ROOT, "datasets": _name_of_dataset(text)}
-    settings |= {"tokenizer_path": _ROOT, "sep_token": "0"} if trained else {}
-    command = _command(
-        translating,
-        key,
-        vocab_size=translating.text("vocab_size") if trained else None,
-        tokenizer_path=translating.text("tokenizer_path"),
-    )
-    translating.set(key, f"prepare it first: {command}", **settings)
+    if tokenizer is None:  # one is trained
+        settings |= {"tokenizer_path": _ROOT, "sep_token": "0"}
+    is_path = text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
+    flags = {
+        "input_path" if is_path else "hf_dataset": text,
+        "hf_config": None if is_path else translation.text("dataset_config"),
+        "hf_split": None if is_path else translation.text("dataset_split"),
+        "text_field": translation.text("text_column"),
+        "vocab_size": size if tokenizer is None else None,
+        "tokenizer_path": tokenizer,
+    }
+    words = [f"--{name}={value}" for name, value in flags.items() if value not in (None, vars(PrepareConfig())[name])]
+    command = shlex.join(["pretrain", "prepare", *words, f"--output_path={_ROOT}"])
+    translation.set(key, f"prepare it first: {command}", **settings)
 
 
-def _validation(translating: Translating, key: str) -> None:
-    """Take what is evaluated on: a fraction, a split of the dataset, or a file of text."""
-    text = translating.text(key) or ""
+def _validation(translation: Translation, key: str) -> None:
+    """Take what is evaluated on: a fraction, a split of the dataset, or a folder of tokens."""
+    text = translation.text(key) or ""
     part = _PERCENT_OF_A_SPLIT.fullmatch(text)
-    if {"eval_datasets", "held_out_fraction"} & translating.flags.keys():
-        translating.left(key, "the command line says what is evaluated on")
-    elif {"data_path", "use_dummy_dataset"} & translating.flags.keys():
-        translating.set(key, "a hundredth of the data that the command line names", held_out_fraction=0.01)
+    if {"eval_datasets", "held_out_fraction"} & translation.flags.keys():
+        translation.left(key, "the command line says what is evaluated on")
+    elif {"data_path", "use_dummy_dataset"} & translation.flags.keys():
+        translation.set(key, "a hundredth of the data that the command line names", held_out_fraction=0.01)
     elif part:
-        translating.set(key, "of the documents, by a hash", held_out_fraction=int(part[1]) / 100)
+        translation.set(key, "of the documents, by a hash", held_out_fraction=int(part[1]) / 100)
     elif parse_number(text) is not None:
-        translating.set(key, held_out_fraction=text)
+        translation.set(key, held_out_fraction=text)
     elif _holds_tokens(Path(text)):
-        translating.set(key, eval_datasets=text)
-    elif "dataset_name" in translating:
-        name = f"{_name_of_dataset(translating.text('dataset_name') or '')}_{text}"
-        command = _command(translating, "dataset_name", hf_split=text, dataset=name)
-        translating.set(key, f"prepare it, too: {command}", eval_datasets=f"{_ROOT}/{name}")
+        translation.set(key, eval_datasets=text)
+    elif "dataset_name" in translation:
+        name = f"{_name_of_dataset(translation.text('dataset_name') or '')}_{text}"
+        words = shlex.join([f"--hf_split={text}", f"--dataset={name}"])
+        remark = f"prepare it, too: the same command with {words}, without --vocab_size"
+        translation.set(key, remark, eval_datasets=f"{_ROOT}/{name}")
     else:
-        translating.left(key, "a split of no dataset: give --eval_datasets or --held_out_fraction")
+        translation.left(key, "a split of no dataset: give --eval_datasets or --held_out_fraction")
 
 
 def _holds_tokens(folder: Path) -> bool:
@@ -295,143 +267,89 @@ def _name_of_dataset(text: str) -> str:
     return PrepareConfig(input_path=(text,)).dataset_name or "text"
 
 
-def _command(translating: Translating, key: str, **options: str | None) -> str:
-    """Write the command that makes token files, without what is the default anyway."""
-    text = translating.text(key) or ""
-    is_path = text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
-    of_dataset = {"hf_config": translating.text("dataset_config"), "hf_split": translating.text("dataset_split")}
-    given = {
-        **({"input_path": text} if is_path else {"hf_dataset": text} | of_dataset),
-        "text_field": translating.text("text_column"),
-        **{name: value for name, value in options.items() if value is not None},
-    }
-    usual = vars(PrepareConfig())
-    flags = [f"--{name}={value}" for name, value in given.items() if value is not None and value != usual[name]]
-    return shlex.join(["pretrain", "prepare", *flags, f"--output_path={_ROOT}"])
-
-
-def _service(setting: str) -> Rule:
+def _of_wandb(setting: str) -> Rule:
     return when(
-        lambda translating: "wandb" in translating.word("report_to") or "tracker" in translating.flags,
+        lambda translation: "wandb" in translation.word("report_to") or "tracker" in translation.flags,
         row(setting),
         "reports do not go to wandb",
     )
 
 
-def _same(reason: str, *keys: str) -> dict[str, Rule]:
-    return dict.fromkeys(keys, left(reason))
-
-
-_SWITCH = choice(true="true", false="false")
-_NO_DROPOUT = not_a_llama("0", reason="a Llama is trained without dropout")
-_NO_BIAS = not_a_llama("false", reason="a Llama has no biases")
-_NO_EXPERTS = not_a_llama("0", "1", "false", reason="a Llama has no experts")
-_NO_WINDOW = not_a_llama("0", "none", reason="attention reaches back to the beginning, without a window")
-_ROTARY = not_a_llama("rope", "rotary", reason="a Llama's positions are rotary")
+_SWITCH = rules.choice(true="true", false="false")
+_ROTARY = not_a_llama("rope", "rotary", "true", reason="a Llama's positions are rotary")
 _RMS = not_a_llama("rmsnorm", "rms_norm", "rms", "true", reason="a Llama has RMSNorm")
+_SILU = not_a_llama("silu", "swish", "swiglu", reason="a Llama's activation is SiLU, in a gated feed-forward")
 _PLAIN_LOSS = only("0", "none", "cross_entropy", "ce", reason="the loss is plain cross-entropy: take it out")
-_NO_AVERAGE = only("0", "none", "false", reason="no average of the weights is kept: take it out")
-RULES: dict[str, Rule] = {
-    **joint("world_size", "deepspeed_config", "deepspeed_config.*"),
-    "vocab_size": row("vocab_size"),
-    **{name: row(setting) for name, setting in _SIZES.items()},
-    "n_kv_heads": row("num_key_value_heads"),
+_OF_TEXT = left("of how the guide reads text: pretrain prepare does it here")
+_OF_PREPARE = left("of pretrain prepare: the command for dataset_name has it")
+_OF_LAUNCHER = left("the launcher says it: torchrun, srun or mpirun")
+_RULES: dict[str, Rule] = {
+    **each("world_size deepspeed_config deepspeed_config.*", rules.SETTLED),
+    **renamed(**_SIZES, n_kv_heads="num_key_value_heads", vocab_size="vocab_size", rope_theta="rope_theta"),
     "d_ff": _feed_forward,
     "max_seq_len": _context,
-    "rope_theta": row("rope_theta"),
-    **dict.fromkeys(
-        ("tie_word_embeddings", "tie_embeddings", "tie_weights", "weight_tying"), row("tie_word_embeddings")
-    ),
-    **dict.fromkeys(("norm_eps", "rms_norm_eps", "layer_norm_eps"), row("rms_norm_eps")),
-    **dict.fromkeys(("positional_encoding", "position_embedding", "position_embedding_type", "pos_embedding"), _ROTARY),
-    "use_rope": not_a_llama("true", reason="a Llama's positions are rotary"),
-    "use_learned_pos_emb": not_a_llama("false", reason="a Llama's positions are rotary"),
-    **dict.fromkeys(("norm", "norm_type", "normalization", "use_rmsnorm"), _RMS),
-    "qk_norm": not_a_llama("false", reason="a Llama does not normalise queries and keys"),
-    "rope_scaling": not_a_llama("none", "1", reason="it is not translated: take it out, and give --rope_scaling"),
-    "parallel_residual": not_a_llama("false", reason="feed-forward follows attention in a Llama"),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window"), _NO_WINDOW),
-    **dict.fromkeys(("num_experts", "n_experts", "moe", "use_moe"), _NO_EXPERTS),
-    **{
-        f"{part}dropout": _NO_DROPOUT
-        for part in ("", "attention_", "attn_", "embedding_", "residual_", "resid_", "ffn_")
-    },
-    **dict.fromkeys(("layer_drop", "layerdrop", "drop_path"), _NO_DROPOUT),
-    "activation": not_a_llama(
-        "silu", "swish", "swiglu", reason="a Llama's activation is SiLU, in a gated feed-forward"
-    ),
+    **each("tie_word_embeddings tie_embeddings tie_weights weight_tying", row("tie_word_embeddings")),
+    **each("norm_eps rms_norm_eps layer_norm_eps", row("rms_norm_eps")),
+    **each("positional_encoding position_embedding position_embedding_type pos_embedding use_rope", _ROTARY),
+    **each("norm norm_type normalization use_rmsnorm", _RMS),
+    **each("dropout attention_dropout attn_dropout embedding_dropout residual_dropout", rules.NO_DROPOUT),
+    **each("resid_dropout ffn_dropout layer_drop layerdrop drop_path", rules.NO_DROPOUT),
+    "activation": _SILU,
     "pre_norm": not_a_llama("true", reason="a Llama has its norms before attention and feed-forward"),
-    **dict.fromkeys(("bias", "use_bias"), _NO_BIAS),
-    **_same("initial weights are those of docs/model.md", "init_std"),
+    **each("bias use_bias", rules.NO_BIAS),
+    "init_std": rules.INITIAL_WEIGHTS,
     "gradient_checkpointing": row("fsdp_activation_checkpointing", _SWITCH),
-    "batch_size": row("batch_size"),
-    "gradient_accumulation_steps": row("grad_accum_steps"),
-    "learning_rate": row("learning_rate"),
-    "weight_decay": row("weight_decay", remark="not of norms and embeddings"),
-    "max_steps": _length,
-    "num_epochs": _length,
+    **renamed(batch_size="batch_size", gradient_accumulation_steps="grad_accum_steps", learning_rate="learning_rate"),
+    "weight_decay": row("weight_decay", remark=rules.AFTER_DECAY),
+    "max_steps": when(_is_limited, row("num_steps"), "no limit: num_epochs says"),
+    "num_epochs": when(lambda t: not _is_limited(t), row("num_steps", rules.epochs), "max_steps wins"),
     "lr_scheduler": _schedule,
-    "min_lr_ratio": row("min_lr_ratio"),
-    "min_lr": when(lambda t: "min_lr_ratio" not in t, lowest_rate("learning_rate"), "min_lr_ratio wins"),
-    "warmup_steps": row("warmup_steps"),
-    "warmup_ratio": when(lambda t: "warmup_steps" not in t, row("warmup_steps", share), "warmup_steps wins"),
+    **renamed(min_lr_ratio="min_lr_ratio", warmup_steps="warmup_steps", momentum="momentum"),
+    "min_lr": when(lambda t: "min_lr_ratio" not in t, rules.lowest_rate("learning_rate"), "min_lr_ratio wins"),
+    "warmup_ratio": when(
+        lambda t: "warmup_steps" not in t, row("warmup_steps", rules.part_of_run), "warmup_steps wins"
+    ),
     "optimizer": _optimizer,
-    "momentum": row("momentum"),
-    "betas": row("adam_beta1", pair),
-    **dict.fromkeys(("beta1", "adam_beta1"), row("adam_beta1")),
-    **dict.fromkeys(("beta2", "adam_beta2"), row("adam_beta2")),
-    **dict.fromkeys(("eps", "epsilon", "adam_epsilon"), row("adam_epsilon")),
+    "betas": row("adam_beta1", rules.pair),
+    **each("beta1 adam_beta1", row("adam_beta1")),
+    **each("beta2 adam_beta2", row("adam_beta2")),
+    **each("eps epsilon adam_epsilon", row("adam_epsilon")),
     "amsgrad": only("false", reason="there is no AMSGrad: take it out"),
-    **dict.fromkeys(("label_smoothing", "label_smoothing_factor", "loss"), _PLAIN_LOSS),
-    **dict.fromkeys(("ema_decay", "ema", "use_ema", "use_swa", "swa"), _NO_AVERAGE),
-    "use_peft": only("false", reason="all weights are trained: take it out"),
+    **each("label_smoothing label_smoothing_factor loss", _PLAIN_LOSS),
+    **each("ema_decay ema use_ema use_swa swa", rules.off("no average of the weights is kept")),
+    "use_peft": rules.off("all weights are trained"),
     "amp_dtype": _amp_dtype,
     "use_amp": _amp,
-    "max_grad_norm": row("grad_clip_thresh"),
-    "save_steps": row("checkpoint_interval"),
-    "eval_steps": row("eval_interval"),
-    "logging_steps": row("report_interval"),
-    **dict.fromkeys(("checkpoint_dir", "output_dir"), row("ckpt_save_path")),
-    "save_total_limit": row("keep_last", kept),
+    **renamed(max_grad_norm="grad_clip_thresh", save_steps="checkpoint_interval", eval_steps="eval_interval"),
+    **renamed(logging_steps="report_interval", early_stopping_patience="early_stopping_evaluations", seed="seed"),
+    **renamed(distributed_backend="backend", tokenizer_path="tokenizer_path", max_length="seq_length"),
+    **each("checkpoint_dir output_dir", row("ckpt_save_path")),
+    "save_total_limit": row("keep_last", lambda text: "none" if text.startswith(("0", "-")) else text),
     "resume_from_checkpoint": _resume,
-    "report_to": row("tracker", trackers),
-    **dict.fromkeys(("logging_dir", "log_dir"), row("tracker_dir")),
-    "run_name": _service("tracker_run_name"),
-    "wandb_project": _service("tracker_project_name"),
-    "early_stopping_patience": row("early_stopping_evaluations"),
+    "report_to": row("tracker", lambda text: text.strip("[]").replace(" ", "") or "none"),
+    **each("logging_dir log_dir", row("tracker_dir")),
+    "run_name": _of_wandb("tracker_run_name"),
+    "wandb_project": _of_wandb("tracker_project_name"),
     "early_stopping_threshold": only("0", reason="every lower loss counts: write 0"),
-    "seed": row("seed"),
-    "distributed_backend": row("backend"),
     "use_deepspeed": left("FSDP does what deepspeed_config asks for"),
-    "device": row("device", choice(cuda="cuda", gpu="cuda", cpu="cpu", auto="auto")),
-    "force_cpu": row("device", choice(true="cpu", false="auto")),
-    **dict.fromkeys(("use_torch_compile", "compile", "compile_model"), row("use_torch_compile", _SWITCH)),
-    **dict.fromkeys(("num_workers", "dataloader_num_workers"), row("num_workers")),
-    "tokenizer_path": row("tokenizer_path"),
-    "max_length": row("seq_length"),
+    "device": row("device", rules.choice(cuda="cuda", gpu="cuda", cpu="cpu", auto="auto")),
+    "force_cpu": row("device", rules.choice(true="cpu", false="auto")),
+    **each("use_torch_compile compile compile_model", row("use_torch_compile", _SWITCH)),
+    **each("num_workers dataloader_num_workers", row("num_workers")),
     "min_length": row("min_length", remark="in tokens"),
     "dataset_name": _dataset,
     "validation_split": _validation,
-    "pack_sequences": _packing,
-    "packing_strategy": _packing,
-    **_same(
-        "of pretrain prepare: the command for dataset_name has it", "dataset_config", "dataset_split", "text_column"
-    ),
-    **_same("of pretrain prepare, which takes every core", "preprocessing_num_workers"),
-    **_same("of how the guide reads text: pretrain prepare does it here", "tokenizer_type", "special_tokens", "stride"),
-    **_same(
-        "of how the guide reads text: pretrain prepare does it here", "filter_empty_lines", "filter_short_sequences"
-    ),
-    **_same("of how the guide reads text: pretrain prepare does it here", "use_streaming", "cache_dir", "data_format"),
-    **_same("nothing is evaluated on it", "test_split", "test_file"),
-    **_same("samples are read ahead by threads; none is dropped", "dataloader_pin_memory", "dataloader_drop_last"),
-    **_same("how the guide reports and evaluates", "log_level", "eval_strategy", "eval_accumulation_steps"),
-    **_same(
-        "the launcher says it: torchrun, srun or mpirun", "local_rank", "use_accelerate", "accelerate_mixed_precision"
-    ),
-    **_same(
-        "use_peft is false", "peft_type", "peft_r", "peft_alpha", "peft_dropout", "peft_target_modules", "peft_bias"
-    ),
-    **_same("use_peft is false", "peft_task_type"),
-    **_same("how torch.compile is called", "compile_mode"),
+    **each("pack_sequences packing_strategy", _packing),
+    **each("dataset_config dataset_split text_column", _OF_PREPARE),
+    "preprocessing_num_workers": left("of pretrain prepare, which takes every core"),
+    **each("tokenizer_type special_tokens stride filter_empty_lines filter_short_sequences", _OF_TEXT),
+    **each("use_streaming cache_dir data_format", _OF_TEXT),
+    **each("test_split test_file", left("nothing is evaluated on it")),
+    **each("dataloader_pin_memory dataloader_drop_last", left("samples are read ahead by threads; none is dropped")),
+    **each("log_level eval_strategy eval_accumulation_steps", left("how the guide reports and evaluates")),
+    **each("local_rank use_accelerate accelerate_mixed_precision", _OF_LAUNCHER),
+    **each("peft_type peft_r peft_alpha peft_dropout peft_target_modules peft_bias", left("use_peft is false")),
+    "peft_task_type": left("use_peft is false"),
+    "compile_mode": left("how torch.compile is called"),
 }
+SYSTEM = System("the JSON of a training guide: model, training, data", _SIGNS, _RULES, _defaults, _combine, _name_of)

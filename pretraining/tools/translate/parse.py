@@ -93,7 +93,10 @@ def read_assignments(content: str) -> dict[str, Any]:
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
-                names[name] = _evaluate(value, names)
+                try:
+                    names[name] = _evaluate(value, names)
+                except (ValueError, ArithmeticError) as error:
+                    raise ValueError(f"line {statement.lineno}: {error}") from None
             case _:
                 raise ValueError(f"line {statement.lineno} is no assignment: write name = value; nothing else is read")
     return names
@@ -106,37 +109,32 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.Name(id=name) if name in names:
             return names[name]
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return _bounded(node, f"[{', '.join(format_value(_evaluate(item, names)) for item in items)}]")
+            return _bounded(f"[{', '.join(format_value(_evaluate(item, names)) for item in items)}]")
         case ast.JoinedStr(values=parts):
             plain = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
-            return _bounded(node, "".join(str(_evaluate(part, names)) for part in plain))
+            return _bounded("".join(str(_evaluate(part, names)) for part in plain))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_number(operand, names)
         case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
             a, b = _number(left, names), _number(right, names)
             if isinstance(symbol, ast.Pow) and abs(b) > _LARGEST_POWER:
-                raise ValueError(f"line {node.lineno}: the power is too large for a setting")
-            try:
-                return _bounded(node, _OPERATORS[type(symbol)](a, b))
-            except ArithmeticError as error:
-                raise ValueError(f"line {node.lineno}: {error}") from None
-    raise ValueError(
-        f"line {node.lineno}: `{ast.unparse(node)[:60]}` is no plain value: write the value; nothing is run"
-    )
+                raise ValueError("the power is too large for a setting")
+            return _bounded(_OPERATORS[type(symbol)](a, b))
+    raise ValueError(f"`{ast.unparse(node)[:60]}` is no plain value: write the value; nothing is run")
 
 
 def _number(node: ast.expr, names: Mapping[str, Any]) -> int | float:
     value = _evaluate(node, names)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"line {node.lineno}: `{ast.unparse(node)[:60]}` is no number to calculate with")
+        raise ValueError(f"`{ast.unparse(node)[:60]}` is no number to calculate with")
     return value
 
 
-def _bounded(node: ast.expr, value: Any) -> Any:
+def _bounded(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _LONGEST_TEXT:
-        raise ValueError(f"line {node.lineno}: the text is too long for a setting")
-    if isinstance(value, (int, float)) and not abs(value) < _LARGEST_NUMBER:
-        raise ValueError(f"line {node.lineno}: the number is too large for a setting")
+        raise ValueError("the text is too long for a setting")
     if isinstance(value, complex):
-        raise ValueError(f"line {node.lineno}: `{ast.unparse(node)[:60]}` is no real number")
+        raise ValueError("the root of a negative number is no real number")
+    if not isinstance(value, str) and not abs(value) < _LARGEST_NUMBER:
+        raise ValueError("the number is too large for a setting")
     return value

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -30,12 +30,8 @@ from pretraining.tools.translate.translation import (
     ACCEPT_UNKNOWN,
     ARGUMENT,
     DEFAULT,
-    FILE,
-    NOT_UNDERSTOOD,
     Given,
     Note,
-    Rule,
-    Translating,
     Translation,
     rule_for,
 )
@@ -46,49 +42,17 @@ FIRST_WORDS = "# Translated from "
 COMMAND_LINE = "the command line"
 
 
-class System(Protocol):
-    """A system whose files are understood: what the module of each one holds."""
-
-    @property
-    def WHAT(self) -> str:
-        """What its files are, in a few words."""
-
-    @property
-    def SIGNS(self) -> tuple[str, ...]:
-        """Keys or sections, one of which is in each of its files, and in no file of another system."""
-
-    @property
-    def RULES(self) -> Mapping[str, Rule]:
-        """What becomes of each key."""
-
-    @property
-    def NULLS(self) -> Mapping[str, str]:
-        """What a null means, by key."""
-
-    def name_of(self, key: str, /) -> str:
-        """Return the name that the rules have for a key as written."""
-
-    def defaults(self, translating: Translating, /) -> Mapping[str, str]:
-        """Return what the system takes for keys that are not given, where that decides on learning."""
-
-    def combine(self, translating: Translating, /) -> None:
-        """Settle keys that mean something together, before the rules settle the others."""
-
-
-SYSTEMS: dict[str, System] = {
-    "stub": stub,
-    "guide": guide,
-    "deepspeed": deepspeed,
-    "composed": composed,
-    "nanogpt": assignments,
+SYSTEMS = {
+    "stub": stub.SYSTEM,
+    "guide": guide.SYSTEM,
+    "deepspeed": deepspeed.SYSTEM,
+    "composed": composed.SYSTEM,
+    "nanogpt": assignments.SYSTEM,
 }
-_NO_LONGER_READ = {
-    "per_device_train_batch_size": "TrainingArguments of Hugging Face's Trainer",
-    "lr_scheduler_type": "TrainingArguments of Hugging Face's Trainer",
-    "training.local_batch_size": "torchtitan",
-    "parallelism": "torchtitan",
-    "job": "torchtitan",
-}
+_NO_LONGER_READ = (
+    *("per_device_train_batch_size", "lr_scheduler_type"),  # TrainingArguments of Hugging Face's Trainer
+    *("training.local_batch_size", "parallelism", "job"),  # torchtitan
+)
 
 
 def detect(keys: Collection[str], name: str) -> str | None:
@@ -101,12 +65,12 @@ def detect(keys: Collection[str], name: str) -> str | None:
     def has(sign: str) -> bool:
         return any(key == sign or key.startswith(f"{sign}.") for key in keys)
 
-    found = {system: signs for system in SYSTEMS if (signs := [sign for sign in SYSTEMS[system].SIGNS if has(sign)])}
+    found = {system: signs for system in SYSTEMS if (signs := [sign for sign in SYSTEMS[system].signs if has(sign)])}
     removed = [sign for sign in _NO_LONGER_READ if has(sign)]
     if removed and not found:
         raise ConfigError(
-            f"{name}: {removed[0]}: files of {_NO_LONGER_READ[removed[0]]} are not read: docs/coming-from.md has a "
-            "table of their names and ours"
+            f"{name}: {removed[0]}: files of torchtitan and of Hugging Face's Trainer are not read: "
+            "docs/coming-from.md has a table of their names and ours"
         )
     if len(found) > 1:
         shown = "; ".join(f"{system}: {', '.join(signs)}" for system, signs in found.items())
@@ -155,37 +119,36 @@ def _translate(
     """Return the translation, and the names of the arguments that set keys of the other system."""
     system = SYSTEMS[kind]
     given, problems, used = dict[str, Given](), list[str](), set[str]()
-    values = [Given(key, text, name, FILE) for key, text in flatten(tree).items()]
+    values = [Given(key, text, name) for key, text in flatten(tree).items()]
     if kind == "composed" and path is not None:
-        composition = Composition(path, {each: _text_of(raw) for each, raw in arguments.items()})
+        composition = Composition(path, {argument: _text_of(raw) for argument, raw in arguments.items()})
         values, used = list(composition.values.values()), set(composition.choices)
-    for each in values:
-        before = given.setdefault(system.name_of(each.key), each)
-        if before.text != each.text:
-            problems.append(f"two values for {system.name_of(each.key)}: {before.told} and {each.told}: keep one")
+    for value in values:
+        before = given.setdefault(system.name_of(value.key), value)
+        if before.text != value.text:
+            problems.append(f"two values for {system.name_of(value.key)}: {before.told} and {value.told}: keep one")
+    flags = dict[str, str]()
     for argument, raw in arguments.items():
+        key, ours = system.name_of(argument.replace("-", "_")), setting_named(argument)
+        is_theirs = ours is None or (path is not None and key in system.rules)
         if argument in used:
             continue
-        key = system.name_of(argument.replace("-", "_"))
-        is_ours = setting_named(argument) is not None and (path is None or key not in system.RULES)
-        if not is_ours and rule_for(key, system.RULES) is not None:
+        if is_theirs and rule_for(key, system.rules) is not None:
             of_file = given[key].text if key in given else None
             given[key] = Given(argument, _text_of(raw), COMMAND_LINE, ARGUMENT, of_file or "")
             used.add(argument)
-    for key, meaning in system.NULLS.items():
-        if key in given and given[key].text is None:
-            given[key] = replace(given[key], text=meaning)
-    flags = {
-        setting: _text_of(raw) or "none"
-        for argument, raw in arguments.items()
-        if argument not in used and (setting := setting_named(argument)) is not None
-    }
-    translating = Translating(given, flags, accepts)
-    translating.problems += problems
+        elif ours is not None:
+            flags[ours] = _text_of(raw) or "none"
+    for key in given.keys() & system.nulls.keys():
+        if given[key].text is None:
+            given[key] = replace(given[key], text=system.nulls[key])
+    translation = Translation(given, flags, accepts)
+    translation.problems += problems
     if path is not None:
-        translating.fill_in(system.defaults(translating))
-    translating.settle(system.combine, system.RULES)
-    return translating.finish(system.RULES), used
+        translation.fill_in(system.defaults(translation))
+    translation.settle(system.combine, system.rules)
+    translation.finish()
+    return translation, used
 
 
 def _text_of(raw: Raw) -> str | None:
@@ -199,7 +162,7 @@ def _as_recipe(name: str, kind: str, translation: Translation, used: Collection[
         name,
         [],
         used=frozenset(used),
-        names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].RULES),
+        names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].rules),
         system=kind if translation.notes else "",
         table=tuple(translation.table()),
     )
@@ -237,7 +200,7 @@ def translate(config: TranslateConfig) -> None:
     reader.read([*recipe.defaults, *recipe.assignments])
     if reader.problems:
         raise ConfigError(reader.problems)
-    print_text("\n".join([f"{name}: {SYSTEMS[kind].WHAT}\n", *translation.table()]))
+    print_text("\n".join([f"{name}: {SYSTEMS[kind].what}\n", *translation.table()]))
     text = recipe_text(name, kind, translation)
     if config.output_path is None:
         print_text(f"\n{text}", end="")
@@ -252,12 +215,12 @@ def translate(config: TranslateConfig) -> None:
 
 
 def _known_systems() -> str:
-    return "\n".join(f"  {kind}: {each.WHAT}, with {', '.join(each.SIGNS[:4])}" for kind, each in SYSTEMS.items())
+    return "\n".join(f"  {kind}: {each.what}, with {', '.join(each.signs[:4])}" for kind, each in SYSTEMS.items())
 
 
 def recipe_text(name: str, kind: str, translation: Translation) -> str:
     """Return a recipe by sections, each setting with what it was made of behind it."""
-    lines = [f"{FIRST_WORDS}{name} ({SYSTEMS[kind].WHAT})."]
+    lines = [f"{FIRST_WORDS}{name} ({SYSTEMS[kind].what})."]
     section, explained = None, list[Note]()
     for setting in settings_of(TrainConfig).values():
         if setting.name not in translation.settings:
@@ -269,10 +232,8 @@ def recipe_text(name: str, kind: str, translation: Translation) -> str:
         value = _as_yaml(translation.settings[setting.name][0])
         lines.append(f"  {setting.name}: {value}  # {_explained(note, with_remark=note not in explained)}")
         explained.append(note)
-    without = [note for note in translation.notes if not note.settings]
-    for heading, is_known in (("Without a setting here:", True), (NOT_UNDERSTOOD, False)):
-        if notes := [note for note in without if note.is_known == is_known]:
-            lines += [f"# {heading}", *(f"#   {_explained(note)}" for note in notes)]
+    if without := [note for note in translation.notes.values() if not note.settings]:
+        lines += ["# Without a setting here:", *(f"#   {_explained(note)}" for note in without)]
     return "\n".join(lines) + "\n"
 
 

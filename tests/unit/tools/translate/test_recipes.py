@@ -125,5 +125,5 @@ def test_the_kinds_of_the_command_are_the_systems() -> None:
 
 def test_no_sign_of_a_system_is_one_of_another() -> None:
     for name, system in SYSTEMS.items():
-        others = [sign for other, each in SYSTEMS.items() if other != name for sign in each.SIGNS]
-        assert [(sign, each) for sign in system.SIGNS for each in others if f"{each}.".startswith(f"{sign}.")] == []
+        others = [sign for other, each in SYSTEMS.items() if other != name for sign in each.signs]
+        assert [(sign, each) for sign in system.signs for each in others if f"{each}.".startswith(f"{sign}.")] == []

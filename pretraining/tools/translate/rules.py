@@ -1,0 +1,183 @@
+"""What every table of another system is made of: rules for one key, and conversions of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+
+from pretraining.config.plugins import TOKEN_SUFFIXES
+from pretraining.files import entries_of, is_folder
+from pretraining.progress import parse_number
+from pretraining.tools.translate.translation import ACCEPT_LLAMA, Rule, Translation, plain
+
+
+def each(keys: str, rule: Rule, above: str = "") -> dict[str, Rule]:
+    """Return one rule for several keys, parted by spaces; `above` stands in front of each one."""
+    return {f"{above}{key}": rule for key in keys.split()}
+
+
+def renamed(above: str = "", /, **settings: str) -> dict[str, Rule]:
+    """Return the rules of keys that are settings under another name; `above` stands in front of each key."""
+    return {f"{above}{key}": row(setting) for key, setting in settings.items()}
+
+
+def row(setting: str, convert: Callable[[str], str | Mapping[str, str]] = str, remark: str = "") -> Rule:
+    """Make a rule: the key is a setting under another name; a ValueError of `convert` says what is wrong."""
+
+    def apply(translation: Translation, key: str) -> None:
+        try:
+            made = convert(translation.text(key) or "")
+        except ValueError as error:
+            translation.refuse(key, str(error), setting)
+        else:
+            translation.set(key, remark, **(made if isinstance(made, Mapping) else {setting: made}))
+
+    return apply
+
+
+def left(reason: str) -> Rule:
+    """Make a rule: the key has no equivalent, and that changes nothing about what is learned."""
+    return lambda translation, key: translation.left(key, reason)
+
+
+def context(translation: Translation, key: str) -> None:
+    """Settle a key that is the length of sequences and the model's context."""
+    translation.set(key, seq_length=translation.text(key), max_position_embeddings=translation.text(key))
+
+
+def only(*values: str, reason: str) -> Rule:
+    """Make a rule: the key may have these values, as here; another one would change what is learned."""
+    return _allowed(values, "as here", lambda translation, key: translation.refuse(key, reason))
+
+
+def off(reason: str) -> Rule:
+    """Make a rule: what the key asks for is not here, so that it must ask for nothing."""
+    return only("false", "no", "off", "none", "auto", "0", reason=f"{reason}: take it out, or write null")
+
+
+def not_a_llama(*values: str, reason: str) -> Rule:
+    """Make a rule: a Llama has only these values; with ACCEPT_LLAMA another one is left out."""
+    return _allowed(values, "as in every Llama", lambda translation, key: refuse_model(translation, key, reason))
+
+
+def _allowed(values: tuple[str, ...], remark: str, refuse: Rule) -> Rule:
+    allowed = {plain(value) for value in values}
+
+    def apply(translation: Translation, key: str) -> None:
+        if plain(translation.text(key) or "") in allowed:
+            translation.set(key, remark)
+        else:
+            refuse(translation, key)
+
+    return apply
+
+
+def refuse_model(translation: Translation, key: str, reason: str) -> None:
+    """Refuse what makes the model no Llama, unless a Llama is accepted in its place."""
+    if ACCEPT_LLAMA in translation.accepts:
+        translation.left(key, f"{reason}; left out, as {ACCEPT_LLAMA} says")
+    else:
+        translation.refuse(key, f"{reason}. --{ACCEPT_LLAMA}=true trains a Llama of the same shape without it")
+
+
+def when(condition: Callable[[Translation], object], rule: Rule, otherwise: str) -> Rule:
+    """Make a rule that holds on a condition; without it the key is left out with a reason."""
+    return lambda translation, key: (rule if condition(translation) else left(otherwise))(translation, key)
+
+
+def lowest_rate(peak_key: str) -> Rule:
+    """Make a rule: the key is the learning rate at the end, a share of the peak here."""
+
+    def apply(translation: Translation, key: str) -> None:
+        lowest, peak = translation.number(key), translation.number(peak_key, "learning_rate")
+        if lowest == 0:
+            translation.set(key, min_lr_ratio="0")
+        elif lowest is None or not peak or not 0 <= lowest <= peak:
+            problem = f"a learning rate from 0 to {peak_key.rpartition('.')[2]} is needed"
+            translation.refuse(key, problem, "min_lr_ratio")
+        else:
+            translation.set(key, f"of {decimal(peak)}", min_lr_ratio=decimal(lowest / peak))
+
+    return apply
+
+
+SETTLED = left("not read with the other settings")
+"""The rule of keys that are settled together, before the others."""
+AFTER_DECAY = "not of norms and embeddings"
+NO_BIAS = not_a_llama("false", reason="a Llama has no biases")
+NO_DROPOUT = not_a_llama("0", reason="a Llama is trained without dropout")
+INITIAL_WEIGHTS = left("initial weights are those of docs/model.md")
+
+
+# Conversions of a text
+
+
+def choice(**words: str) -> Callable[[str], str]:
+    """Make a conversion: words mean values of a setting; case and dashes do not matter, and a value means itself."""
+    known = {value: value for value in words.values()} | words
+
+    def convert(text: str) -> str:
+        word = text.strip().lower().replace("-", "_")
+        if word not in known:
+            raise ValueError(f"one of {', '.join(words)} is needed")
+        return known[word]
+
+    return convert
+
+
+def tokens(text: str) -> str:
+    """Return a length that is counted in tokens."""
+    return text if text.endswith("tok") else f"{text}tok"
+
+
+def epochs(text: str) -> str:
+    """Return a length that is counted in passes over the data."""
+    return f"{text}ep"
+
+
+def part_of_run(text: str) -> str:
+    """Return a length: below 1 it is a share of the run, 0.03 is 3%."""
+    number = parse_number(text)
+    return f"{decimal(number * 100)}%" if number is not None and 0 < number < 1 else text
+
+
+def pair(text: str) -> Mapping[str, str]:
+    """Return both decays of Adam's moments."""
+    items = text.strip("[]()").split(",")
+    if len(items) != 2:
+        raise ValueError("two numbers are needed")
+    return {"adam_beta1": items[0].strip(), "adam_beta2": items[1].strip()}
+
+
+_DTYPES = {
+    **dict.fromkeys(("bfloat16", "bf16", "bf16_mixed", "bf16_true", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("float16", "fp16", "half", "16", "16_mixed", "torch.float16"), "float16"),
+    **dict.fromkeys(("float32", "fp32", "32", "32_true"), ""),
+}
+
+
+def dtype(text: str) -> Mapping[str, str]:
+    """Return what is computed in: mixed precision in 16 bits, or float32."""
+    word = text.strip().lower().replace("-", "_")
+    if word not in _DTYPES:
+        raise ValueError("one of bfloat16, float16, float32 is needed")
+    return {"mixed_precision": "true", "mp_dtype": _DTYPES[word]} if _DTYPES[word] else {"mixed_precision": "false"}
+
+
+def folder_of_data(text: str) -> Mapping[str, str]:
+    """Return the settings for a folder that is a dataset, or holds datasets; a start refuses one that is not there."""
+    folder = Path(text)
+    if is_folder(folder) and any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder)):
+        return {"data_path": str(folder.parent), "datasets": folder.name}
+    return {"data_path": text}
+
+
+def gated_width(width: Fraction | int, multiple: int) -> int:
+    """Return the feed-forward width whose three matrices have the parameters of two of 4 x `width`: 8/3 of it."""
+    return -int(-8 * width // (3 * multiple)) * multiple
+
+
+def decimal(number: Fraction) -> str:
+    """Return a fraction as a decimal number, in as few digits as a float needs."""
+    return str(number.numerator) if number.denominator == 1 else repr(float(number))
