@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 
 from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, committed_checkpoints
-from pretraining.tools.verify_checkpoints import faults_of
+from pretraining.tools.verify import faults_of
 from scripts.soak_compare import differences
 from scripts.soak_job import Job, Shot, View
 

@@ -24,7 +24,7 @@ from pretraining.errors import CheckpointError
 from pretraining.tools import import_weights as module
 from pretraining.tools.export import export as export_model
 from pretraining.tools.import_weights import import_weights
-from pretraining.tools.verify_checkpoints import faults_of
+from pretraining.tools.verify import faults_of
 
 
 def run_import(root: Path) -> None:
