@@ -290,7 +290,8 @@ def _training_rows(manifest: Manifest, settings: TrainConfig) -> list[tuple[str,
 
 
 def _data_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    data, rows = manifest.data, [("dataset", "weight", "tokens trained on", "tokens in it")]
+    data = manifest.data
+    rows: list[tuple[str, ...]] = [("dataset", "weight", "tokens trained on", "tokens in it")]
     weights, counts = data["phases"][-1]["weights"], data["counts"]
     for name, samples in counts.items():
         held = data["datasets"].get(name, {}).get("tokens")

@@ -19,6 +19,7 @@ from unit.data.token_files import make_root, random_documents, write_documents
 
 from pretraining.config.commands import PrepareConfig, VerifyConfig
 from pretraining.errors import DataError
+from pretraining.files import file_checksum
 from pretraining.tools import verify as verify_module
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.verify import verify
@@ -199,14 +200,12 @@ def test_of_many_wrong_rows_the_first_are_named(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_or_grow_meanwhile_are_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = verify_module.file_checksum
-
     def failing(path: Path) -> tuple[str, int]:
         if path.name == "one.arrow":
             raise OSError(5, "Input/output error")
         with path.open("ab") as file:
             file.write(b"12345678")
-        return read(path)
+        return file_checksum(path)
 
     make_root(tmp_path, web=9)
     monkeypatch.setattr(verify_module, "file_checksum", failing)
