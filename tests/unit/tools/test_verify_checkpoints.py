@@ -114,16 +114,16 @@ def refused(folder: Path) -> str:
     return ""
 
 
-def rewritten(folder: Path, change: Callable[[list[WriteItem]], list[WriteItem]]) -> list[str]:
-    """The faults of a checkpoint whose checksums fit, but not its content; a load says the same ones."""
+Change = Callable[[list[WriteItem]], list[WriteItem]]
+
+
+def rewritten(folder: Path, change: Change) -> list[str]:
+    """Return the faults of a checkpoint whose checksums fit, but not its content; a load names the same faults."""
     folder.mkdir()
-    pieces = [
-        WriteItem(name, Chunk((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
-        for name, tensor in tensors_of(SHAPE).items()
-    ]
-    changed = change(pieces)
+    tensors = tensors_of(SHAPE).items()
+    pieces = change([WriteItem(name, Chunk.whole(tensor.shape), tensor) for name, tensor in tensors])
     by_name: dict[str, list[WriteItem]] = {}
-    for piece in changed:
+    for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
     files = {}
     for number in range(max(map(len, by_name.values()))):  # a file holds a name once
@@ -136,59 +136,57 @@ def rewritten(folder: Path, change: Callable[[list[WriteItem]], list[WriteItem]]
     return faults
 
 
-def cut(pieces: list[WriteItem], name: str, ranges: list[tuple[int, int]]) -> list[WriteItem]:
-    """One tensor in pieces of rows."""
-    (whole,) = [piece for piece in pieces if piece.name == name]
-    parts = [
-        WriteItem(name, Chunk((begin, 0), (end - begin, whole.chunk.sizes[1])), whole.values[begin:end].contiguous())
-        for begin, end in ranges
-    ]
-    return [piece for piece in pieces if piece.name != name] + parts
+def cut(*ranges: tuple[int, int], dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3) -> Change:
+    """Store one tensor in pieces of rows."""
+
+    def change(pieces: list[WriteItem]) -> list[WriteItem]:
+        (whole,) = [piece for piece in pieces if piece.name == UP]
+        parts = [
+            WriteItem(UP, Chunk((begin, 0), (end - begin, 16)), whole.values[begin:end].contiguous().to(dtype))
+            for (begin, end), dtype in zip(ranges, dtypes, strict=False)
+        ]
+        return [*(piece for piece in pieces if piece is not whole), *parts]
+
+    return change
 
 
-def put(pieces: list[WriteItem], name: str, tensor: torch.Tensor) -> list[WriteItem]:
-    kept = [piece for piece in pieces if piece.name != name]
-    return [*kept, WriteItem(name, Chunk.whole(tensor.shape), tensor)]
+def put(tensor: torch.Tensor, name: str = UP) -> Change:
+    """Store another tensor."""
+    item = WriteItem(name, Chunk.whole(tensor.shape), tensor)
+    return lambda pieces: [*(piece for piece in pieces if piece.name != name), item]
+
+
+def without(end: str) -> Change:
+    """Store no tensor of a name that ends so."""
+    return lambda pieces: [piece for piece in pieces if not piece.name.endswith(end)]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda pieces: cut(pieces, UP, [(0, 20), (20, 32)]), None),
-        (lambda pieces: cut(pieces, UP, [(0, 20), (24, 32)]), "of shape [32, 16], 20 to 23 of dim 0 are missing"),
-        (lambda pieces: cut(pieces, UP, [(0, 20), (16, 32)]), "16 to 19 of dim 0 are there more than once"),
-        (lambda pieces: cut(pieces, UP, [(0, 20), (0, 20), (20, 32)]), "they are there 2 times"),
-        (lambda pieces: cut(pieces, UP, [(0, 20)]), "20 to 31 of dim 0 are missing"),
-        (lambda pieces: cut(pieces, UP, [(0, 16), (8, 16), (24, 32)]), "8 to 15 of dim 0 are there more than once"),
-        (lambda pieces: put(pieces, UP, torch.zeros(32, 16).half()), f"{UP} is of type torch.float16, not"),
-        (lambda pieces: put(pieces, UP, torch.zeros(32, 16).int()), f"{UP} is of type torch.int32, not"),
-        (
-            lambda pieces: put(pieces, f"optimizer.exp_avg.{UP}", torch.zeros(32, 16).long()),
-            "is of type torch.int64, not of floating-point numbers",
-        ),
-        (lambda pieces: put(pieces, f"optimizer.step.{UP}", torch.zeros(1)), "has the shape [1], not []"),
-        (lambda pieces: put(pieces, f"optimizer.exp_avg.{UP}", torch.zeros(())), "has the shape [], not [32, 16]"),
-        (lambda pieces: put(pieces, f"optimizer.row_means.{UP}", torch.zeros(32)), None),
-        (lambda pieces: put(pieces, UP, torch.zeros(40, 16)), "32 to 39 of dim 0 are beyond its shape"),
-        (lambda pieces: put(pieces, UP, torch.zeros(32)), f"{UP} has the shape [32], not [32, 16]"),
-        (lambda pieces: put(pieces, f"optimizer.exp_avg.{UP}", torch.zeros(9, 16)), "9 to 31 of dim 0 are missing"),
-        (lambda pieces: put(pieces, "model.foreign", torch.zeros(1)), "model.foreign is no tensor of the model (in"),
+        (cut((0, 20), (20, 32)), None),
+        (cut((0, 20), (24, 32)), "of shape [32, 16], 20 to 23 of dim 0 are missing"),
+        (cut((0, 20), (16, 32)), "16 to 19 of dim 0 are there more than once"),
+        (cut((0, 20), (0, 20), (20, 32)), "they are there 2 times"),
+        (cut((0, 20)), "20 to 31 of dim 0 are missing"),
+        (cut((0, 16), (8, 16), (24, 32)), "8 to 15 of dim 0 are there more than once"),
+        (cut((0, 20), (20, 32), dtypes=(torch.float32, torch.float16)), "types, torch.float16, torch.float32 (in part"),
+        (put(torch.zeros(32, 16).half()), f"{UP} is of type torch.float16, not"),
+        (put(torch.zeros(32, 16).int()), f"{UP} is of type torch.int32, not"),
+        (put(torch.zeros(40, 16)), "32 to 39 of dim 0 are beyond its shape"),
+        (put(torch.zeros(32)), f"{UP} has the shape [32], not [32, 16]"),
+        (put(torch.zeros(32, 16).long(), f"optimizer.exp_avg.{UP}"), "is of type torch.int64, not of floating-point"),
+        (put(torch.zeros(1), f"optimizer.step.{UP}"), "has the shape [1], not []"),
+        (put(torch.zeros(()), f"optimizer.exp_avg.{UP}"), "has the shape [], not [32, 16]"),
+        (put(torch.zeros(9, 16), f"optimizer.exp_avg.{UP}"), "9 to 31 of dim 0 are missing"),
+        (put(torch.zeros(32), f"optimizer.row_means.{UP}"), None),
+        (put(torch.zeros(1), "model.foreign"), "model.foreign is no tensor of the model (in"),
         (lambda pieces: [piece for piece in pieces if piece.name != UP], f"lacks {UP}"),
-        (
-            lambda pieces: [piece for piece in pieces if not piece.name.endswith(f".{UP}")],
-            f"lacks the optimizer's state of {UP}",
-        ),
-        (
-            lambda pieces: [
-                replace(piece, values=piece.values.half()) if piece.chunk.offsets[:1] == (20,) else piece
-                for piece in cut(pieces, UP, [(0, 20), (20, 32)])
-            ],
-            "are of different types, torch.float16, torch.float32 (in part-0.safetensors, part-1.safetensors)",
-        ),
+        (without(f".{UP}"), f"lacks the optimizer's state of {UP}"),
     ],
-)  # fmt: skip
+)
 def test_pieces_that_do_not_make_each_tensor_once_are_named(
-    tmp_path: Path, change: Callable[[list[WriteItem]], list[WriteItem]], message: str | None
+    tmp_path: Path, change: Change, message: str | None
 ) -> None:
     faults = rewritten(tmp_path / "c", change)
     assert len(faults) == (0 if message is None else 1), faults
