@@ -146,20 +146,20 @@ class Inspector:
         self._seq_length = seq_length
 
     def step_of_sample(self, sample_id: int) -> int:
-        """Returns the step that trains on a sample; a ConfigError where it is skipped."""
+        """Return the step that trains on a sample; a ConfigError if it is skipped."""
         mixture = self._reader.mixture
         if not mixture.skipped.count(sample_id, sample_id + 1):
             raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
         return mixture.step_of_sample(sample_id) + 1
 
     def global_batch_size(self, step: int) -> int:
-        """Counts the slots of a step: a run's phases may differ."""
+        """Return the number of slots of a step: a run's phases may differ."""
         return self._reader.mixture.global_batch_size(step - 1)
 
     def slots(
         self, step: int, share: tuple[int, int] | None = None, sample_id: int | None = None, tokens: bool = False
     ) -> Iterator[InspectedSlot]:
-        """Yields the slots of a step, in the order in which ranks take them.
+        """Yield the slots of a step, in the order in which ranks take them.
 
         Args:
             share: slots [begin, end) to show; None = all.
@@ -189,7 +189,8 @@ class Inspector:
             own = [ranges[name] for _, ranges in taken if name in ranges]
             samples = sum(end - begin for begin, end in own)
             counted, documents, padding = self._count(source, dataset, own) if dataset else (samples, 0, 0)
-            pass_samples = dataset.pass_tokens("train") / self._seq_length if dataset else None
+            tokens_seen = (before[name] * self._seq_length, after[name] * self._seq_length)
+            pass_tokens = dataset.pass_tokens("train") if dataset else None
             summaries.append(
                 DatasetSummary(
                     dataset=name,
@@ -201,7 +202,7 @@ class Inspector:
                     fill=1 - padding / max(counted * self._seq_length, 1) if samples else None,
                     documents=documents * samples // max(counted, 1),
                     documents_are_exact=counted == samples,
-                    passes=(before[name] / pass_samples, after[name] / pass_samples) if pass_samples else None,
+                    passes=(tokens_seen[0] / pass_tokens, tokens_seen[1] / pass_tokens) if pass_tokens else None,
                 )
             )
         return summaries
@@ -239,7 +240,7 @@ class Inspector:
 
 
 def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
-    """Yields where the pieces of a sample are on disk."""
+    """Yield where the pieces of a sample are on disk."""
     files = dataset.index.files_of(spans.documents)
     rows = spans.documents - dataset.index.first_documents[files]
     documents = dataset.index.documents[spans.documents]
@@ -275,9 +276,9 @@ class InspectedSlot:
     Attributes:
         slot: place in the global batch.
         sample_id: global index of its sample.
-        spans: in order, S + 1 tokens, or fewer where documents are packed; empty where samples are made up.
-        ids: the tokens of the spans; None where they were not asked for, or cannot be read.
-        problem: why they cannot be read, where that quarantines the sample.
+        spans: in order, S + 1 tokens, or fewer if documents are packed; empty if samples are made up.
+        ids: the tokens of the spans; None if they were not asked for, or cannot be read.
+        problem: why they cannot be read, if that quarantines the sample.
     """
 
     step: int
@@ -289,7 +290,7 @@ class InspectedSlot:
     problem: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """Returns the JSON object of `--json`, an interface: fields are added, never renamed."""
+        """Return the JSON object of `--json`, an interface: fields are added, never renamed."""
         fields = asdict(self)
         for span in fields["spans"]:
             del span["ends_document"]
@@ -299,7 +300,7 @@ class InspectedSlot:
         return fields
 
     def describe(self, decode: Callable[[Sequence[int]], str] | None) -> Iterator[str]:
-        """Yields lines for people: where each piece is and the ends of its text (or, without `decode`, of its ids)."""
+        """Yield lines for people: where each piece is and the ends of its text (or, without `decode`, of its ids)."""
         yield f"slot {self.slot}  sample {self.sample_id}  dataset {self.dataset}"
         if self.problem is not None:
             yield f"  quarantined, no labels: {self.problem}"
@@ -316,16 +317,16 @@ class InspectedSlot:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What a dataset gives to steps A to B.
+    """The samples of a dataset in steps A to B.
 
     Attributes:
         asked, realised: its weight as a fraction, and its fraction of the samples.
-        tokens: S a sample, of which `padding_tokens` are labels that are ignored, as packed documents leave room.
-        fill: the fraction of tokens that are not padding; None where there is no sample.
+        tokens: S per sample, of which `padding_tokens` are ignored labels, as packed documents leave room.
+        fill: the fraction of tokens that are not padding; None without a sample.
         documents: that begin in these samples, once each pass.
-        documents_are_exact: False where documents and padding were counted in the first `SAMPLES_COUNTED` samples and
+        documents_are_exact: False if documents and padding were counted in the first `SAMPLES_COUNTED` samples and
             scaled.
-        passes: over the dataset that are done before step A, and after step B; None where it has no end.
+        passes: over the dataset that are done before step A, and after step B; None if it has no end.
     """
 
     dataset: str
@@ -341,7 +342,7 @@ class DatasetSummary:
 
 
 def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequence[DatasetSummary]) -> list[str]:
-    """Makes a table with a line a dataset, and totals over it."""
+    """Return a table with a line per dataset, and totals above it."""
     samples = sum(each.samples for each in summaries)
     table = [("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")]
     for each in summaries:
