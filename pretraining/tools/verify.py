@@ -80,10 +80,9 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
     data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
     listing = list_datasets(data)
     file_count, size = sum(len(files.paths) for files in listing), sum(sum(files.sizes) for files in listing)
-    summary = []
     faults = _print_faults([] if config.datasets else _emptied_datasets(data, listing))
     for files in listing:
-        print_text(f"reading {files.folder}: {count_of(len(files.paths), 'file')}", file=sys.stderr)
+        faults_before = faults
         written, vocab_size, damaged = _read_record(files)
         vocab_size = config.vocab_size or vocab_size
         gone = [] if files.is_file else sorted(written.keys() - set(files.paths))  # a file has others beside it
@@ -96,16 +95,15 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
         vocabulary = f"all below {vocab_size:,}" if vocab_size else "vocabulary not checked: give --vocab_size"
         compared = bool(written) and all(entry.crc32 for entry in written.values())
         checksums = f"checksums as in {MANIFEST_FILE}" if compared else f"no checksums in a {MANIFEST_FILE}"
-        summary.append(
-            f"dataset '{files.name}': {count_of(len(files.paths), 'file')}, {count_of(documents, 'document')}, "
-            f"{tokens:,} tokens ({vocabulary}; {checksums})"
-        )
+        if faults == faults_before:
+            print_text(
+                f"dataset '{files.name}': {count_of(len(files.paths), 'file')}, {count_of(documents, 'document')}, "
+                f"{tokens:,} tokens ({vocabulary}; {checksums})"
+            )
     if faults:
         raise DataError(
             f"{count_of(faults, 'fault')} in {count_of(file_count, 'file')} of {data.data_path}, listed above"
         )
-    for line in summary:
-        print_text(line)
     print_text(f"{count_of(file_count, 'file')}, {format_bytes(size)}: no faults")
 
 

@@ -234,7 +234,7 @@ def test_verify_ends_with_a_status_and_names_faults(tmp_path: Path, capsys: pyte
         main(["verify", f"--data_path={data}", "--vocab_size=3"])
     said = capsys.readouterr()
     assert ending.value.code == 1
-    assert "second/part-0.arrow: damaged" in said.out and "first/part-0.arrow, row 0, byte" in said.out
+    assert "second/part-0.arrow: damaged" in said.out and "first/part-0.arrow, row 0: token" in said.out
     assert said.err.startswith("error: ") and "faults in 2 files" in said.err
 
 
@@ -262,7 +262,7 @@ def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
     ("arguments", "message"),
     [
         (["list"], "--run_path is missing"),
-        (["list", "nowhere"], "nowhere is no run"),
+        (["list", "nowhere"], "nowhere: --run_path is no run"),
         (["export", "nowhere", "--output_path=out"], "holds no complete checkpoint"),
         (["export", "--output_path=out", "--format=onnx"], "--ckpt_load_path is missing"),
         (["export", "nowhere", "--output_path=out", "--format=onnx"], "onnx"),
@@ -273,7 +273,7 @@ def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
         (["list", "nowhere", "--", "--json"], "'--' is no setting, and what stands behind it would not be read"),
         (["list", "nowhere", "--=3"], "'--=3' is no setting"),
         (["verify"], "nothing to check"),
-        (["verify", "nowhere"], "is neither a checkpoint"),
+        (["verify", "nowhere"], "neither a checkpoint"),
         (["verify", "nowhere", "--data_path=data"], "are two things to check"),
         (["verify", "--data_path=data", "--file_type=arow"], "or a class of your own as package.module:Class; did you"),
         (["verify", "nowhere", "elsewhere"], "'elsewhere' sets nothing"),
