@@ -155,12 +155,7 @@ def sweep_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Checks checkpoints or token files."""
     config = parse_config(VerifyConfig, overrides, flags)
-    if config.ckpt_path is not None:
-        from pretraining.tools.verify_checkpoints import verify_checkpoints
-
-        verify_checkpoints(config)
-        return
-    from pretraining.tools.verify_data import verify
+    from pretraining.tools.verify import verify
 
     verify(config)
 

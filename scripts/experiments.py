@@ -17,10 +17,10 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from scripts.benchmark.tables import markdown_table
 
@@ -57,24 +57,8 @@ LEVERS = {
 WINNERS_PICTURE, LEVERS_PICTURE = "experiments_optimizers.svg", "experiments_levers.svg"
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run of an experiment.
-
-    Attributes:
-        values: of the settings that vary, by name.
-        status: finished, failed, …
-        losses: (tokens, held-out loss) of each evaluation.
-    """
-
-    values: Mapping[str, str]
-    status: str
-    losses: tuple[tuple[int, float], ...]
-
-    @property
-    def last(self) -> float:
-        """The held-out loss at the end; infinite where the run has none."""
-        return self.losses[-1][1] if self.losses and self.status == "finished" else float("inf")
+Losses = list[tuple[int, float]]
+"""(tokens, held-out loss) of each evaluation of a run."""
 
 
 def experiments() -> dict[str, tuple[str, ...]]:
@@ -98,90 +82,86 @@ def command_of(name: str, folder: Path, data: Path) -> list[str]:
     return [sys.executable, "-m", "pretraining", "sweep", *train, f"--sweep_path={folder / name}"]
 
 
-def runs_of(name: str, folder: Path) -> list[Run]:
-    """What has come of an experiment's runs; none where it has not begun."""
+def runs_of(name: str, folder: Path) -> Iterator[tuple[dict[str, str], Losses]]:
+    """Yield the values that vary and the held-out losses of each finished run of an experiment."""
     table = folder / name / "sweep.csv"
-    if not table.is_file():
-        return []
-    with table.open(newline="") as lines:
+    with table.open(newline="") if table.is_file() else nullcontext(()) as lines:
         rows = list(csv.DictReader(lines))
-    return [Run(row, row["status"], tuple(_held_out(Path(row["run"])))) for row in rows]
+    for row in rows:
+        if row["status"] == "finished":
+            reports = map(json.loads, Path(row["run"], "logs", "metrics.jsonl").read_text().splitlines())
+            losses = [(each["tokens_seen"], each["evaluation_loss"]) for each in reports if "evaluation_loss" in each]
+            yield row, losses
 
 
-def _held_out(run: Path) -> Iterator[tuple[int, float]]:
-    metrics = run / "logs" / "metrics.jsonl"
-    for line in metrics.read_text().splitlines() if metrics.is_file() else ():
-        report: dict[str, Any] = json.loads(line)
-        if "evaluation_loss" in report:
-            yield report["tokens_seen"], report["evaluation_loss"]
+def by_seed(name: str, folder: Path) -> dict[str, Losses]:
+    """Return the losses of a winner (by its optimizer's name) or of a lever, by seed."""
+    if name not in BEST:
+        return {row["seed"]: losses for row, losses in runs_of(name, folder)}
+    by_rate = {row["learning_rate"]: losses for row, losses in runs_of(f"r_{name}", folder)}
+    first = {FIRST_SEED: by_rate[BEST[name]]} if BEST[name] in by_rate else {}
+    return first | {row["seed"]: losses for row, losses in runs_of(f"seeds_{name}", folder)}
 
 
-def by_seed(name: str, folder: Path) -> dict[str, Run]:
-    """The finished runs of a winner (by its optimizer's name) or of a lever, by seed."""
-    found = []
-    if name in BEST:
-        found = [(FIRST_SEED, run) for run in runs_of(f"r_{name}", folder) if run.values["learning_rate"] == BEST[name]]
-        name = f"seeds_{name}"
-    found += [(run.values["seed"], run) for run in runs_of(name, folder)]
-    return {seed: run for seed, run in found if run.status == "finished" and run.losses}
-
-
-def tokens_until(loss: float, run: Run) -> float | None:
-    """Tokens after which the held-out loss was as low as `loss`, on a line between evaluations; None = never."""
-    for (before, above), (after, below) in zip(run.losses, run.losses[1:], strict=False):
+def tokens_until(loss: float, losses: Losses) -> float | None:
+    """Return the tokens after which the held-out loss was as low, on a line between evaluations; None = never."""
+    for (before, above), (after, below) in pairwise(losses):
         if below <= loss <= above:
             return before + (above - loss) / (above - below) * (after - before)
     return None
 
 
-def rates_table(folder: Path) -> str:
-    """Held-out losses of one seed by optimizer and rate."""
+def print_rates(folder: Path) -> None:
+    """Print held-out losses of one seed by optimizer and rate; a rate that is not there did not finish."""
     rows = [
-        (name, run.values["learning_rate"], f"{run.last:.3f}" if run.status == "finished" else run.status)
+        (name, row["learning_rate"], f"{losses[-1][1]:.3f}")
         for name in RATES
-        for run in runs_of(f"r_{name}", folder)
+        for row, losses in runs_of(f"r_{name}", folder)
     ]
-    return markdown_table(("optimizer", "learning_rate", "held-out loss"), rows)
+    print("\n" + markdown_table(("optimizer", "learning_rate", "held-out loss"), rows))
 
 
-def winners_table(folder: Path) -> str:
-    """Mean and range over seeds at each optimizer's best rate, and the tokens that it takes to AdamW's last loss."""
+def print_winners(folder: Path) -> None:
+    """Print mean and range over seeds at each optimizer's best rate, and the tokens that it takes to AdamW's loss."""
     rows = []
-    reference = [run.last for run in by_seed("adamw", folder).values()]
+    reference = [losses[-1][1] for losses in by_seed("adamw", folder).values()]
     for name, rate in BEST.items():
         runs = list(by_seed(name, folder).values())
-        if not runs or not reference:
-            continue
-        until = [tokens_until(statistics.fmean(reference), run) for run in runs]
-        reached = [tokens / run.losses[-1][0] for tokens, run in zip(until, runs, strict=True) if tokens is not None]
-        share = f"{statistics.fmean(reached):.2f}" if len(reached) == len(runs) else "-"
-        rows.append((name, rate, _mean_and_range([run.last for run in runs]), str(len(runs)), share))
+        if runs and reference:
+            until = [tokens_until(statistics.fmean(reference), losses) for losses in runs]
+            shares = [tokens / losses[-1][0] for tokens, losses in zip(until, runs, strict=True) if tokens is not None]
+            share = f"{statistics.fmean(shares):.2f}" if len(shares) == len(runs) else "-"
+            rows.append((name, rate, _mean_and_range([losses[-1][1] for losses in runs]), str(len(runs)), share))
     header = ("optimizer", "learning_rate", "held-out loss", "seeds", "share of the tokens until AdamW's last loss")
-    return markdown_table(header, rows)
+    print("\n" + markdown_table(header, rows))
 
 
-def levers_table(folder: Path) -> str:
-    """Differences to AdamW by lever, seed by seed, beside what seeds alone make."""
-    base = by_seed("adamw", folder)
-    rows = []
-    spread = _spread([run.last for run in base.values()])
+def differences(name: str, folder: Path) -> list[float]:
+    """Return how a lever's last losses differ from AdamW's, seed by seed."""
+    base, runs = by_seed("adamw", folder), by_seed(name, folder)
+    return [losses[-1][1] - base[seed][-1][1] for seed, losses in runs.items() if seed in base]
+
+
+def spread_of_seeds(folder: Path) -> float:
+    """Return the range of AdamW's last losses: what seeds alone make."""
+    last = [losses[-1][1] for losses in by_seed("adamw", folder).values()] or [0.0]
+    return max(last) - min(last)
+
+
+def print_levers(folder: Path) -> None:
+    """Print differences to AdamW by lever beside what seeds alone make."""
+    rows, spread = [], spread_of_seeds(folder)
     for name, flags in LEVERS.items():
-        runs = by_seed(name, folder)
-        differences = [runs[seed].last - base[seed].last for seed in runs if seed in base]
-        if differences:
-            mean = statistics.fmean(differences)
-            counts = "yes" if abs(mean) > 2 * spread else "no"
-            rows.append((" ".join(flags), _mean_and_range(differences, "+"), str(len(differences)), counts))
-    return markdown_table(("lever", "held-out loss, difference", "seeds", f"above twice {spread:.3f}"), rows)
-
-
-def _spread(losses: Sequence[float]) -> float:
-    return max(losses, default=0.0) - min(losses, default=0.0)
+        if found := differences(name, folder):
+            counts = "yes" if abs(statistics.fmean(found)) > 2 * spread else "no"
+            rows.append((" ".join(flags), _mean_and_range(found, "+"), str(len(found)), counts))
+    header = ("lever", "held-out loss, difference", "seeds", f"above twice {spread:.3f}")
+    print("\n" + markdown_table(header, rows))
 
 
 def _mean_and_range(values: Sequence[float], sign: str = "") -> str:
-    shown = [format(value, f"{sign}.3f") for value in (statistics.fmean(values), min(values), max(values))]
-    return f"{shown[0]} ({shown[1]} to {shown[2]})"
+    mean, low, high = (format(value, f"{sign}.3f") for value in (statistics.fmean(values), min(values), max(values)))
+    return f"{mean} ({low} to {high})"
 
 
 def draw(folder: Path, pictures: Path) -> None:
@@ -191,21 +171,19 @@ def draw(folder: Path, pictures: Path) -> None:
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, rate) in enumerate(BEST.items()):
-        for seed, run in by_seed(name, folder).items():
+        for seed, losses in by_seed(name, folder).items():
             label = f"{name}, {rate}" if seed == FIRST_SEED else None
-            axes.plot(*zip(*run.losses, strict=True), color=f"C{number}", marker=".", label=label)
+            axes.plot(*zip(*losses, strict=True), color=f"C{number}", marker=".", label=label)
     axes.set_xlabel("tokens")
     axes.set_ylabel("held-out loss, a line a seed")
     axes.legend()
     figure.savefig(pictures / WINNERS_PICTURE, metadata={"Date": None})
 
     figure = Figure(figsize=(7.0, 3.5), layout="constrained")
-    axes, base = figure.add_subplot(), by_seed("adamw", folder)
+    axes, spread = figure.add_subplot(), spread_of_seeds(folder)
     for name in LEVERS:
-        runs = by_seed(name, folder)
-        differences = [runs[seed].last - base[seed].last for seed in runs if seed in base]
-        axes.plot(differences, [name.replace("_", " ")] * len(differences), "o", color="C0", alpha=0.7)
-    spread = _spread([run.last for run in base.values()])
+        found = differences(name, folder)
+        axes.plot(found, [name.replace("_", " ")] * len(found), "o", color="C0", alpha=0.7)
     axes.axvspan(-2 * spread, 2 * spread, color="0.9", label="twice the range of AdamW's seeds")
     axes.axvline(0, color="0.5")
     axes.set_xlabel("held-out loss, difference to AdamW's with the same seed")
@@ -228,8 +206,8 @@ def main() -> None:
     for name in [] if flags.collect else chosen:
         print(f"== {name}", flush=True)
         subprocess.run(command_of(name, flags.folder, flags.data), check=True)
-    for table in (rates_table, winners_table, levers_table):
-        print(f"\n{table(flags.folder)}")
+    for print_table in (print_rates, print_winners, print_levers):
+        print_table(flags.folder)
     if flags.pictures is not None:
         draw(flags.folder, flags.pictures)
 

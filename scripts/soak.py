@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 
 from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, committed_checkpoints
-from pretraining.tools.verify_checkpoints import faults_of
+from pretraining.tools.verify import faults_of
 from scripts.soak_compare import differences
 from scripts.soak_job import Job, Shot, View
 
@@ -99,9 +99,7 @@ class Soak:
         self._kills = self._starts = self._runs = self._last_step = 0
         self._start_up_seconds = self._step_seconds = 0.0
         self._limit_seconds = math.inf
-        self._hits: Counter[str] = Counter()
         self._kinds: Counter[str] = Counter()
-        self._peers: Counter[str] = Counter()
 
     def run(self) -> None:
         """All of it.
@@ -125,12 +123,8 @@ class Soak:
 
     def summary(self) -> str:
         """What was done, in lines."""
-        what = f"{self._kills} kills in {self._starts} starts; {self._runs} runs ended equal"
-        lines = [f"{what}, {self._seconds():.0f} s"]
-        for title, counts in (("hit", self._hits), ("kind", self._kinds), ("peers", self._peers)):
-            if counts:
-                lines.append(f"  {title:6}" + ", ".join(f"{what} {count}" for what, count in counts.most_common()))
-        return "\n".join(lines)
+        what = f"{self._kills} kills in {self._starts} starts; {self._runs} runs ended equal, {self._seconds():.0f} s"
+        return "\n  ".join([what, *(f"{kind} {count}" for kind, count in self._kinds.most_common())])
 
     def _compare(self, reference: Path, run: Path) -> None:
         """Makes sure that two runs are equal, and removes the second."""
@@ -150,7 +144,7 @@ class Soak:
         try:
             job.wait_for(lambda view: len(view.steps) > 0)
             self._start_up_seconds = time.monotonic() - began
-            statuses, _ = job.await_end()
+            statuses = job.await_end()
         finally:
             job.close()
         if any(statuses):
@@ -183,19 +177,16 @@ class Soak:
             Broken: it failed by itself, or was told to end and has lost a step.
         """
         shot = self._draw(processes) if self._kills < self._flags.kills else None
-        hit = job.fire(shot, self._last_step) if shot is not None else None
-        statuses, by_themselves = job.await_end(math.inf if hit is None else self._flags.patience)
+        is_hit = shot is not None and job.fire(shot, self._last_step)
+        statuses = job.await_end(self._flags.patience if is_hit else math.inf)
         if not any(statuses):
             return True  # a shot that came was too late
-        if shot is None or hit is None:
+        if shot is None or not is_hit:
             raise Broken(
                 f"start {self._starts} of {run} failed by itself, with {statuses} (-9: it hung): see {run / 'starts'}"
             )
         self._kills += 1
-        self._hits[hit] += 1
         self._kinds[WHOM[shot.whom]] += 1
-        if shot.whom != "all" and processes > 1:
-            self._peers["ended by themselves" if by_themselves else f"had to be killed, hit {hit}"] += 1
         if PREEMPTED in statuses:
             self._kinds["of which it saved and ended with 75"] += 1
             view = job.look()

@@ -90,17 +90,6 @@ class View:
         new = [step for name in written - begun.unfinished if (step := step_of(name)) > begun.newest]
         return len(new) >= shot.count or last_step in new
 
-    def place(self, begun: View, last_step: int) -> str:
-        """What a kill hits now."""
-        new = self.unfinished - begun.unfinished
-        if any(step_of(name) > self.newest for name in new):
-            return "during a save"
-        if new:
-            return "while old checkpoints are removed"
-        if not self.steps:
-            return "in start-up"
-        return "after the last save" if self.newest == last_step else "between saves"
-
 
 class Job:
     """The processes of one start; end them with `close`.
@@ -138,28 +127,27 @@ class Job:
             time.sleep(POLL_SECONDS)
         return False
 
-    def fire(self, shot: Shot, last_step: int) -> str | None:
-        """Kills at a shot's moment; returns what it hit, or None where there was nobody left to hit."""
+    def fire(self, shot: Shot, last_step: int) -> bool:
+        """Kill at a shot's moment; return whether there was anybody left to hit."""
         if not self.wait_for(lambda view: view.has_happened(shot, self._begun, last_step)):
-            return None
+            return False
         time.sleep(shot.delay_seconds)
         if not any(process.is_alive() for process in self._processes):
-            return None
+            return False
         for process in self._processes if shot.whom == "all" else [self._processes[shot.rank]]:
             if shot.whom == "term":
                 process.terminate()
             else:
                 process.kill()
-        return self.look().place(self._begun, last_step)
+        return True
 
-    def await_end(self, patience_seconds: float = math.inf) -> tuple[list[int], bool]:
-        """Exits codes, and whether all ended by themselves; who does not within that time is killed."""
+    def await_end(self, patience_seconds: float = math.inf) -> list[int]:
+        """Return exit codes; a process that does not end within that time is killed."""
         deadline = min(time.monotonic() + patience_seconds, self._limit)
         for process in self._processes:
             process.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        ended = not any(process.is_alive() for process in self._processes)
         self.close()
-        return [process.exitcode or 0 for process in self._processes], ended
+        return [process.exitcode or 0 for process in self._processes]
 
     def close(self) -> None:
         """Leaves no process behind."""

@@ -4,15 +4,21 @@
                                                                     -> full  four .pt files and a manifest
 
 It takes one process, no GPU, and the memory of one tensor. The folder appears complete or not at all. Weights in
-Hugging Face's form fill files of a bounded size, in the model's order, and an index says what is where.
+Hugging Face's form fill files of a bounded size, in the model's order, and an index says what is where. README.md is
+what the Hugging Face hub shows: nothing that only holds on the machine that trained the model, such as a path, is in
+it. The license is that of an imported model; the license of any other model is the user's to choose.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import logging
 import math
+import re
 import shlex
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +26,7 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.completeness import check_finite, tensor_faults
-from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, shape_of
+from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import in_order, write_full
 from pretraining.checkpoint.reader import TensorFiles
 from pretraining.checkpoint.start_point import CheckpointRef, named_checkpoint, open_tensors
@@ -28,7 +34,7 @@ from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape
+from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import atomic_folder, from_hub, is_file, is_folder, read_json, write_flushed, write_json
@@ -42,22 +48,22 @@ from pretraining.model.hf import (
     generation_document,
     parameter_shapes,
 )
-from pretraining.text import count_of
-from pretraining.tools.model_card import MODEL_CARD, model_card
+from pretraining.text import count_of, format_bytes
 
 log = logging.getLogger(__name__)
 
-# Beside tokenizer.json and tokenizer_config.json, what a tokenizer's folder may hold and AutoTokenizer reads.
 ORIGIN_FILE = "imported.json"
 """In the folder of a run that `pretrain import` has made: what exports keep of the imported model."""
+_FAULTS_SHOWN = 3
 _MORE_TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "vocab.json", "merges.txt"),
 )
+"""What AutoTokenizer reads beside tokenizer.json and tokenizer_config.json."""
 
 
 def export(config: ExportConfig) -> None:
-    """Writes a checkpoint as `config` says.
+    """Write a checkpoint as `config` says.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or nothing can be written.
@@ -68,7 +74,9 @@ def export(config: ExportConfig) -> None:
     for damaged in checkpoint.passed_over:
         log.info("%s: passed over", damaged)
     tensors = open_tensors(checkpoint)
-    check_complete(checkpoint, tensors)
+    faults = tensor_faults(checkpoint.path, tensors.chunks, checkpoint.manifest)
+    if faults:
+        raise CheckpointError("; ".join(faults[:_FAULTS_SHOWN]) + f". See `pretrain verify {checkpoint.path}`")
     if config.format == "full":
         _export_full(config, checkpoint, tensors)
     else:
@@ -76,13 +84,13 @@ def export(config: ExportConfig) -> None:
 
 
 def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles, max_bytes: int) -> None:
-    shape = shape_of(checkpoint.manifest)
-    settings = settings_in(checkpoint.manifest.config, f"config of {checkpoint.path}")
-    tokenizer, tokenizer_path, told = _find_tokenizer(config, settings, shape)
+    manifest, shape = checkpoint.manifest, shape_of(checkpoint.manifest)
+    settings = settings_in(manifest.config, f"config of {checkpoint.path}")
+    tokenizer = _find_tokenizer(config, settings, shape)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     kinds = {name: (dtype, tuple(size)) for name, size in parameter_shapes(shape).items()}
     files = plan_files(kinds, max_bytes)
-    is_trained, origin = bool(checkpoint.manifest.data), _read_origin(checkpoint)
+    is_trained, origin = bool(manifest.data), _read_origin(checkpoint)
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
     end_of_text = None if tokenizer is None else tokenizer.end_of_text
     bos = _first_known(settings.data.bos_token, origin.get("bos_token_id"))
@@ -96,18 +104,16 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
             weights = (check_finite(checkpoint.path, each, tensors.read(each)).to(dtype) for each in content)
             write_tensors(folder / name, content, weights)
         if len(files) > 1:
-            write_json(folder / INDEX_FILE, index_document(files))
+            write_json(folder / INDEX_FILE, _index_document(files))
         write_json(folder / CONFIG_FILE, config_document(shape, config.dtype, context, bos, eos, pad))
         write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, eos, pad))
-        if tokenizer is not None and tokenizer_path is not None:
-            _write_tokenizer(tokenizer.with_settings(context, pad), tokenizer_path, folder)
-        card = model_card(
-            output.name, checkpoint.manifest, settings, config.dtype, origin, has_tokenizer=tokenizer is not None
-        )
-        write_flushed(folder / MODEL_CARD, card)
-    print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, {total / 1e9:.2f} GB")
+        if tokenizer is not None:
+            tokenizer.with_settings(context, pad).save(folder)
+            _copy_tokenizer_files(config.tokenizer_path or settings.data.tokenizer_path or "", folder)
+        card = _model_card(output.name, manifest, settings, config.dtype, origin, tokenizer is not None)
+        write_flushed(folder / "README.md", card)
+    print_text(f"{output}: step {manifest.step} of {checkpoint.path}, {config.dtype}, {format_bytes(total)}")
     print_text(f"  weights    {count_of(len(files), 'safetensors file')}")
-    print_text(f"  tokenizer  {told}")
     print_text(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
     begin = None if tokenizer is None else tokenizer.begin_of_text
     if begin is not None and settings.data.bos_token is None and is_trained:
@@ -130,12 +136,18 @@ def _read_origin(checkpoint: CheckpointRef) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Remove it to export without it") from error
+        raise CheckpointError(f"cannot be read ({error}). Remove it to export without it", path=path) from error
 
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
-    parameters = parameter_shapes(shape_of(checkpoint.manifest))
-    kinds = _in_model_order(tensors, list(parameters))
+    parameters, shapes = parameter_shapes(shape_of(checkpoint.manifest)), tensors.shapes()
+    place = {name: number for number, name in enumerate(parameters)}
+
+    def position(name: str) -> tuple[int, str]:
+        """Return the place of a tensor: that of its parameter, also for optimizer.exp_avg.<parameter>."""
+        return place.get(name, place.get(name.split(".", 2)[-1], len(place))), name
+
+    kinds = {name: (tensors.chunks[name][0].dtype, shapes[name]) for name in sorted(shapes, key=position)}
 
     def read(name: str) -> torch.Tensor:
         tensor = tensors.read(name)
@@ -146,65 +158,37 @@ def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: Tenso
     with atomic_folder(output, "--output_path", total) as folder:
         files = write_full(folder, kinds, map(read, in_order(kinds)), checkpoint.manifest)
         write_json(folder / MANIFEST, replace(checkpoint.manifest, files=files).document())
-    print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {total / 1e9:.2f} GB")
+    print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {format_bytes(total)}")
     print_text("  files      " + ", ".join(FULL_FILES))
-    print_text(f"  go on      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} …")
+    print_text(f"  resume     pretrain train {shlex.quote(f'--ckpt_load_path={output}')} …")
 
 
-def check_complete(checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
-    """Refuses a checkpoint without all parameters of its model.
-
-    Raises:
-        CheckpointError: names the first that is missing or has another shape, or what else a load would refuse.
-    """
-    shapes = tensors.shapes()
-    for name, shape in parameter_shapes(shape_of(checkpoint.manifest)).items():
-        if shapes.get(name) != shape:
-            held = f"has the shape {shapes[name]}, not" if name in shapes else "is missing; its shape is"
-            raise CheckpointError(f"{checkpoint.path} is damaged: {name} {held} {tuple(shape)}")
-    faults = tensor_faults(checkpoint.path, tensors.chunks, checkpoint.manifest)
-    if faults:
-        raise CheckpointError("; ".join(faults))
-
-
-def _in_model_order(tensors: TensorFiles, names: list[str]) -> Kinds:
-    """All tensors of a checkpoint, those of a parameter in the order of the parameters."""
-    place = {name: number for number, name in enumerate(names)}
-
-    def key(name: str) -> tuple[int, str]:
-        return place.get(name, place.get(name.split(".", 2)[-1], len(place))), name
-
-    shapes = tensors.shapes()
-    return {name: (tensors.chunks[name][0].dtype, shapes[name]) for name in sorted(shapes, key=key)}
-
-
-def _find_tokenizer(
-    config: ExportConfig, settings: TrainConfig, shape: LlamaShape
-) -> tuple[Tokenizer | None, Path | None, str]:
-    """The tokenizer to export, where it is, and what to say of it.
+def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaShape) -> Tokenizer | None:
+    """Return the tokenizer of `config`, else of the run; None, with a message, if there is none.
 
     Raises:
-        ConfigError, DataError: one was named and cannot be used.
+        ConfigError, DataError: the tokenizer of `config` cannot be used, or either one does not fit the model.
     """
     named = config.tokenizer_path or settings.data.tokenizer_path
-    if named is None:
-        return None, None, "none: the run had no tokenizer_path; give --tokenizer_path to put one in"
     try:
-        tokenizer = load_tokenizer(named)
+        tokenizer = None if named is None else load_tokenizer(named)
     except DataError as error:
         if config.tokenizer_path is not None:
             raise
-        return None, None, f"none: {error}. Give --tokenizer_path to put one in"
-    if tokenizer.vocab_size > shape.vocab_size:
+        log.warning("%s", error)
+        tokenizer = None
+    if tokenizer is None:
+        log.warning("no tokenizer is exported: give --tokenizer_path to put one in")
+    elif tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(
             f"--tokenizer_path={named} has {tokenizer.vocab_size} entries, more than the model's {shape.vocab_size}: "
             "give the tokenizer that made the data"
         )
-    return tokenizer, from_hub(named, TOKENIZER_FILES, DataError), str(named)
+    return tokenizer
 
 
-def _write_tokenizer(tokenizer: Tokenizer, path: Path, folder: Path) -> None:
-    tokenizer.save(folder)
+def _copy_tokenizer_files(named: str, folder: Path) -> None:
+    path = from_hub(named, TOKENIZER_FILES, DataError)
     source = path if is_folder(path) else path.parent
     for name in _MORE_TOKENIZER_FILES:
         if is_file(source / name):
@@ -212,7 +196,7 @@ def _write_tokenizer(tokenizer: Tokenizer, path: Path, folder: Path) -> None:
 
 
 def plan_files(kinds: Kinds, max_bytes: int) -> dict[str, Kinds]:
-    """What goes into which file, by name; a tensor larger than a file may be has one of its own."""
+    """Return what goes into which file, by name; a tensor larger than a file may be has a file of its own."""
     files: list[dict[str, Any]] = [{}]
     used = 0
     for name, kind in kinds.items():
@@ -226,11 +210,92 @@ def plan_files(kinds: Kinds, max_bytes: int) -> dict[str, Kinds]:
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": content for n, content in enumerate(files, start=1)}
 
 
-def index_document(files: dict[str, Kinds]) -> dict[str, Any]:
-    """The index of several files."""
+def _index_document(files: dict[str, Kinds]) -> dict[str, Any]:
     kinds = [kind for content in files.values() for kind in content.values()]
     parameters, size = sum(math.prod(shape) for _, shape in kinds), sum(size_of(*kind) for kind in kinds)
     return {
         "metadata": {"total_parameters": parameters, "total_size": size},
         "weight_map": {name: file for file, content in files.items() for name in content},
     }
+
+
+# README.md
+
+
+def _model_card(
+    name: str, manifest: Manifest, settings: TrainConfig, dtype: str, origin: Mapping[str, Any], has_tokenizer: bool
+) -> str:
+    """Return the README.md of a model: what it is, what it was trained on and how well, how to load it.
+
+    Args:
+        origin: of the imported model that the run began with: license and base_model, if they are known.
+    """
+    shape = shape_of(manifest)
+    header = [f"{key}: {json.dumps(origin[key])}" for key in ("license", "base_model") if origin.get(key)]
+    dimensions = [(key, value) for key, value in vars(shape).items() if value is not None]
+    parts = [
+        "\n".join(
+            ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- llama", *header, "---"]
+        ),
+        f"# {_escape(name)}",
+        f"A Llama with {parameter_count(shape):,} parameters in {dtype}.",
+        "## Model",
+        _markdown_table([("", ""), *dimensions]),
+    ]
+    if manifest.data:
+        parts += ["## Training", _markdown_table([("", ""), *_training_rows(manifest, settings)])]
+        parts += ["## Data", _markdown_table(_data_rows(manifest))]
+        since = manifest.data["phases"][-1]["first_step"]
+        parts += [f"Weights are those since step {since:,}; before, others held."] if since else []
+    code = [f"model = AutoModelForCausalLM.from_pretrained({name!r}, dtype={dtype!r})"]
+    if has_tokenizer:
+        code += [f"tokenizer = AutoTokenizer.from_pretrained({name!r})"]
+    classes = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
+    parts += ["## Use", "\n".join(["```python", f"from transformers import {classes}", "", *code, "```"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(rows: Sequence[Sequence[object]]) -> str:
+    """Return a table whose first row is its head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(_escape(str(cell)) for cell in cells)} |" for cells in lines)
+
+
+def _escape(text: str) -> str:
+    """Return a text on one line that ends no cell of a table, and that is neither Markdown nor HTML."""
+    return html.escape(re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())), quote=False)
+
+
+def _training_rows(manifest: Manifest, settings: TrainConfig) -> list[tuple[str, object]]:
+    losses = {
+        "training loss": manifest.loss,
+        "held-out loss": manifest.evaluation_loss,
+        "lowest held-out loss of the run": manifest.best_evaluation_loss,
+    }
+    data, optimizer = settings.data, settings.optimizer
+    return [
+        ("steps", f"{manifest.step:,}"),
+        ("tokens", f"{manifest.tokens_seen:,}"),
+        *((name, f"{loss:.4f} nats per token") for name, loss in losses.items() if loss is not None),
+        ("sequence length", f"{data.seq_length:,}"),
+        ("sequences per step", f"{manifest.global_batch_size:,}"),
+        ("optimizer", f"{optimizer.optimizer}, weight decay {optimizer.decay:g}"),
+        (
+            "learning rate",
+            f"{optimizer.peak_learning_rate:g}, {settings.schedule.schedule} over {settings.run.num_steps}",
+        ),
+        ("packing", data.packing + (", attention inside documents" if data.document_mask else "")),
+        ("seed", settings.run.seed),
+    ]
+
+
+def _data_rows(manifest: Manifest) -> list[tuple[str, ...]]:
+    data = manifest.data
+    rows: list[tuple[str, ...]] = [("dataset", "weight", "tokens trained on", "tokens in it")]
+    weights, counts = data["phases"][-1]["weights"], data["counts"]
+    for name, samples in counts.items():
+        held = data["datasets"].get(name, {}).get("tokens")
+        share = weights.get(name, 0) / (sum(weights.values()) or 1)
+        trained = samples * manifest.tokens_seen // max(1, sum(counts.values()))
+        rows.append((name, f"{share:.2%}", f"{trained:,}", "made up" if held is None else f"{held:,}"))
+    return rows

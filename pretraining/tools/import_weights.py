@@ -32,7 +32,7 @@ FILE_BYTES = 2**30
 
 
 def import_weights(config: ImportConfig) -> None:
-    """Makes a run's first checkpoint of the weights in a folder.
+    """Make a run's first checkpoint of the weights in a folder.
 
     Raises:
         CheckpointError: the folder holds no Llama that can be trained here, the run has checkpoints already, or it
@@ -41,7 +41,7 @@ def import_weights(config: ImportConfig) -> None:
     run = Path(config.ckpt_save_path)
     if committed_checkpoints(run):
         raise CheckpointError(
-            f"--ckpt_save_path={run} holds checkpoints already: training would go on from those. Give another folder"
+            "holds checkpoints already: training would resume from those. Give another folder", path=run
         )
     source = open_folder(from_hub(config.input_path, MODEL_FILES, CheckpointError))
     folder = checkpoint_path(run, 0)
@@ -61,7 +61,7 @@ def import_weights(config: ImportConfig) -> None:
 
 
 def _settings(source: HuggingFaceFolder, run: Path) -> str:
-    """What is known of the run's settings: its model, and the tokenizer where the folder has one."""
+    """Return what is known of the run's settings: its model, and the tokenizer if the folder has one."""
     tokenizer = str(source.path.resolve()) if is_file(source.path / TOKENIZER_FILE) else None
     return dump_config(
         TrainConfig(

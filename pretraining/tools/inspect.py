@@ -23,7 +23,6 @@ from pretraining.checkpoint.rollback_file import read_rollback, without_pending_
 from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.commands import InspectConfig
 from pretraining.config.rules import check_config
-from pretraining.config.training import BatchConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
@@ -34,7 +33,7 @@ from pretraining.data.storage.index import VIRTUAL_BOS
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.launch.terminal import print_text, showing_through
-from pretraining.text import count_of
+from pretraining.text import count_of, format_table
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +50,10 @@ def inspect(
     restored_batch: int | None = None,
     run: Path | None = None,
 ) -> None:
-    """Shows what steps of a run train on.
+    """Show what steps of a run train on.
 
     Args:
-        state, restored_batch: data state and global batch size of the checkpoint that it goes on from.
+        state, restored_batch: data state and global batch size of the checkpoint that it resumes from.
         run: its folder, which may hold a rollback that no checkpoint knows of; None = none.
 
     Raises:
@@ -72,18 +71,21 @@ def inspect(
     first, last = asked.step_range
     summaries = inspector.summary(first, last)
     if asked.json:
-        for summary in summaries:
-            print(json.dumps({"first_step": first, "last_step": last, **asdict(summary)}))
+        lines = [json.dumps({"first_step": first, "last_step": last, **asdict(each)}) for each in summaries]
     else:
-        print_text("\n".join(describe_summaries(first, last, config.data.seq_length, summaries)))
+        lines = describe_summaries(first, last, config.data.seq_length, summaries)
+    print_text("\n".join(lines))
 
 
 def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch: int | None) -> Inspector:
-    """Opens the batches that training would read."""
-    ranks = config.inspect.world_size or 1
-    size = _global_batch_size(config.batch, ranks, restored_batch)
-    if config.inspect.world_size is None and config.batch.global_batch_size is None and restored_batch is None:
-        log.info("A step is %d sequences, as on one GPU: give --world_size or --global_batch_size if it is not.", size)
+    """Open the batches that training would read."""
+    ranks, batch = config.inspect.world_size or 1, config.batch
+    size = batch.global_batch_size or restored_batch  # the order of precedence is that of `plan_batch`
+    if size is None:
+        size = batch.batch_size * (batch.grad_accum_steps or 1) * ranks
+        if config.inspect.world_size is None:
+            text = "A step is %d sequences, as on one GPU: give --world_size or --global_batch_size if it is not."
+            log.info(text, size)
     opened = None
     if not config.data.use_dummy_dataset:
         listing = list_datasets(config.data)
@@ -98,14 +100,10 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
 
 
 def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
-    asked, ranks = config.inspect, config.inspect.world_size or 1
-    step = asked.step
-    if asked.sample_id is not None:
-        sample_step = inspector.step_of_sample(asked.sample_id)
-        if step is not None and step != sample_step:
-            raise ConfigError(f"--sample_id={asked.sample_id} is in step {sample_step}, not in --step={step}")
-        step = sample_step
-    assert step is not None  # check_inspect_config asks for one of them
+    asked, ranks, step = config.inspect, config.inspect.world_size or 1, config.inspect.step
+    if step is None:
+        assert asked.sample_id is not None  # check_config asks for one of them
+        step = inspector.step_of_sample(asked.sample_id)
     size = inspector.global_batch_size(step)
     share = _plan_of(size, ranks).share(asked.rank) if asked.rank is not None else None
     decode = None
@@ -119,24 +117,18 @@ def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
         shown += 1
         print_text(json.dumps(slot.document()) if asked.json else "\n".join(slot.describe(decode)))
     if asked.sample_id is not None and not shown:
-        raise ConfigError(f"--sample_id={asked.sample_id} is not on --rank={asked.rank}: leave one of them out")
+        step = inspector.step_of_sample(asked.sample_id)
+        raise ConfigError(f"--sample_id={asked.sample_id} is in step {step}: leave out another --step, or --rank")
 
 
 def heading(step: int, place: str, slots: int, seq_length: int) -> str:
-    """Returns the line above the slots of a step that some ranks train on."""
+    """Return the line above the slots of a step that some ranks train on."""
     return f"step {step}, {place}: the global batch has {count_of(slots, 'slot')} of {seq_length} tokens and one more"
 
 
 def _plan_of(size: int, ranks: int) -> BatchPlan:
-    """Says how ranks share a global batch; micro-batches do not change which slots they take."""
+    """Return how ranks share a global batch; micro-batches do not change which slots they take."""
     return BatchPlan(size, -(-size // ranks), 1, ranks)
-
-
-def _global_batch_size(batch: BatchConfig, ranks: int, restored: int | None) -> int:
-    """Counts the sequences of a step; the order of precedence is that of `plan_batch`."""
-    if batch.global_batch_size is not None:
-        return batch.global_batch_size
-    return restored or batch.batch_size * (batch.grad_accum_steps or 1) * ranks
 
 
 class Inspector:
@@ -154,20 +146,20 @@ class Inspector:
         self._seq_length = seq_length
 
     def step_of_sample(self, sample_id: int) -> int:
-        """Returns the step that trains on a sample; a ConfigError where it is skipped."""
+        """Return the step that trains on a sample; a ConfigError if it is skipped."""
         mixture = self._reader.mixture
         if not mixture.skipped.count(sample_id, sample_id + 1):
             raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
         return mixture.step_of_sample(sample_id) + 1
 
     def global_batch_size(self, step: int) -> int:
-        """Counts the slots of a step: a run's phases may differ."""
+        """Return the number of slots of a step: a run's phases may differ."""
         return self._reader.mixture.global_batch_size(step - 1)
 
     def slots(
         self, step: int, share: tuple[int, int] | None = None, sample_id: int | None = None, tokens: bool = False
     ) -> Iterator[InspectedSlot]:
-        """Yields the slots of a step, in the order in which ranks take them.
+        """Yield the slots of a step, in the order in which ranks take them.
 
         Args:
             share: slots [begin, end) to show; None = all.
@@ -181,23 +173,53 @@ class Inspector:
                 yield self._slot(step, slots, slot, tokens)
 
     def summary(self, first: int, last: int) -> list[DatasetSummary]:
-        """Sums up what each dataset gives to steps `first` to `last`, both included."""
+        """Sum up what each dataset gives to steps `first` to `last`, both included."""
         mixture = self._reader.mixture
-        stretches = list(mixture.taken(first - 1, last))
+        taken = list(mixture.taken(first - 1, last))
+        phase_samples = [sum(end - begin for begin, end in ranges.values()) for _, ranges in taken]
+        total = sum(phase_samples)
         before, after = (mixture.counts_before_step(step) for step in (first - 1, last))
-        asked = dict.fromkeys(mixture.names, 0.0)
-        samples = 0
-        for phase, ranges in stretches:
-            count = sum(end - begin for begin, end in ranges.values())
-            samples += count
-            for name, weight in phase.weights.items():
-                asked[name] += count * weight / sum(phase.weights.values())
         summaries = []
         for source in self._reader.sources:
-            own = [ranges[source.name] for _, ranges in stretches if source.name in ranges]
-            counts = (before[source.name], after[source.name])
-            summaries.append(self._summary(source, own, counts, asked[source.name] / samples, samples))
+            name, dataset = source.name, self._datasets.get(source.name)
+            asked = sum(
+                count * phase.weights.get(name, 0) / sum(phase.weights.values())
+                for count, (phase, _) in zip(phase_samples, taken, strict=True)
+            )
+            own = [ranges[name] for _, ranges in taken if name in ranges]
+            samples = sum(end - begin for begin, end in own)
+            counted, documents, padding = self._count(source, dataset, own) if dataset else (samples, 0, 0)
+            tokens_seen = (before[name] * self._seq_length, after[name] * self._seq_length)
+            pass_tokens = dataset.pass_tokens("train") if dataset else None
+            summaries.append(
+                DatasetSummary(
+                    dataset=name,
+                    asked=asked / total,
+                    realised=samples / total,
+                    samples=samples,
+                    tokens=samples * self._seq_length,
+                    padding_tokens=padding * samples // max(counted, 1),
+                    fill=1 - padding / max(counted * self._seq_length, 1) if samples else None,
+                    documents=documents * samples // max(counted, 1),
+                    documents_are_exact=counted == samples,
+                    passes=(tokens_seen[0] / pass_tokens, tokens_seen[1] / pass_tokens) if pass_tokens else None,
+                )
+            )
         return summaries
+
+    def _count(self, source: Samples, dataset: OpenedDataset, taken: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+        """Return how many samples were looked at, documents that begin in them, and tokens of padding."""
+        counted = documents = padding = 0
+        for begin, end in taken:
+            end = min(end, begin + SAMPLES_COUNTED - counted)
+            spans = source.spans(*source.samples(begin, end))
+            begun = spans.starts == 0
+            if dataset.counts is None:  # streamed: a document in the last token counts for the next sample
+                begun &= spans.places(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
+            documents += int(np.count_nonzero(begun))
+            padding += (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
+            counted += end - begin
+        return counted, documents, padding
 
     def _slot(self, step: int, slots: Slots, slot: int, tokens: bool) -> InspectedSlot:
         source = self._reader.sources[int(slots.datasets[slot])]
@@ -216,51 +238,9 @@ class Inspector:
         places = tuple(_places(dataset, spans)) if dataset else ()
         return InspectedSlot(step, slot, int(slots.samples[slot]), source.name, places, ids, problem)
 
-    def _summary(
-        self,
-        source: Samples,
-        stretches: Sequence[tuple[int, int]],
-        counts: tuple[int, int],
-        asked: float,
-        all_samples: int,
-    ) -> DatasetSummary:
-        """Sums up samples `stretches` of a dataset, which had given or skipped `counts` before and after them."""
-        samples = sum(end - begin for begin, end in stretches)
-        dataset = self._datasets.get(source.name)
-        documents = padding = counted = 0
-        for begin, end in stretches if dataset else ():
-            end = min(end, begin + SAMPLES_COUNTED - counted)
-            spans = source.spans(*source.samples(begin, end))
-            documents += self._documents_begun(spans, packed=dataset is not None and dataset.counts is not None)
-            padding += (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
-            counted += end - begin
-        passes = None
-        if dataset:
-            pass_tokens = dataset.pass_tokens("train")
-            passes = (counts[0] * self._seq_length / pass_tokens, counts[1] * self._seq_length / pass_tokens)
-        return DatasetSummary(
-            dataset=source.name,
-            asked=asked,
-            realised=samples / all_samples,
-            samples=samples,
-            tokens=samples * self._seq_length,
-            padding_tokens=padding * samples // max(counted, 1),
-            fill=1 - padding / max(counted * self._seq_length, 1) if samples else None,
-            documents=documents * samples // max(counted, 1),
-            documents_are_exact=counted == samples or not dataset,
-            passes=passes,
-        )
-
-    def _documents_begun(self, spans: Spans, packed: bool) -> int:
-        """Counts documents that begin in samples; where streamed, one in the last token counts for the next sample."""
-        begun = spans.starts == 0
-        if not packed:
-            begun &= spans.places(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
-        return int(np.count_nonzero(begun))
-
 
 def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
-    """Yields where the pieces of a sample are on disk."""
+    """Yield where the pieces of a sample are on disk."""
     files = dataset.index.files_of(spans.documents)
     rows = spans.documents - dataset.index.first_documents[files]
     documents = dataset.index.documents[spans.documents]
@@ -296,9 +276,9 @@ class InspectedSlot:
     Attributes:
         slot: place in the global batch.
         sample_id: global index of its sample.
-        spans: in order, S + 1 tokens, or fewer where documents are packed; empty where samples are made up.
-        ids: the tokens of the spans; None where they were not asked for, or cannot be read.
-        problem: why they cannot be read, where that quarantines the sample.
+        spans: in order, S + 1 tokens, or fewer if documents are packed; empty if samples are made up.
+        ids: the tokens of the spans; None if they were not asked for, or cannot be read.
+        problem: why they cannot be read, if that quarantines the sample.
     """
 
     step: int
@@ -310,7 +290,7 @@ class InspectedSlot:
     problem: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """Returns the JSON object of `--json`, an interface: fields are added, never renamed."""
+        """Return the JSON object of `--json`, an interface: fields are added, never renamed."""
         fields = asdict(self)
         for span in fields["spans"]:
             del span["ends_document"]
@@ -320,7 +300,7 @@ class InspectedSlot:
         return fields
 
     def describe(self, decode: Callable[[Sequence[int]], str] | None) -> Iterator[str]:
-        """Yields lines for people: where each piece is and the ends of its text (or, without `decode`, of its ids)."""
+        """Yield lines for people: where each piece is and the ends of its text (or, without `decode`, of its ids)."""
         yield f"slot {self.slot}  sample {self.sample_id}  dataset {self.dataset}"
         if self.problem is not None:
             yield f"  quarantined, no labels: {self.problem}"
@@ -337,16 +317,16 @@ class InspectedSlot:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What a dataset gives to steps A to B.
+    """The samples of a dataset in steps A to B.
 
     Attributes:
         asked, realised: its weight as a fraction, and its fraction of the samples.
-        tokens: S a sample, of which `padding_tokens` are labels that are ignored, as packed documents leave room.
-        fill: the fraction of tokens that are not padding; None where there is no sample.
+        tokens: S per sample, of which `padding_tokens` are ignored labels, as packed documents leave room.
+        fill: the fraction of tokens that are not padding; None without a sample.
         documents: that begin in these samples, once each pass.
-        documents_are_exact: False where documents and padding were counted in the first `SAMPLES_COUNTED` samples and
+        documents_are_exact: False if documents and padding were counted in the first `SAMPLES_COUNTED` samples and
             scaled.
-        passes: over the dataset that are done before step A, and after step B; None where it has no end.
+        passes: over the dataset that are done before step A, and after step B; None if it has no end.
     """
 
     dataset: str
@@ -362,45 +342,33 @@ class DatasetSummary:
 
 
 def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequence[DatasetSummary]) -> list[str]:
-    """Makes a table with a line a dataset, and totals over it."""
+    """Return a table with a line per dataset, and totals above it."""
     samples = sum(each.samples for each in summaries)
     table = [("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")]
-    table += [
-        (
-            each.dataset,
-            f"{each.asked:.4%}",
-            f"{each.realised:.4%}",
-            f"{each.samples:,}",
-            f"{each.tokens:,}",
-            f"{'' if each.documents_are_exact else 'about '}{each.padding_tokens:,}",
-            f"{each.fill:.2%}" if each.fill is not None else "",
-            f"{'' if each.documents_are_exact else 'about '}{each.documents:,}",
-            f"{each.passes[0]:.3f} to {each.passes[1]:.3f}" if each.passes else "",
+    for each in summaries:
+        about = "" if each.documents_are_exact else "about "
+        table.append(
+            (
+                each.dataset,
+                f"{each.asked:.4%}",
+                f"{each.realised:.4%}",
+                f"{each.samples:,}",
+                f"{each.tokens:,}",
+                f"{about}{each.padding_tokens:,}",
+                f"{each.fill:.2%}" if each.fill is not None else "",
+                f"{about}{each.documents:,}",
+                f"{each.passes[0]:.3f} to {each.passes[1]:.3f}" if each.passes else "",
+            )
         )
-        for each in summaries
-    ]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for name, *numbers in table:
-        cells = [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return [f"steps {first:,} to {last:,}: {count_of(samples, 'sample')}, {samples * seq_length:,} tokens", *lines]
+    head = f"steps {first:,} to {last:,}: {count_of(samples, 'sample')}, {samples * seq_length:,} tokens"
+    return [head, *format_table(table, right=range(1, 9))]
 
 
 def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> str:
-    """Shows ids, or their text in quotes, the middle of long ones left out."""
-    if decode is not None:
-        text = decode(ids)
-        if len(text) > _CHARACTERS_SHOWN:
-            half = _CHARACTERS_SHOWN // 2
-            return f"{_quoted(text[:half])} … {_quoted(text[-half:])}"
-        return _quoted(text)
-    if len(ids) > _IDS_SHOWN:
-        half = _IDS_SHOWN // 2
-        return f"{' '.join(map(str, ids[:half]))} … {' '.join(map(str, ids[-half:]))}"
-    return " ".join(map(str, ids))
-
-
-def _quoted(text: str) -> str:
-    """Quotes a text on one line."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return the text of ids in quotes, or ids, on one line, the middle of long ones left out."""
+    if decode is None:
+        ends = [ids] if len(ids) <= _IDS_SHOWN else [ids[: _IDS_SHOWN // 2], ids[-_IDS_SHOWN // 2 :]]
+        return " … ".join(" ".join(map(str, end)) for end in ends)
+    text, half = decode(ids), _CHARACTERS_SHOWN // 2
+    pieces = [text] if len(text) <= _CHARACTERS_SHOWN else [text[:half], text[-half:]]
+    return " … ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.start_point import manifest_at
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
-from pretraining.files import entries_of, is_folder
+from pretraining.files import entries_of, is_folder, real_path
 from pretraining.launch.terminal import print_text
-from pretraining.text import count_of
+from pretraining.observability.display import format_seconds
+from pretraining.text import count_of, format_bytes, format_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,10 @@ class Row:
 
     Attributes:
         name: of its folder.
-        state: "complete"; "incomplete": an interrupted save has left it, or one is under way; "damaged": names or sizes
-            of its files are wrong.
+        state: "complete"; "incomplete": left by an interrupted save, or being written; "damaged": names or sizes of its
+            files are wrong.
         kind: why it was saved, as in its manifest; "import" for weights that were not trained here.
         best: whether the run's link `best` leads here.
-        step, tokens_seen, loss, evaluation_loss: as in its manifest; None where there is none.
         bytes: of all its files.
         age_seconds: since its newest file was written.
         fault: what is wrong with a damaged one.
@@ -54,7 +54,7 @@ class Row:
 
 
 def list_checkpoints(config: ListConfig) -> None:
-    """Prints the checkpoints of a run.
+    """Print the checkpoints of a run.
 
     Raises:
         CheckpointError: there is no run.
@@ -62,20 +62,21 @@ def list_checkpoints(config: ListConfig) -> None:
     source = Path(config.run_path)
     run = run_of(source)
     if not is_folder(run / CHECKPOINTS):
-        raise CheckpointError(f"--run_path={source} is no run: it has no folder {CHECKPOINTS}")
+        raise CheckpointError(f"--run_path is no run: it has no folder {CHECKPOINTS}", path=source)
     rows = rows_of(run)
-    for line in [json.dumps(asdict(row)) for row in rows] if config.json else _table(rows):
-        print_text(line)
     if config.json:
-        return
-    total = sum(row.bytes for row in rows)
-    print_text(f"{count_of(len(rows), 'checkpoint')}, {_size(total)} in {run / CHECKPOINTS}")
+        lines = [json.dumps(asdict(row)) for row in rows]
+    else:
+        size = format_bytes(sum(row.bytes for row in rows))
+        lines = [*_table(rows), f"{count_of(len(rows), 'checkpoint')}, {size} in {run / CHECKPOINTS}"]
+    for line in lines:
+        print_text(line)
 
 
 def rows_of(run: Path) -> list[Row]:
-    """Every checkpoint of a run, complete ones by step, then what interrupted saves have left."""
+    """Return every checkpoint of a run, complete ones by step, then what interrupted saves have left."""
     link = run / CHECKPOINTS / BEST
-    best = Path(os.path.realpath(link)) if link.is_symlink() else None  # `resolve` fails at a link to itself
+    best = real_path(link) if link.is_symlink() else None
     incomplete = [_measured(path, "incomplete", best) for path in unfinished_saves(run)]
     return [_row(path, best) for path in committed_checkpoints(run)] + incomplete
 
@@ -96,27 +97,20 @@ def _row(path: Path, best: Path | None) -> Row:
 
 
 def _measured(path: Path, state: str, best: Path | None) -> Row:
-    """What a look at the files tells; a save may be changing them meanwhile."""
+    """Return what a look at the files tells; a save may be changing them meanwhile."""
     size, newest = 0, 0.0
     for file in (path, *entries_of(path)):
-        try:
+        with suppress(OSError):
             status = file.stat()
-        except OSError:
-            continue
-        size += status.st_size if stat.S_ISREG(status.st_mode) else 0
-        newest = max(newest, status.st_mtime)
+            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+            newest = max(newest, status.st_mtime)
     age = round(max(0.0, time.time() - newest), 1)
-    return Row(name=path.name, state=state, best=Path(os.path.realpath(path)) == best, bytes=size, age_seconds=age)
+    return Row(name=path.name, state=state, best=real_path(path) == best, bytes=size, age_seconds=age)
 
 
 def _table(rows: list[Row]) -> list[str]:
     lines = [("step", "tokens", "loss", "evaluation", "size", "state", "age", "name"), *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    justify = (str.rjust,) * 5 + (str.ljust, str.rjust, str.ljust)
-    return [
-        "  ".join(place(cell, width) for place, cell, width in zip(justify, line, widths, strict=True)).rstrip()
-        for line in lines
-    ] + [f"{row.name}: {row.fault}" for row in rows if row.fault]
+    return format_table(lines, right=(0, 1, 2, 3, 4, 6)) + [f"{row.name}: {row.fault}" for row in rows if row.fault]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -124,24 +118,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         "-" if row.step is None else str(row.step),
         "-" if row.tokens_seen is None else f"{row.tokens_seen:,}",
-        "-" if row.loss is None else f"{row.loss:.4f}",
-        "-" if row.evaluation_loss is None else f"{row.evaluation_loss:.4f}",
-        _size(row.bytes),
+        *(f"{loss:.4f}" if loss is not None else "-" for loss in (row.loss, row.evaluation_loss)),
+        format_bytes(row.bytes),
         ", ".join(dict.fromkeys(filter(None, notes))),
-        _age(row.age_seconds),
+        format_seconds(row.age_seconds),
         row.name,
     )
-
-
-def _size(size: int) -> str:
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size / 1e3:.1f} kB"
-
-
-def _age(seconds: float) -> str:
-    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= factor:
-            return f"{int(seconds // factor)} {unit}"
-    return f"{int(seconds)} s"

@@ -6,9 +6,9 @@ prompt -> token ids -> one token after the other, until the text ends -> stdout,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +30,25 @@ UNFINISHED_CHARACTER = "\ufffd"
 
 
 def sample(config: SampleConfig) -> None:
-    """Prints a prompt and what a model goes on with, a token at a time; raises as `continue_prompt`."""
+    """Print a prompt and what a model continues it with, a token at a time; raises as `continue_prompt`."""
     found = continue_prompt(config, "cuda" if torch.cuda.is_available() else "cpu")
     if config.prompt_tokens:
-        _print_now(",".join(map(str, found.prompt)))
-        for token in found.new:
-            _print_now(f",{token}")
+        pieces: Iterable[str] = chain([",".join(map(str, found.prompt))], (f",{token}" for token in found.new))
     else:
-        _print_now(config.prompt or "")
-        for piece in found.text():
-            _print_now(piece)
+        pieces = chain([config.prompt or ""], found.text())
+    for piece in pieces:
+        print_text(piece, end="", flush=True)
     print_text()
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and what a model goes on with.
+    """A prompt and what a model continues it with.
 
     Attributes:
         prompt: its tokens, with those that begin a text.
         new: the tokens that follow, until the text ends or enough are drawn; each is drawn when it is asked for.
-        tokenizer: of their text; None where the prompt was given as token ids.
+        tokenizer: of their text; None if there is none, which a prompt of token ids does not need.
     """
 
     prompt: list[int]
@@ -58,16 +56,13 @@ class Continuation:
     tokenizer: Tokenizer | None
 
     def text(self) -> Iterator[str]:
-        """The text of the new tokens, in pieces, as they are drawn."""
+        """Return the text of the new tokens, in pieces, as they are drawn."""
         assert self.tokenizer is not None  # there was a prompt to encode
-        stream = TextStream(self.tokenizer.decode, self.prompt)
-        for token in self.new:
-            yield stream.push(token)
-        yield stream.end()
+        return stream_text(self.tokenizer.decode, self.prompt, self.new)
 
 
 def continue_prompt(config: SampleConfig, device: str) -> Continuation:
-    """Loads a model, in bfloat16 on a GPU, and has it continue a prompt.
+    """Load a model, in bfloat16 on a GPU, and have it continue a prompt.
 
     Raises:
         CheckpointError: there is no model, it is damaged, or its weights are not finite.
@@ -79,10 +74,10 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
         check_finite(checkpoint.path, name, weight.detach())
     text = _text_of(config, checkpoint, model.shape.max_position_embeddings)
     prompt = _prompt_tokens(config, text)
-    too_large = [token for token in prompt if token >= model.shape.vocab_size]
-    if too_large:
-        flag = f"--prompt_tokens has {too_large[0]}" if config.prompt_tokens else f"the tokenizer gives {too_large[0]}"
-        raise ConfigError(f"{flag}, and the model of {checkpoint.path} has tokens 0 to {model.shape.vocab_size - 1}")
+    if max(prompt) >= model.shape.vocab_size:
+        source = "--prompt_tokens" if config.prompt_tokens else "the tokenizer"
+        limit = f"the model of {checkpoint.path} has tokens 0 to {model.shape.vocab_size - 1}"
+        raise ConfigError(f"{source} gives {max(prompt)}, and {limit}")
     drawn = draw_tokens(
         CachedModel(model, text.context, place),
         prompt,
@@ -92,7 +87,7 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
         top_k=config.top_k,
     )
     new = takewhile(lambda token: token not in text.ends, drawn)
-    return Continuation(prompt, new, None if config.prompt_tokens else text.tokenizer)
+    return Continuation(prompt, new, text.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class _Text:
 
 
 def _text_of(config: SampleConfig, checkpoint: CheckpointRef, context: int) -> _Text:
-    """Finds out how a model was fed: from its run's settings, or from the files of a folder of another program."""
+    """Find how a model was fed: from its run's settings, or from the files of another program's folder."""
     manifest, path = checkpoint.manifest, checkpoint.path
     settings = settings_in(manifest.config, f"config of {path}").data
     own = str(path) if is_file(path / TOKENIZER_FILE) else settings.tokenizer_path
@@ -131,7 +126,7 @@ def _text_of(config: SampleConfig, checkpoint: CheckpointRef, context: int) -> _
 
 
 def _ends_in(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text, as a Hugging Face folder says; of the files that are there the first that does."""
+    """Return the tokens that end a text, from the first file of a Hugging Face folder that names some."""
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         try:
             document: Any = read_json(folder / name)
@@ -156,35 +151,14 @@ def _prompt_tokens(config: SampleConfig, text: _Text) -> list[int]:
     return tokens or [next(iter(text.ends), 0)]  # what stands before a document
 
 
-def _print_now(text: str) -> None:
-    print_text(text, end="", flush=True)
-
-
-class TextStream:
-    """Text of tokens that come one by one: each character once all of its bytes are there.
-
-    Args:
-        decode: of a tokenizer.
-        before: tokens that stand before; their text is not given out.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
-        self._decode = decode
-        self._tokens = list(before)
-        self._begin = max(0, len(self._tokens) - 1)  # what a token reads like may depend on the one before it
-        self._given = len(self._tokens)
-
-    def push(self, token: int) -> str:
-        """Adds a token; returns the text that is now certain."""
-        self._tokens.append(token)
-        return "" if self._rest().endswith(UNFINISHED_CHARACTER) else self.end()
-
-    def end(self) -> str:
-        """Returns all text that was not given out yet."""
-        rest = self._rest()
-        self._begin, self._given = max(0, len(self._tokens) - 1), len(self._tokens)
-        return rest
-
-    def _rest(self) -> str:
-        known = self._decode(self._tokens[self._begin : self._given])
-        return self._decode(self._tokens[self._begin :])[len(known) :]
+def stream_text(decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of tokens that follow a prompt as they come: each character once all of its bytes are there."""
+    known, new = list(prompt[-1:]), []  # what a token reads like may depend on the one before it
+    for token in tokens:
+        new.append(token)
+        text = decode([*known, *new])[len(decode(known)) :]
+        if not text.endswith(UNFINISHED_CHARACTER):
+            yield text
+            known, new = [token], []
+    if new:
+        yield decode([*known, *new])[len(decode(known)) :]

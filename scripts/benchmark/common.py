@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -21,9 +22,10 @@ from pretraining.config.assignments import ALIASES
 from pretraining.config.batch_plan import plan_batch
 from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape, resolve_shape
+from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.dataset import build_loader
+from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
@@ -41,6 +43,10 @@ LENGTH = ("num_steps", "run_steps", "ckpt_save_path")
 
 
 T = TypeVar("T")
+
+
+ON_GPU = ("model_variant=125m", "seq_length=1024", "batch_size=16")
+ON_CPU = ("model_variant=tiny", "vocab_size=4096", "seq_length=256", "batch_size=2", "global_batch_size=4")
 
 
 class Over(Exception):
@@ -116,20 +122,6 @@ def check_processes(processes: int) -> None:
         sys.exit(f"error: --processes={processes}: each takes a GPU, and there are {torch.cuda.device_count()} here")
 
 
-def check_folder(flag: str, folder: Path | None) -> None:
-    """Ends the benchmark where a flag names something that is no folder."""
-    if folder is not None and not folder.is_dir():
-        sys.exit(f"error: --{flag}={folder} is not a folder that is there")
-
-
-def check_new_folder(flag: str, folder: Path | None) -> None:
-    """As `check_folder`, for a folder that the benchmark makes if it is not there."""
-    if folder is not None:
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-            sys.exit(f"error: --{flag}={folder} is no folder that can be written: {nearest} is none")
-
-
 def announce(flags: argparse.Namespace) -> None:
     """Prints on what this runs, and what was typed. A benchmark has checked its flags when it calls this."""
     end_if_checked(flags)
@@ -142,6 +134,18 @@ def end_if_checked(flags: argparse.Namespace) -> None:
     if flags.check_flags:
         print("flags     are fine; nothing is measured")
         sys.exit()
+
+
+def describe(config: TrainConfig, processes: int) -> str:
+    """Return the model, the precision and the work of a step, in a line."""
+    shape, plan = resolve_shape(config.model), plan_batch(config.batch, processes)
+    precision = str(compute_dtype(config.parallel, device())).removeprefix("torch.")
+    number = "1 micro-batch" if plan.grad_accum_steps == 1 else f"{plan.grad_accum_steps} micro-batches"
+    of_each = f" on each of {processes} processes" if processes > 1 else ""
+    return (
+        f"{config.model.model_variant}, {parameter_count(shape):,} parameters, {precision}; a step is "
+        f"{number} of {plan.micro_batch_size} x {config.data.seq_length} tokens{of_each}"
+    )
 
 
 def announce_rest(seconds: float, file: TextIO | None = None) -> None:
@@ -166,7 +170,7 @@ def command() -> str:
 
 def machine() -> str:
     """GPU, CPU, cores, threads and versions, in a line."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0))
     parts = [
         f"{_cpu_name()}, {cores} cores, {torch.get_num_threads()} threads",
         f"torch {torch.__version__}",
@@ -295,10 +299,5 @@ def spread(values: list[float], form: str) -> tuple[str, str]:
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()

@@ -40,22 +40,13 @@ PREFLIGHT_SECONDS = 90
 
 @dataclass(frozen=True)
 class Task:
-    """A command of a part.
-
-    Attributes:
-        seconds: after which it is ended.
-        arguments: of `python -m`.
-        column: of its tables that has a goal, if any.
-        goal: what the largest number in that column is to reach.
-    """
+    """A command of a part: the arguments of `python -m`, and the seconds after which it is ended."""
 
     seconds: int
     arguments: str
-    column: str | None = None
-    goal: float | None = None
 
     def command(self, python: str = "python") -> list[str]:
-        """With its time limit."""
+        """Return the command with its time limit."""
         limit = ["timeout", f"--kill-after={KILL_AFTER_SECONDS}", str(self.seconds)]
         return [*limit, python, "-m", *self.arguments.split()]
 
@@ -81,34 +72,29 @@ PARTS = {
     "levers_tests": (Task(540, f"{PYTEST} tests/gpu/test_levers.py"),),
     "float8_tests": (Task(540, f"{PYTEST} tests/gpu/test_float8.py"),),
     "throughput": (
-        Task(90, f"{MEASURE}.throughput {SMALL} --batch_size=64 {COMPILED}", "MFU", 0.45),
-        Task(100, f"{MEASURE}.throughput {ONE_B} --batch_size=8 {COMPILED}", "MFU", 0.5),
-        Task(110, f"{MEASURE}.throughput {EIGHT_B} --batch_size=2 {COMPILED}", "MFU", 0.5),
+        Task(90, f"{MEASURE}.throughput {SMALL} --batch_size=64 {COMPILED}"),
+        Task(100, f"{MEASURE}.throughput {ONE_B} --batch_size=8 {COMPILED}"),
+        Task(110, f"{MEASURE}.throughput {EIGHT_B} --batch_size=2 {COMPILED}"),
         Task(
             240,
-            f"{MEASURE}.sweep --vary=use_torch_compile:true,false --vary=fsdp_activation_checkpointing:false,true "
+            f"{MEASURE}.throughput --vary=use_torch_compile:true,false --vary=fsdp_activation_checkpointing:false,true "
             f"{ONE_B} --batch_size=8 --steps=20",
-            "MFU",
-            0.5,
         ),
     ),
     "float8_8b": (
-        Task(540, f"{MEASURE}.sweep --vary=float8:none,tensorwise,rowwise {EIGHT_B} --batch_size=2 {COMPILED}"),
+        Task(540, f"{MEASURE}.throughput --vary=float8:none,tensorwise,rowwise {EIGHT_B} --batch_size=2 {COMPILED}"),
     ),
     "float8_1b": (
-        Task(540, f"{MEASURE}.sweep --vary=float8:none,tensorwise,rowwise {ONE_B} --batch_size=8 {COMPILED}"),
+        Task(540, f"{MEASURE}.throughput --vary=float8:none,tensorwise,rowwise {ONE_B} --batch_size=8 {COMPILED}"),
     ),
     "races": (
-        Task(110, f"{COMPARE}.against_trainer {SMALL} --batch_size=16 {COMPILED} --rounds=8", "median", 1.3),
-        Task(110, f"{COMPARE}.against_torchtitan {SMALL} --batch_size=16 {COMPILED} --rounds=8", "median", 1.05),
-        Task(120, f"{COMPARE}.against_trainer {ONE_B} --batch_size=2 {COMPILED} --rounds=6", "median", 1.3),
-        Task(120, f"{COMPARE}.against_torchtitan {ONE_B} --batch_size=2 {COMPILED} --rounds=6", "median", 1.05),
-        Task(80, f"{COMPARE}.against_ddp {SMALL} --batch_size=16 --processes=1 --rounds=8", "median", 1.0),
+        Task(110, f"{COMPARE}.against_trainer {SMALL} --batch_size=16 {COMPILED} --rounds=8"),
+        Task(110, f"{COMPARE}.against_torchtitan {SMALL} --batch_size=16 {COMPILED} --rounds=8"),
+        Task(120, f"{COMPARE}.against_trainer {ONE_B} --batch_size=2 {COMPILED} --rounds=6"),
+        Task(120, f"{COMPARE}.against_torchtitan {ONE_B} --batch_size=2 {COMPILED} --rounds=6"),
+        Task(80, f"{COMPARE}.against_ddp {SMALL} --batch_size=16 --processes=1 --rounds=8"),
     ),
-    "checkpoints": (
-        Task(300, f"{MEASURE}.checkpoints {SMALL} --batch_size=16 --rounds=5 --runs=3"),
-        Task(240, f"{COMPARE}.against_dcp {SMALL} --rounds=5"),
-    ),
+    "checkpoints": (Task(540, f"{MEASURE}.checkpoints {SMALL} --batch_size=16 --rounds=5 --runs=3"),),
     "kernels": (
         Task(90, f"{MEASURE}.operations {ONE_B} --batch_size=8 {COMPILED}"),
         Task(80, f"{MEASURE}.operations {SMALL} --batch_size=64 {COMPILED}"),
@@ -129,78 +115,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     flags = parser.parse_args(arguments)
     if flags.list:
-        print(listing([flags.part] if flags.part else list(PARTS)))
+        for part in [flags.part] if flags.part else PARTS:
+            print(f"# {part}, at most {sum(task.seconds for task in PARTS[part])} s")
+            for task in PARTS[part]:
+                print(" ".join(task.command()))
     elif flags.part is None:
         parser.error(f"which part? One of {', '.join(PARTS)}")
     else:
         sys.exit(run_part(flags.part, PARTS[flags.part], flags.output))
 
 
-def listing(parts: Sequence[str]) -> str:
-    """The commands of parts, as they could be typed."""
-    return "\n".join(
-        line
-        for part in parts
-        for line in (
-            f"# {part}, at most {sum(task.seconds for task in PARTS[part])} s",
-            *(" ".join(task.command()) for task in PARTS[part]),
-        )
-    )
-
-
 def run_part(part: str, tasks: Sequence[Task], output: Path, preflight: str = PREFLIGHT) -> int:
-    """Runs the commands of a part, and writes what came of them.
+    """Run the commands of a part, and write their results.
 
     Args:
-        part: its name, and that of its files.
-        tasks: its commands.
-        output: folder of the files.
+        output: folder of the files, which have the name of the part.
         preflight: a program that has to end well before any command is tried.
 
     Returns:
         The exit code: 0 only if every command ended well.
     """
-    reason = _failed_preflight(preflight)
-    if reason is not None:
-        print(f"on_gpu: error: {reason}", file=sys.stderr)
+    command = ["timeout", str(PREFLIGHT_SECONDS), sys.executable, "-c", preflight]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if checked.returncode:
+        print(f"on_gpu: error: {_reason_of_failure(checked.returncode, checked.stderr)}", file=sys.stderr)
         return 1
     output.mkdir(parents=True, exist_ok=True)
     log, results = output / f"{part}.log", output / f"{part}.jsonl"
     log.write_text("")
     results.write_text("")
-    outcomes = []
+    failed = 0
     for number, task in enumerate(tasks, start=1):
         print(f"\n{part} {number}/{len(tasks)}  {' '.join(task.command())}", flush=True)
         outcome, printed = _run(task, log, results)
-        outcomes.append(outcome)
+        failed += outcome.failure is not None
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         (output / f"{part}.md").write_text(report(results.read_text(encoding="utf-8").splitlines()))
         print("\n".join(printed.splitlines()[-SHOWN_LINES:]))
         print(f"{outcome.seconds:.0f} s  {outcome.failure or 'ended well'}", flush=True)
-    failed = sum(outcome.failure is not None for outcome in outcomes)
-    print(f"\n{part}: {len(outcomes) - failed} of {len(outcomes)} commands ended well; results are in {output}")
+    print(f"\n{part}: {len(tasks) - failed} of {len(tasks)} commands ended well; results are in {output}")
     return int(failed > 0)
 
 
-def reason_of_failure(errors: str) -> str:
-    """The line of a program's output that says why it has failed."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"error:|torch\.OutOfMemoryError|[\w.]+Error:|FAILED |ERROR ", line)]
-    return (told or lines[-1:] or ["failed without a word"])[0].removeprefix("error: ").replace("|", "/")
-
-
-def _failed_preflight(program: str) -> str | None:
-    """Why no command can run; None = they can."""
-    command = ["timeout", str(PREFLIGHT_SECONDS), sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode == 124:
-        return f"the GPU, or the import of the project, did not answer within {PREFLIGHT_SECONDS} s"
-    return reason_of_failure(done.stderr) if done.returncode else None
-
-
 def _run(task: Task, log: Path, results: Path) -> tuple[Outcome, str]:
-    """Runs a command to its end; what came of it, and what it printed."""
+    """Run a command to its end, and return how it ended and what it printed."""
     # Into a file: a process that a killed command leaves behind would keep a pipe open.
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(ROOT / "build" / "inductor"),  # what one command compiles serves the next
@@ -213,20 +172,21 @@ def _run(task: Task, log: Path, results: Path) -> tuple[Outcome, str]:
         done = subprocess.run(
             task.command(sys.executable), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
         )
-    seconds = time.perf_counter() - began
     printed = log.read_bytes()[before:].decode(errors="replace")
-    failure = None
-    killed = done.returncode in (137, -signal.SIGKILL)  # `timeout` ends as its command did
-    if done.returncode == 124 or (killed and seconds >= task.seconds):
-        failure = f"it ran past its {task.seconds} s"
-    elif killed:
-        failure = "it was killed, for memory perhaps"
-    elif done.returncode < 0:
-        failure = f"it was ended by {signal.Signals(-done.returncode).name}"
-    elif done.returncode:
-        failure = reason_of_failure(printed)
-    said = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
-    return Outcome(" ".join(task.command()), seconds, failure, said, task.column, task.goal), printed
+    failure = _reason_of_failure(done.returncode, printed) if done.returncode else None
+    last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
+    return Outcome(" ".join(task.command()), time.perf_counter() - began, failure, last), printed
+
+
+def _reason_of_failure(code: int, printed: str) -> str:
+    """Return why a command failed: what its time limit did, or the line of its output that says why."""
+    if code == 124:  # of `timeout`
+        return "it ran past its time"
+    if code in (137, -signal.SIGKILL):
+        return "it was killed, for memory perhaps"
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"error:|torch\.OutOfMemoryError|[\w.]+Error:|FAILED |ERROR ", line)]
+    return (errors or lines[-1:] or ["failed without a word"])[0].removeprefix("error: ").replace("|", "/")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.distributed.processes import join_processes
-from scripts.benchmark.common import announce, check_folder
+from scripts.benchmark.common import announce
 
 T = TypeVar("T")
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -35,7 +35,6 @@ def add_folder_flag(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def measured_folder(flags: argparse.Namespace) -> Iterator[Path]:
     """Begins a benchmark in a new folder inside --folder, which is gone afterwards."""
-    check_folder("folder", Path(flags.folder))
     announce(flags)
     root = Path(tempfile.mkdtemp(prefix="benchmark-", dir=flags.folder))
     print(f"folder    {flags.folder}, {file_system_of(root)}", flush=True)

@@ -28,17 +28,17 @@ import torch
 
 from pretraining.config.batch_plan import plan_batch
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import parameter_count, resolve_shape
-from pretraining.distributed.parallelize import compute_dtype
 from pretraining.launch.layout import port_of_name
 from scripts.benchmark.common import (
+    ON_CPU,
+    ON_GPU,
     Number,
     Over,
     Table,
     announce,
     announce_rest,
     check_processes,
-    device,
+    describe,
     end_if_checked,
     parse,
     read_settings,
@@ -50,8 +50,6 @@ from scripts.benchmark.common import (
 # A constant learning rate and no decay: contenders whose schedules and parameter groups differ in details then still
 # do the same updates, and their losses can be compared. Nothing is evaluated or saved before the race is over.
 RACE = ("use_dummy_dataset=true", "warmup_steps=0", "min_lr_ratio=1", "weight_decay=0", "report_interval=10")
-ON_GPU = ("model_variant=125m", "seq_length=1024", "batch_size=16")
-ON_CPU = ("model_variant=tiny", "vocab_size=4096", "seq_length=256", "batch_size=2", "global_batch_size=4")
 
 
 class Turn:
@@ -133,7 +131,7 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: ar
     if processes > 1:
         _share_cores(processes)
     announce(flags)
-    print(f"model     {_describe(config, processes)}", flush=True)
+    print(f"model     {describe(config, processes)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         lanes = run_race(contenders, config, Path(folder), rounds, steps, processes)
     tokens = plan_batch(config.batch, processes).global_batch_size * config.data.seq_length * steps
@@ -252,14 +250,3 @@ def _share_cores(processes: int) -> None:
     """A contender's processes compute at the same time: together they have the threads that one would have."""
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     torch.set_num_threads(int(threads))
-
-
-def _describe(config: TrainConfig, processes: int) -> str:
-    shape, plan = resolve_shape(config.model), plan_batch(config.batch, processes)
-    precision = str(compute_dtype(config.parallel, device())).removeprefix("torch.")
-    number = "1 micro-batch" if plan.grad_accum_steps == 1 else f"{plan.grad_accum_steps} micro-batches"
-    of_each = f" on each of {processes} processes" if processes > 1 else ""
-    return (
-        f"{config.model.model_variant}, {parameter_count(shape):,} parameters, {precision}; a step is "
-        f"{number} of {plan.micro_batch_size} x {config.data.seq_length} tokens{of_each}"
-    )

@@ -21,19 +21,8 @@ from pathlib import Path
 
 NEEDED = (
     *("torchdata", "requests", "urllib3", "idna", "certifi", "charset-normalizer", "fire", "termcolor"),
-    *(
-        "annotated-types",
-        "tokenizers",
-        "fastokens",
-        "safetensors",
-        "pyyaml",
-        "rich",
-        "markdown-it-py",
-        "mdurl",
-        "pygments",
-        "torchao",
-    ),
-    *("pytest", "pytest-timeout", "pytest-xdist", "execnet", "iniconfig", "pluggy"),
+    *("annotated-types", "tokenizers", "fastokens", "safetensors", "pyyaml", "rich", "markdown-it-py", "mdurl"),
+    *("pygments", "torchao", "pytest", "pytest-timeout", "pytest-xdist", "execnet", "iniconfig", "pluggy"),
 )
 """What training takes, float8, and tests."""
 OF_RACES = (
@@ -116,12 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.command == "install":
         install(flags.folder, flags.site)
     else:
-        collect(
-            flags.folder,
-            (*NEEDED, *(OF_RACES if flags.races else ()), *flags.packages),
-            flags.python,
-            flags.architecture,
-        )
+        packages = (*NEEDED, *(OF_RACES if flags.races else ()), *flags.packages)
+        collect(flags.folder, packages, flags.python, flags.architecture)
 
 
 if __name__ == "__main__":

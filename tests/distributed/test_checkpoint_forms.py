@@ -11,7 +11,7 @@ from training_runs import losses_of, train_runs
 from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
 from pretraining.config.commands import ExportConfig
 from pretraining.tools.export import export
-from pretraining.tools.verify_checkpoints import faults_of
+from pretraining.tools.verify import faults_of
 
 pytestmark = pytest.mark.thorough
 

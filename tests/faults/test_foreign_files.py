@@ -26,7 +26,7 @@ import pretraining.tools.import_weights
 import pretraining.tools.inspect
 import pretraining.tools.list_checkpoints
 import pretraining.tools.prepare.prepare
-import pretraining.tools.verify_data
+import pretraining.tools.verify
 import pretraining.train.run  # noqa: F401  loaded here: another user may not read where they are
 from pretraining.checkpoint.lease import LEASE
 from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST
@@ -37,7 +37,7 @@ from pretraining.files import DEEPEST_JSON
 from pretraining.model.hf import CONFIG_FILE as HF_CONFIG_FILE
 from pretraining.model.hf import config_document
 from pretraining.tools import doctor
-from pretraining.tools.verify_checkpoints import faults_of
+from pretraining.tools.verify import faults_of
 from pretraining.train.run_status import STATUS_FILE
 
 NOBODY = 65534

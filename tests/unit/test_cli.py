@@ -223,7 +223,7 @@ def test_verify_ends_with_a_status_and_names_faults(tmp_path: Path, capsys: pyte
         main(["verify", f"--data_path={data}", "--vocab_size=3"])
     said = capsys.readouterr()
     assert ending.value.code == 1
-    assert "second/part-0.arrow: damaged" in said.out and "first/part-0.arrow, row 0, byte" in said.out
+    assert "second/part-0.arrow: damaged" in said.out and "first/part-0.arrow, row 0: token" in said.out
     assert said.err.startswith("error: ") and "faults in 2 files" in said.err
 
 

@@ -15,83 +15,240 @@ The project also says where documents begin; the others do not.
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from scripts.benchmark.common import (
-    Number,
-    announce,
-    announce_rest,
-    check_folder,
-    check_new_folder,
-    end_if_checked,
-    flag_parser,
-    print_table,
-    spread,
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from scripts.benchmark.common import Number, Table, announce, flag_parser, in_turn, spread
+from scripts.benchmark.documents import (
+    SEQ_LENGTH,
+    VOCABULARY,
+    read_documents,
+    token_files,
+    use_one_core,
+    write_documents,
 )
-from scripts.benchmark.compare.rival_loaders import CONTENDERS, Batches, installed_packages, prepare
-from scripts.benchmark.documents import use_one_core, write_documents
+from scripts.benchmark.measure.loader import open_data, open_loader, settings_of
 
 MEAN_TOKENS = (600, 60)
 TURN_SECONDS = 1.0
+BATCH = 8
+ROW = SEQ_LENGTH + 1
+FMS_WINDOW = 10_000
+"""Rows that fms-fsdp's loader shuffles among; until it has them, it reads two for each that it gives."""
+Batches = Iterator[int]
+Contender = Callable[[Path, str], Batches]
+
+
+def project(folder: Path, name: str, global_batch: int) -> Batches:
+    """Read with the project, in micro-batches of 8."""
+    config = settings_of(folder, name)
+    for step in open_loader(config, open_data(config), global_batch):
+        for micro_batch in step.micro_batches:
+            yield micro_batch.tokens_BT.size(0) * SEQ_LENGTH
+
+
+def fms_fsdp(folder: Path, name: str) -> Batches:
+    """fms-fsdp's loader with its defaults, once its window is full."""
+    from fms_fsdp.utils import dataloader_utils, dataset_utils
+
+    # It hands over the class where it needs an object, and then fails.
+    dataloader_utils._handler_map["arrow"] = dataset_utils.ArrowHandler()
+    settings = SimpleNamespace(
+        data_path=str(folder / "fms" / name),
+        **{"datasets": "documents", "weights": "1", "file_type": "arrow", "col_name": "tokens"},
+        **{"seq_length": SEQ_LENGTH, "batch_size": BATCH, "logical_shards": 1024, "num_workers": 0, "seed": 2023},
+        **{"bos_token": None, "eos_token": 0, "bol_token": None, "eol_token": None, "strip_tokens": ""},
+        **{"vocab_size": VOCABULARY, "resuming_dataset": False, "checkpoint_interval": sys.maxsize},
+        **dict.fromkeys(("ckpt_load_path", "ckpt_save_path"), str(folder / "none")),
+    )
+    batches = iter(dataloader_utils.get_data_loader(settings, 0, 1))
+    for _ in range(FMS_WINDOW // BATCH):
+        next(batches)
+    for tokens, _ in batches:
+        yield tokens.numel()
+
+
+def mosaic_rows(folder: Path, name: str) -> Batches:
+    """Mosaic Streaming on rows that are packed already."""
+    for batch in _endless(DataLoader(_mosaic(folder / "mds_rows" / name), batch_size=BATCH)):
+        yield batch["tokens"].shape[0] * SEQ_LENGTH
+
+
+def mosaic_documents(folder: Path, name: str) -> Batches:
+    """Mosaic Streaming on documents, packed when they are read."""
+    documents = _endless(_mosaic(folder / "mds_documents" / name))
+    return _batches_of(Rows(document["tokens"] for document in documents))
+
+
+def _mosaic(folder: Path) -> IterableDataset[dict[str, np.ndarray]]:
+    from streaming import StreamingDataset
+
+    dataset: IterableDataset[dict[str, np.ndarray]] = StreamingDataset(
+        local=str(folder), shuffle=True, batch_size=BATCH
+    )
+    return dataset
+
+
+def datasets_lists(folder: Path, name: str) -> Batches:
+    """Hugging Face datasets as its documentation has it: streamed, shuffled in a buffer, grouped as lists."""
+    from datasets import load_dataset
+
+    def group(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        tokens = list(itertools.chain.from_iterable(examples["tokens"]))
+        return {"input_ids": [tokens[at : at + ROW] for at in range(0, len(tokens) - ROW + 1, ROW)]}
+
+    def stack(examples: list[dict[str, list[int]]]) -> torch.Tensor:
+        return torch.tensor([example["input_ids"] for example in examples])
+
+    files = [str(path) for path in token_files(folder / name)]
+    documents = load_dataset("arrow", data_files=files, split="train", streaming=True)
+    rows = documents.shuffle(seed=0, buffer_size=10_000).map(group, batched=True, remove_columns=["tokens"])
+    # `rows.with_format("torch")` in place of `stack` takes fifteen times as long.
+    for batch in _endless(DataLoader(rows, batch_size=BATCH, collate_fn=stack)):
+        yield batch.shape[0] * SEQ_LENGTH
+
+
+def datasets_arrays(folder: Path, name: str) -> Batches:
+    """Hugging Face datasets with more care: mapped into memory, shuffled wholly, read and packed as numpy arrays."""
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    files = [str(path) for path in token_files(folder / name)]
+    documents = load_dataset("arrow", data_files=files, split="train", cache_dir=str(folder / "datasets_cache"))
+    documents = documents.with_format("numpy")
+
+    def read() -> Iterator[np.ndarray]:
+        for seed in itertools.count():
+            for examples in documents.shuffle(seed=seed).iter(batch_size=1000):
+                yield from examples["tokens"]
+
+    return _batches_of(Rows(read()))
+
+
+class Rows(IterableDataset[np.ndarray]):
+    """Documents end to end, cut into rows, as one writes it by hand."""
+
+    def __init__(self, documents: Iterator[np.ndarray]) -> None:
+        self._documents = documents
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        parts: list[np.ndarray] = []
+        held = 0
+        for document in self._documents:
+            parts.append(document)
+            held += len(document)
+            if held >= ROW:
+                tokens = np.concatenate(parts)
+                for at in range(0, held - ROW + 1, ROW):
+                    yield tokens[at : at + ROW]
+                held %= ROW
+                parts = [tokens[len(tokens) - held :]]
+
+
+def _batches_of(rows: Rows) -> Batches:
+    for batch in DataLoader(rows, batch_size=BATCH):
+        yield batch.shape[0] * SEQ_LENGTH
+
+
+def _endless(passes: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from passes
+
+
+CONTENDERS: dict[str, tuple[Contender, tuple[str, ...]]] = {
+    "project, 8 samples a step": (partial(project, global_batch=BATCH), ()),
+    "project, 512 samples a step": (partial(project, global_batch=512), ()),
+    "fms-fsdp": (fms_fsdp, ("fms_fsdp", "transformers")),
+    "Mosaic Streaming, packed rows": (mosaic_rows, ("streaming",)),
+    "Mosaic Streaming, documents": (mosaic_documents, ("streaming",)),
+    "datasets, streamed lists": (datasets_lists, ("datasets",)),
+    "datasets, shuffled arrays": (datasets_arrays, ("datasets",)),
+}
+"""By name, with the packages that each takes."""
+WRITERS: dict[str, tuple[str, Callable[[list[Path], Path], None]]] = {
+    "fms": ("fms-fsdp", lambda files, target: _write_one_a_record_batch(files, target)),
+    "mds_rows": (
+        "Mosaic Streaming, packed rows",
+        lambda files, target: _write_mds(Rows(read_documents(files)), f"uint16:{ROW}", target),
+    ),
+    "mds_documents": (
+        "Mosaic Streaming, documents",
+        lambda files, target: _write_mds(read_documents(files), "uint16", target),
+    ),
+}
+"""Folders of documents in other forms, with the contender that reads them."""
+
+
+def _write_one_a_record_batch(files: list[Path], folder: Path) -> None:
+    """Write files as fms-fsdp's loader wants them, with the counts that spare it to look into each."""
+    (folder / "documents").mkdir(parents=True)
+    (folder / "meta").mkdir()
+    schema = pa.schema([("tokens", pa.uint16())])
+    lines = ["dataset/filename,documents,tokens"]
+    for file in files:
+        count = tokens = 0
+        with pa.ipc.new_file(str(folder / "documents" / file.name), schema) as writer:
+            for document in read_documents([file]):
+                writer.write_batch(pa.record_batch([pa.array(document)], schema=schema))
+                count, tokens = count + 1, tokens + len(document)
+        lines.append(f"/documents/{file.name},{count},{tokens}")
+    (folder / "meta" / "counts.csv").write_text("\n".join(lines) + "\n")
+
+
+def _write_mds(arrays: Iterable[np.ndarray], dtype: str, folder: Path) -> None:
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns={"tokens": f"ndarray:{dtype}"}, exist_ok=True) as writer:
+        for tokens in arrays:
+            writer.write({"tokens": np.ascontiguousarray(tokens)})
+
+
+_opened: list[Batches] = []
+"""In a contender's process, what it reads from."""
+
+
+def _open(contender: str, folder: Path, name: str) -> None:
+    use_one_core()
+    _opened.append(CONTENDERS[contender][0](folder, name))
+
+
+def _read() -> float:
+    """Read for a turn; return tokens per second."""
+    tokens, began = 0, time.perf_counter()
+    while time.perf_counter() < began + TURN_SECONDS:
+        tokens += next(_opened[0])
+    return tokens / (time.perf_counter() - began)
 
 
 def race(contenders: list[str], folder: Path, name: str, rounds: int) -> dict[str, list[float]]:
-    """Tokens a second of every contender, turn by turn."""
-    processes = multiprocessing.get_context("spawn")
-    ends: dict[str, Connection] = {}
-    for contender in contenders:
-        ends[contender], other_end = processes.Pipe()
-        processes.Process(target=_contend, args=(contender, folder, name, other_end), daemon=True).start()
-        other_end.close()
-    rates: dict[str, list[float]] = {contender: [] for contender in contenders}
-    for contender, end in ends.items():
-        _receive(contender, end)  # it is warm
-    print(f"\nracing    {rounds} rounds", flush=True)
-    announce_rest(rounds * len(contenders) * TURN_SECONDS)
-    for _ in range(rounds):
-        for contender, end in ends.items():
-            end.send(True)
-            rates[contender].append(_receive(contender, end))
-    for end in ends.values():
-        end.close()
-    for child in multiprocessing.active_children():
-        child.join()
-    return rates
-
-
-def _receive(contender: str, end: Connection) -> float:
-    try:
-        rate: float = end.recv()
-    except EOFError:
-        sys.exit(f"'{contender}' ended early: its error stands above")
-    return rate
-
-
-def _contend(contender: str, folder: Path, name: str, connection: Connection) -> None:
-    """A contender's process: warms up, and then reads for a turn whenever it is asked to."""
-    use_one_core()
-    batches = CONTENDERS[contender][0](folder, name)
-    _read(batches)
-    connection.send(0.0)
-    try:
-        while connection.recv():
-            connection.send(_read(batches))
-    except EOFError:  # the race is over
-        return
-
-
-def _read(batches: Batches) -> float:
-    """Reads for a turn; tokens a second."""
-    tokens, began = 0, time.perf_counter()
-    while time.perf_counter() < began + TURN_SECONDS:
-        tokens += next(batches)
-    return tokens / (time.perf_counter() - began)
+    """Return the tokens per second of every contender, turn by turn; the first turn warms up."""
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        pools = {
+            each: stack.enter_context(ProcessPoolExecutor(1, spawn, initializer=_open, initargs=(each, folder, name)))
+            for each in contenders
+        }
+        turns = [
+            {each: pool.submit(_read).result() for each, pool in pools.items()} for _ in in_turn(range(rounds + 1))
+        ]
+    return {each: [turn[each] for turn in turns[1:]] for each in contenders}
 
 
 def main() -> None:
@@ -101,35 +258,31 @@ def main() -> None:
         rounds=Number(9, "turns that count"),
     )
     parser.add_argument("--fms_fsdp", type=Path, help="a checkout of github.com/foundation-model-stack/fms-fsdp")
-    parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
     flags = parser.parse_args()
-    check_folder("fms_fsdp", flags.fms_fsdp)
-    check_new_folder("folder", flags.folder)
-    end_if_checked(flags)
-    if flags.fms_fsdp is not None:  # for this process and for those that it starts
+    if flags.fms_fsdp is not None:  # for the processes of the contenders
         sys.path.insert(0, str(flags.fms_fsdp.absolute()))
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     use_one_core()
     announce(flags)
-    packages = installed_packages()
-    contenders = [name for name, (_, package) in CONTENDERS.items() if not package or package in packages]
+    contenders = [name for name, (_, packages) in CONTENDERS.items() if all(map(importlib.util.find_spec, packages))]
+    if missing := CONTENDERS.keys() - set(contenders):
+        print(f"left out, since their packages are not installed: {', '.join(sorted(missing))}")
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
-        folder = flags.folder or Path(temporary)
+        folder = Path(temporary)
+        (folder / ".index").mkdir()
         for mean in MEAN_TOKENS:
-            write_documents(folder / f"mean{mean}", mean, flags.tokens)
-            prepare(folder, f"mean{mean}", packages)
-            rates = race(contenders, folder, f"mean{mean}", flags.rounds)
+            name = f"mean{mean}"
+            write_documents(folder / name, mean, flags.tokens)
+            for form, (reader, write) in WRITERS.items():
+                if reader in contenders:
+                    write(token_files(folder / name), folder / form / name)
+            rates = race(contenders, folder, name, flags.rounds)
             own = rates[contenders[0]]
-            rows = [
-                (
-                    contender,
-                    *spread([rate / 1e6 for rate in each], ".1f"),
-                    spread([a / b for a, b in zip(own, each, strict=True)], ".1f")[0],
-                )
-                for contender, each in rates.items()
-            ]
-            header = (f"documents of {mean} tokens", "M tokens/s", "quartiles", "project, 8 / it")
-            print_table(header, rows)
+            table = Table(f"documents of {mean} tokens", "M tokens/s", "quartiles", "project, 8 / it")
+            for contender, each in rates.items():
+                ratio, _ = spread([a / b for a, b in zip(own, each, strict=True)], ".1f")
+                table.add(contender, *spread([rate / 1e6 for rate in each], ".1f"), ratio)
+            table.print()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
-from scripts.benchmark.common import in_turn, print_table, spread, synchronize
+from scripts.benchmark.common import Table, in_turn, spread, synchronize
 
 FIRST_SAVE, SECOND_SAVE, LAST_STEP = 5, 15, 21
 FOLLOWING = 5
@@ -59,18 +59,10 @@ def compare(folder: Path, config: TrainConfig, runs: int) -> None:
                 cost = _train_and_save(folder, config, processes, asynchronous)
                 if number:
                     costs[asynchronous].append(cost)
-    rows = [
-        (
-            name,
-            *(
-                _with_quartiles([getattr(cost, field) for cost in costs[kind]])
-                for field in ("first", "blocked", "slowed", "step")
-            ),
-        )
-        for name, kind in (("in place", False), ("beside the training", True))
-    ]
-    header = ("seconds", "blocked, first save", "blocked, later", f"longer next {FOLLOWING} steps", "a step before")
-    print_table(header, rows)
+    table = Table("seconds", "blocked, first save", "blocked, later", f"longer next {FOLLOWING} steps", "a step before")
+    for name, kind in (("in place", False), ("beside the training", True)):
+        table.add(name, *(_with_quartiles([vars(cost)[field.name] for cost in costs[kind]]) for field in fields(Cost)))
+    table.print()
     pairs = list(zip(costs[True], costs[False], strict=True))
     blocked = [ours.blocked / theirs.blocked for ours, theirs in pairs]
     whole = [(ours.blocked + ours.slowed) / (theirs.blocked + theirs.slowed) for ours, theirs in pairs]

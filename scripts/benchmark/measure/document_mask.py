@@ -76,34 +76,6 @@ def with_flex_attention(lengths: tuple[int, ...], rows: int) -> Attend:
     return attend
 
 
-def padded(lengths: tuple[int, ...], largest_ratio: float) -> Attend:
-    """One call for all documents of similar lengths, padded at their ends, which causal attention does not look at."""
-    sizes = np.array(lengths)
-    begins = np.cumsum(sizes) - sizes
-    order = np.argsort(-sizes, kind="stable")
-    groups, places = [], np.empty(sizes.sum(), dtype=np.int64)
-    first, used = 0, 0
-    while first < len(order):
-        longest = sizes[order[first]]
-        group = order[first:][sizes[order[first:]] * largest_ratio >= longest]
-        inside = np.minimum(np.arange(longest), sizes[group][:, None] - 1)
-        groups.append(torch.from_numpy(begins[group][:, None] + inside).to(device()))
-        for number, document in enumerate(group):
-            places[begins[document] :][: sizes[document]] = used + number * longest + np.arange(sizes[document])
-        first, used = first + len(group), used + groups[-1].numel()
-    places_N = torch.from_numpy(places).to(device())
-
-    def attend(q_BSHE: Tensor, k_BSHE: Tensor, v_BSHE: Tensor) -> Tensor:
-        flat = [x.flatten(0, 1) for x in (q_BSHE, k_BSHE, v_BSHE)]
-        mixed = [
-            causal_attention(*(x.index_select(0, group.flatten()).unflatten(0, group.shape) for x in flat))
-            for group in groups
-        ]
-        return torch.cat([each.flatten(0, 1) for each in mixed]).index_select(0, places_N).view_as(q_BSHE)
-
-    return attend
-
-
 def seconds_of(attend: Attend, inputs: list[Tensor], gradient: Tensor) -> float:
     """Forward and backward once."""
     synchronize()
@@ -124,7 +96,6 @@ def measure(rows: int, length: int, mean: int, heads: int, dtype: torch.dtype, r
         lambda q, k, v: document_attention(q, k, v, documents),
         causal_attention,
         with_dense_mask(lengths, rows),
-        *(padded(lengths, ratio) for ratio in (1.25, 2.0)),
     ]
     if torch.cuda.is_available():
         contenders.append(with_flex_attention(lengths, rows))
@@ -149,7 +120,7 @@ if __name__ == "__main__":
     # The kernel that takes all documents at once is for a GPU and bfloat16.
     dtypes = (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16)
     cases = list(itertools.product(dtypes, ROWS_ON_GPU if on_gpu else ROWS_ON_CPU, MEAN_LENGTHS))
-    others = ["whole rows", "dense mask", "padded, to 1.25 times", "to 2 times", *(["FlexAttention"] if on_gpu else [])]
+    others = ["whole rows", "dense mask", *(["FlexAttention"] if on_gpu else [])]
     table = Table("rows, documents", "the project's way", *others)
     for dtype, rows, mean in in_turn(cases):
         table.add(*measure(*rows, mean, flags.heads, dtype, flags.rounds))

@@ -1,4 +1,4 @@
-"""How fast the loader is on one core, how small its state, how quick a resume, and what it takes of a training step.
+"""How fast the loader is on one core, how small its state, and how quick a resume.
 
     python -m scripts.benchmark.measure.loader
     python -m scripts.benchmark.measure.loader --folder=/data/benchmark     keeps the made-up documents
@@ -10,14 +10,10 @@ to one core, and what is shown is the median over turns, with quartiles.
 from __future__ import annotations
 
 import json
-import os
-import statistics
-import subprocess
-import sys
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +28,8 @@ from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
 from scripts.benchmark.common import (
-    ROOT,
     Number,
     announce,
-    check_new_folder,
     end_if_checked,
     flag_parser,
     in_turn,
@@ -61,23 +55,14 @@ LINKS = tuple(f"link{number:02d}" for number in range(DATASETS))
 """Names of as many datasets, all of the same files."""
 PACKINGS = ("greedy", "first_fit", "best_fit")
 STEPS = (10, 10**9)
-DEMO_VOCABULARY = 4096
 Work = Callable[[], int]
-MAIN = ROOT / "main_training.py"
 
 
 def settings_of(folder: Path, *datasets: str, **changes: Any) -> DataConfig:
     """How datasets are read: in the calling thread and with documents told apart, if nothing else is said."""
-    settings = DataConfig(
-        data_path=str(folder),
-        datasets=datasets,
-        seq_length=SEQ_LENGTH,
-        logical_shards=SHARDS,
-        document_mask=True,
-        num_workers=0,
-        index_path=str(folder / ".index"),
-    )
-    return replace(settings, **changes)
+    places = {"data_path": str(folder), "datasets": datasets, "index_path": str(folder / ".index")}
+    reading = {"seq_length": SEQ_LENGTH, "logical_shards": SHARDS, "document_mask": True, "num_workers": 0}
+    return DataConfig(**{**places, **reading, **changes})
 
 
 def open_data(config: DataConfig) -> OpenedDatasets:
@@ -220,39 +205,6 @@ def measure_state(folder: Path, rounds: int) -> None:
     print_table(("", "ms", "quartiles"), rows)
 
 
-def measure_share(folder: Path, steps: int) -> None:
-    """Prints the loader's share of the steps of a training run, as metrics.jsonl has it."""
-    rows = []
-    for workers in in_turn((0, 1)):
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as run:
-            settings = {
-                "recipe": "demo",
-                "data_path": folder,
-                "datasets": "demo",
-                "index_path": folder / ".index",
-                "tokenizer_path": "none",
-                "held_out_fraction": 0,
-                "eval_interval": 1_000_000,
-                "num_workers": workers,
-                "num_steps": steps,
-                "report_interval": 10,
-                "document_mask": "true",
-                "ckpt_save_path": run,
-            }
-            command = [sys.executable, str(MAIN), *(f"{name}={value}" for name, value in settings.items())]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            if done.returncode:
-                sys.exit(f"the training run failed:\n{done.stdout}")
-            reports = [json.loads(line) for line in Path(run, "logs/metrics.jsonl").read_text().splitlines()]
-        reports = [report for report in reports if "data_share" in report][1:]
-        share = [100 * report["data_share"] for report in reports]
-        step_ms = statistics.median(1000 * report["step_seconds"] for report in reports)
-        rows.append((f"num_workers={workers}", *spread(share, ".3f"), f"{step_ms:.0f}"))
-    print(f"\nwaiting for data in a run of the demo's model, {steps} steps")
-    print_table(("", "% of a step", "quartiles", "ms a step"), rows)
-
-
 def _state_at(loader: Loader, step: int) -> dict[str, Any]:
     """The state of a run after this many steps."""
     mixture = loader.reader.mixture
@@ -261,16 +213,14 @@ def _state_at(loader: Loader, step: int) -> dict[str, Any]:
 
 
 def _resident_mib() -> float:
-    """Memory of the process, what it has mapped of files included."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
+    """Return the memory of the process, what it has mapped of files included."""
+    return int(re.findall(r"VmRSS:\s*(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
 def prepare(folder: Path, tokens: int) -> None:
     """Makes the documents that are not there yet."""
     for mean in MEAN_TOKENS:
         write_documents(folder / f"mean{mean}", mean, tokens)
-    write_documents(folder / "demo", 600, tokens // 20, DEMO_VOCABULARY)
     for link in LINKS:
         if not (folder / link).exists():
             (folder / link).symlink_to(f"mean{MEAN_TOKENS[0]}", target_is_directory=True)
@@ -282,11 +232,9 @@ def main() -> None:
         "The loader on one core.",
         tokens=Number(200_000_000, "of each dataset", least=10_000_000),
         rounds=Number(9, "turns that count"),
-        steps=Number(100, "of the training runs, in reports of 10, the first to warm up", least=20),
     )
     parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
     flags = parser.parse_args()
-    check_new_folder("folder", flags.folder)
     end_if_checked(flags)
     use_one_core()
     announce(flags)
@@ -297,7 +245,6 @@ def main() -> None:
         for mean in MEAN_TOKENS:
             measure_reading(folder, mean, flags.rounds)
         measure_many(folder, flags.rounds)
-        measure_share(folder, flags.steps)
 
 
 if __name__ == "__main__":

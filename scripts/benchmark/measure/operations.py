@@ -9,9 +9,8 @@ operations on a CPU. Recording takes time itself, most of all on a CPU, so share
 
 from __future__ import annotations
 
-import sys
+import itertools
 import tempfile
-import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from scripts.benchmark.common import (
     Number,
     Over,
     announce,
-    announce_rest,
     parse,
     print_table,
     read_settings,
@@ -53,23 +51,18 @@ def record(settings: list[str], steps: int, folder: Path) -> TraceSummary:
     # Its own schedule marks the steps, which is what tells their operations from what comes around them.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     trace = torch.profiler.profile(activities=activities, schedule=schedule)
-    done, began, terminal = 0, 0.0, sys.stdout
+    begun = itertools.count()
 
     def before_step(loss: float | None) -> None:
-        nonlocal done, began
-        if done == WARM_UP_STEPS - 1:
-            synchronize()
-            began = time.perf_counter()
+        number = next(begun)
+        synchronize()
+        if number == WARM_UP_STEPS - 1:
             trace.__enter__()
-        elif done >= WARM_UP_STEPS:
-            synchronize()
-            if done == WARM_UP_STEPS:
-                announce_rest(steps * (time.perf_counter() - began), terminal)
-            if done == WARM_UP_STEPS + steps:
-                trace.__exit__(None, None, None)
-                raise Over
+        elif number == WARM_UP_STEPS + steps:
+            trace.__exit__(None, None, None)
+            raise Over
+        elif number >= WARM_UP_STEPS:
             trace.step()
-        done += 1
 
     with (folder / "log").open("w") as log, redirect_stdout(log):
         train_project(config, before_step)

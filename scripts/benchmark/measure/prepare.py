@@ -37,7 +37,7 @@ from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokeniz
 from pretraining.tools.prepare.encoders import text_encoder
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import prepare
-from scripts.benchmark.common import Number, announce, announce_rest, flag_parser, print_table
+from scripts.benchmark.common import Number, announce, flag_parser, in_turn, print_table
 
 DOCUMENT_CHARACTERS = 2000
 SHARES = (1, 2, 4, 10)
@@ -97,10 +97,7 @@ def run(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int) -> 
     names = [(name, cores) for cores in sorted({1, len(os.sched_getaffinity(0))}) for name in contenders]
     turns: dict[tuple[str, int], list[tuple[float, float]]] = {name: [] for name in names}
     tokens: dict[tuple[str, int], int] = {}
-    warm_up_began = time.perf_counter()
-    for turn in range(rounds + 1):
-        if turn == 1:
-            announce_rest(rounds * (time.perf_counter() - warm_up_began))
+    for turn in in_turn(range(rounds + 1)):
         for name, cores in names:
             with _on_cores(cores):
                 began, cpu_began = time.perf_counter(), _cpu_seconds()

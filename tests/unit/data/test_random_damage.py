@@ -22,7 +22,7 @@ from pretraining.data.dataset import build_loader
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
-from pretraining.tools.verify_data import verify
+from pretraining.tools.verify import verify
 
 NUMBERS = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(8), b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\1", b"\x7f", b"\x80"]
 

@@ -66,23 +66,13 @@ def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_ne
         soak.check_checkpoints(run, before=1)
 
 
-@pytest.mark.parametrize(
-    ("committed", "unfinished", "steps", "place"),
-    [
-        ((3,), ("step_6_ckp.old.tmp",), (), "in start-up"),
-        ((3,), ("step_6_ckp.old.tmp",), (4,), "between saves"),
-        ((3,), ("step_6_ckp.old.tmp", "step_6_ckp.new.tmp"), (4, 5, 6), "during a save"),
-        ((3, 6), ("step_3_ckp.new.tmp",), (4, 5, 6), "while old checkpoints are removed"),
-        ((6, 9), (), (7, 8, 9), "after the last save"),
-    ],
-)
-def test_what_a_kill_hits_shows_in_the_runs_folder(
-    committed: tuple[int, ...], unfinished: tuple[str, ...], steps: tuple[int, ...], place: str, tmp_path: Path
-) -> None:
+def test_a_shot_waits_for_events_of_its_own_start(tmp_path: Path) -> None:
     begun = soak_job.View(frozenset({"step_3_ckp"}), frozenset({"step_6_ckp.old.tmp"}), ())
-    for name in (*(f"step_{step}_ckp" for step in committed), *unfinished, BEST):
+    for name in ("step_3_ckp", "step_6_ckp.old.tmp", "step_6_ckp.new.tmp", BEST):
         (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
     log = tmp_path / "log"
-    log.write_text("start       at step 3\n" + "".join(f"step {step}/9  loss 1\n" for step in steps))
+    log.write_text("start       at step 3\nstep 4/9  loss 1\nstep 5/9  loss 1\n")
     view = soak_job.View.of(tmp_path, log)
-    assert view.steps == steps and view.place(begun, last_step=9) == place
+    assert view.steps == (4, 5) and view.newest == 3
+    for event, count, happened in (("step", 2, True), ("step", 3, False), ("save", 1, True), ("commit", 1, False)):
+        assert view.has_happened(soak_job.Shot("all", 0, event, count, 0.0), begun, last_step=9) == happened

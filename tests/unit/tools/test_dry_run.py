@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, write_two_datasets
 
-from pretraining.checkpoint.lease import LEASE, Holder, Lease, look_at_lease
+from pretraining.checkpoint.lease import LEASE, Holder, look_at_lease
 from pretraining.cli import main
 from pretraining.config.command_line import resolve_config
 from pretraining.config.fields import settings_of
@@ -133,14 +133,9 @@ def test_a_resume_is_planned_from_its_checkpoint_with_what_has_changed(tmp_path:
     assert "the run is at step 4 of 4: none is left" in show(*same)
 
 
-def test_what_a_run_takes_from_its_start_point_stands_there_with_its_source(tmp_path: Path, show: Show) -> None:
-    train(tmp_path / "run", "use_dummy_dataset=true", "run_steps=1")
-    flags = [f"--recipe={tmp_path}/run/config.yaml", "--model_variant=none", "--hidden_size=none"]
-    text = show(*flags, "--num_hidden_layers=none")
-    assert re.search(rf"(?m)^  hidden_size +32 +taken from {tmp_path}/run/checkpoints/step_1_ckp$", text), text
-
-
-def test_a_folder_with_a_timestamp_is_not_made(tmp_path: Path, show: Show) -> None:
+def test_a_folder_with_a_timestamp_is_not_made_and_what_a_start_point_gives_is_named(
+    tmp_path: Path, show: Show
+) -> None:
     flags = ["--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run.{{timestamp}}"]
     assert f"run folder  {tmp_path}/run.{{timestamp}}" in show(*flags)
     main(["train", *TINY, *flags, "--run_steps=1"])
@@ -148,6 +143,8 @@ def test_a_folder_with_a_timestamp_is_not_made(tmp_path: Path, show: Show) -> No
     text = show(*flags)
     assert f"run folder  {made}" in text and "begins with step 2" in text
     assert "the newest folder of this pattern" in text
+    own = [f"--recipe={made}/config.yaml", "--model_variant=none", "--hidden_size=none", "--num_hidden_layers=none"]
+    assert re.search(rf"(?m)^  hidden_size +32 +taken from {made}/checkpoints/step_1_ckp$", show(*own))
 
 
 def test_of_a_large_batch_the_first_slots_are_shown_and_a_summary_of_all(tmp_path: Path, show: Show) -> None:
@@ -161,63 +158,59 @@ def test_of_a_large_batch_the_first_slots_are_shown_and_a_summary_of_all(tmp_pat
 NEW = ["--use_dummy_dataset", "--num_steps=4"]
 
 
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    with pytest.raises(SystemExit) as ending:
-        main(["train", *common(flags), *NEW, f"--ckpt_save_path={tmp_path}/run", *flags, "--dry_run=true"])
-    assert ending.value.code == 1
-    return capsys.readouterr().err
+Spoil = Callable[[Path, pytest.MonkeyPatch], object]
+
+
+def leave_alone(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def train_a_step(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    train(folder / "run", "use_dummy_dataset=true", "run_steps=1")
+
+
+def crash_again_and_again(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "run").mkdir()
+    status = {"status": "running", "step": 0, "reason": "", "starts": 9, "starts_without_progress": 9}
+    status |= {"started_at_step": 0, "updated": ""}
+    (folder / "run" / "run_status.json").write_text(json.dumps(with_checksum(status)))
+
+
+def hold_the_lease(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / LEASE).write_text(json.dumps(with_checksum(vars(Holder.this_process()))))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "spoil", "said"),
     [
-        (["--eval_only=true", "--held_out_fraction=0.1"], "--dry_run=true shows what a training would do"),
-        (["--optimizer=torch.optim:Adagrad", "--optimizer_options=rate=3"], "--optimizer=torch.optim:Adagrad fails"),
-        (["--schedule=nowhere:Schedule"], "nowhere cannot be imported"),
-        (["--tracker=nowhere:Tracker"], "--tracker=nowhere:Tracker: nowhere cannot be imported"),
+        (["--eval_only=true", "--held_out_fraction=0.1"], leave_alone, "--dry_run=true shows what a training would do"),
+        (["--optimizer=torch.optim:Adagrad", "--optimizer_options=rate=3"], leave_alone, "Adagrad fails"),
+        (["--schedule=nowhere:Schedule"], leave_alone, "nowhere cannot be imported"),
+        (["--tracker=nowhere:Tracker"], leave_alone, "nowhere cannot be imported"),
+        (
+            ["--tracker=wandb"],
+            lambda _, patch: patch.setattr(trackers, "find_spec", lambda name: None),
+            "needs the `wa",
+        ),
+        (["--optimizer=sgd"], train_a_step, "which sgd cannot go on from"),
+        ([], crash_again_and_again, "this run is in a crash loop: its last 9 starts"),
+        ([], lambda _, patch: patch.setattr(os, "access", lambda path, mode: False), "Permission denied"),
+        ([], hold_the_lease, "another run is writing into it"),
     ],
 )
-def test_what_the_settings_name_is_tried(
-    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_a_start_would_refuse_is_refused(
+    flags: list[str],
+    spoil: Spoil,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert said in refused(tmp_path, capsys, *flags)
-
-
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_tracker_without_its_package_is_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda package: None)
-    assert f"--tracker={name} needs the `{name}` package" in refused(tmp_path, capsys, f"--tracker={name}")
-
-
-def test_another_optimizer_at_a_resume_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path / "run", "use_dummy_dataset=true", "run_steps=1")
-    assert "which sgd cannot go on from" in refused(tmp_path, capsys, "--optimizer=sgd")
-
-
-def test_a_run_in_a_crash_loop_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run").mkdir()
-    status = {"status": "running", "step": 0, "reason": "", "starts": 9, "starts_without_progress": 9}
-    status |= {"started_at_step": 0, "updated": ""}
-    (tmp_path / "run" / "run_status.json").write_text(json.dumps(with_checksum(status)))
-    assert "this run is in a crash loop: its last 9 starts" in refused(tmp_path, capsys)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert f"run: cannot be written: [Errno 13] Permission denied: '{tmp_path}'" in refused(tmp_path, capsys)
-
-
-def test_a_folder_that_a_run_is_writing_into_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lease = Lease(tmp_path / "run")
-    lease.acquire()
-    try:
-        assert f"{tmp_path}/run: another run is writing into it: process {os.getpid()}" in refused(tmp_path, capsys)
-    finally:
-        lease.release()
+    spoil(tmp_path, monkeypatch)
+    with pytest.raises(SystemExit) as ending:
+        main(["train", *common(flags), *NEW, f"--ckpt_save_path={tmp_path}/run", *flags, "--dry_run=true"])
+    assert ending.value.code == 1 and said in capsys.readouterr().err
 
 
 def test_a_lease_of_a_process_that_is_gone_refuses_nothing_and_one_from_elsewhere_is_told_of(

@@ -19,7 +19,7 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import CheckpointError
-from pretraining.tools.verify_checkpoints import faults_of
+from pretraining.tools.verify import faults_of
 
 # The dimensions of TINY, for runs that take them from where they start.
 MODEL = {"model_variant", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"} | {

@@ -1,0 +1,275 @@
+"""Reads token files or checkpoints wholly and names every fault: `pretrain verify`.
+
+    token files  listing, prepare.json -> on threads, a file at a time: checksum -> structure -> tokens
+    checkpoints  manifest -> on threads, a file at a time: checksum -> headers -> every element once
+
+Training checks of token files only what it touches: names and sizes at the start, the footer when a file is opened,
+bounds and vocabulary when a document is read. Of a file with a damaged structure only the first fault is named, as what
+follows cannot be trusted. A start checks all of a checkpoint with the same functions, and so takes nothing that this
+refuses.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pretraining.checkpoint.completeness import tensor_faults
+from pretraining.checkpoint.headers import chunks_by_name, read_header
+from pretraining.checkpoint.manifest import (
+    CHECKPOINTS,
+    FULL_FILES,
+    MANIFEST,
+    committed_checkpoints,
+    misnamed_files,
+    run_of,
+    shape_of,
+    unfinished_saves,
+)
+from pretraining.checkpoint.reader import file_faults
+from pretraining.checkpoint.start_point import CheckpointRef, document_at, files_of, is_checkpoint
+from pretraining.config.commands import VerifyConfig
+from pretraining.config.training import DataConfig
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
+from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
+from pretraining.errors import CheckpointError, DataError
+from pretraining.files import file_checksum, read_json
+from pretraining.launch.terminal import print_text
+from pretraining.text import count_of, format_bytes
+from pretraining.tools.prepare.token_files import TokenFile
+
+FAULTS_SHOWN = 100
+"""Rows of a file that are named one by one; nearly all rows of a file of another tokenizer would be."""
+_TOKENS_AT_ONCE = 1 << 22
+_SHARED_SETTINGS = ("data_path", "datasets", "file_type", "col_name", "sep_token", "token_dtype")
+"""Settings that mean the same for training."""
+
+
+def verify(config: VerifyConfig) -> None:
+    """Check the token files of datasets, or the checkpoints of a run, and print faults as they are found.
+
+    Raises:
+        DataError, CheckpointError: there are faults, or there is nothing to check.
+    """
+    threads = config.num_workers or min(32, os.cpu_count() or 1)
+    if config.ckpt_path is None:
+        _verify_datasets(config, threads)
+    else:
+        _verify_checkpoints(Path(config.ckpt_path), threads)
+
+
+# Token files
+
+
+@dataclass
+class FileReport:
+    """What a token file holds, and what is wrong with it."""
+
+    faults: list[DataError] = field(default_factory=list)
+    documents: int = 0
+    tokens: int = 0
+
+
+def _verify_datasets(config: VerifyConfig, threads: int) -> None:
+    data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
+    listing = list_datasets(data)
+    file_count, size = sum(len(files.paths) for files in listing), sum(sum(files.sizes) for files in listing)
+    faults = _print_faults([] if config.datasets else _emptied_datasets(data, listing))
+    for files in listing:
+        faults_before = faults
+        written, vocab_size, damaged = _read_record(files)
+        vocab_size = config.vocab_size or vocab_size
+        gone = [] if files.is_file else sorted(written.keys() - set(files.paths))  # a file has others beside it
+        missing = [DataError(f"is gone, but {MANIFEST_FILE} names it", path=Path(files.folder, name)) for name in gone]
+        faults += _print_faults([*damaged, *missing])
+        documents = tokens = 0
+        for report in check_files(files, load_format(files.file_type, data), written, vocab_size, threads):
+            faults += _print_faults(report.faults)
+            documents, tokens = documents + report.documents, tokens + report.tokens
+        vocabulary = f"all below {vocab_size:,}" if vocab_size else "vocabulary not checked: give --vocab_size"
+        compared = bool(written) and all(entry.crc32 for entry in written.values())
+        checksums = f"checksums as in {MANIFEST_FILE}" if compared else f"no checksums in a {MANIFEST_FILE}"
+        if faults == faults_before:
+            print_text(
+                f"dataset '{files.name}': {count_of(len(files.paths), 'file')}, {count_of(documents, 'document')}, "
+                f"{tokens:,} tokens ({vocabulary}; {checksums})"
+            )
+    if faults:
+        raise DataError(
+            f"{count_of(faults, 'fault')} in {count_of(file_count, 'file')} of {data.data_path}, listed above"
+        )
+    print_text(f"{count_of(file_count, 'file')}, {format_bytes(size)}: no faults")
+
+
+def _print_faults(faults: list[DataError]) -> int:
+    for fault in faults:
+        print_text(str(fault))
+    return len(faults)
+
+
+def _emptied_datasets(data: DataConfig, listing: tuple[DatasetFiles, ...]) -> list[DataError]:
+    """Find prepared datasets that have lost all their token files, which a listing passes over."""
+    assert data.data_path is not None
+    prepared = {path.parent for path in Path(data.data_path).expanduser().absolute().glob(f"[!.]*/{MANIFEST_FILE}")}
+    emptied = sorted(prepared - {Path(files.folder) for files in listing})
+    return [DataError(f"has a {MANIFEST_FILE}, but its token files are gone", path=folder) for folder in emptied]
+
+
+def _read_record(files: DatasetFiles) -> tuple[dict[str, TokenFile], int | None, list[DataError]]:
+    """Return the files that prepare.json names, its vocabulary's size, and what is wrong with it; it may be missing."""
+    path = Path(files.folder) / MANIFEST_FILE
+    try:
+        content = read_json(path)
+        entries = [TokenFile(**entry) for entry in content["files"]]
+        if not all(isinstance(entry.name, str) and isinstance(entry.bytes, int) for entry in entries):
+            raise ValueError("a file has no name or no size")
+        return {entry.name: entry for entry in entries}, int(content["tokenizer"]["vocab_size"]), []
+    except FileNotFoundError:
+        return {}, None, []
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        return {}, None, [DataError(f"cannot be read ({type(error).__name__}: {error})", path=path)]
+
+
+def check_files(
+    files: DatasetFiles,
+    token_format: TokenFormat,
+    written: Mapping[str, TokenFile],
+    vocab_size: int | None,
+    threads: int,
+) -> Iterator[FileReport]:
+    """Read the token files of a dataset wholly, and yield a report of each, in their order.
+
+    Args:
+        written: the files that prepare.json names; empty if there is none.
+        vocab_size: every token is below it; None = only negative tokens are faults.
+    """
+
+    def check(number: int) -> FileReport:
+        path, name, report = files.path(number), files.paths[number], FileReport()
+        if written and name not in written:
+            report.faults.append(DataError(f"not made by `pretrain prepare`: {MANIFEST_FILE} lacks it", path=path))
+        try:
+            # By reads, before it is mapped: what the disk cannot give is an error here and not a crash.
+            checksum, size = file_checksum(Path(path))
+        except OSError as error:
+            report.faults.append(DataError(f"cannot be read: {error.strerror or error}", path=path))
+            return report
+        if size != files.sizes[number]:
+            listed = f"it had {files.sizes[number]:,} bytes, now {size:,}"
+            report.faults.append(DataError(f"has changed since it was listed: {listed}", path=path))
+        entry = written.get(name)
+        if entry is not None and (size, checksum) != (entry.bytes, entry.crc32 or checksum):
+            change = f"{entry.bytes:,} bytes of checksum {entry.crc32}; now {size:,} bytes of checksum {checksum}"
+            report.faults.append(DataError(f"has changed since `pretrain prepare` wrote {change}", path=path))
+        try:
+            layout = token_format.documents(path)
+        except DataError as error:
+            report.faults.append(error)
+            return report
+        report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
+        report.faults += _wrong_tokens(path, layout, vocab_size)
+        return report
+
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(check, range(len(files.paths)))
+
+
+def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> list[DataError]:
+    """Name the rows with tokens that are negative, or beyond the vocabulary, and the first such token of each."""
+    largest = np.iinfo(layout.tokens.dtype).max
+    end = largest + 1 if vocab_size is None else min(vocab_size, largest + 1)
+    unsigned = np.dtype(f"<u{layout.width}")
+    rows = np.flatnonzero(layout.lengths)
+    if end > np.iinfo(unsigned).max or not len(rows):
+        return []
+    tokens = layout.tokens.view(unsigned)  # negative tokens are beyond all others
+    rows = rows[np.argsort(layout.offsets[rows], kind="stable")]
+    begins = layout.offsets[rows] // layout.width
+    ends = begins + layout.lengths[rows]
+    firsts: dict[int, int] = {}
+    for at in range(int(begins[0]), int(ends[-1]), _TOKENS_AT_ONCE):
+        places = at + np.flatnonzero(tokens[at : at + _TOKENS_AT_ONCE] >= end)
+        owners = np.searchsorted(begins, places, side="right") - 1
+        inside = places < ends[owners]  # between record batches is no document
+        found, first = np.unique(owners[inside], return_index=True)
+        for owner, place in zip(found[: FAULTS_SHOWN + 1], places[inside][first], strict=False):
+            firsts.setdefault(int(rows[owner]), int(place))
+        if len(firsts) > FAULTS_SHOWN:
+            break
+    vocabulary = "no token is negative" if vocab_size is None else f"the vocabulary is 0 to {vocab_size - 1}"
+    faults = []
+    for row, place in sorted(firsts.items())[:FAULTS_SHOWN]:
+        position = place - int(layout.offsets[row]) // layout.width
+        token = f"token {position} of the document, at byte {place * layout.width:,}, is {layout.tokens[place]}"
+        faults.append(DataError(f"{token}, but {vocabulary}", path=path, row=row))
+    if len(firsts) > FAULTS_SHOWN:
+        faults.append(DataError("more rows have wrong tokens", path=path))
+    return faults
+
+
+# Checkpoints
+
+
+def _verify_checkpoints(source: Path, threads: int) -> None:
+    paths, unfinished = _find_checkpoints(source)
+    damaged = 0
+    for path in paths:
+        print_text(f"reading {path}", file=sys.stderr)
+        faults = faults_of(path, threads)
+        damaged += bool(faults)
+        for fault in faults or [_describe(path)]:
+            print_text(fault)
+    for path in unfinished:
+        print_text(f"{path} is incomplete: never read, and no fault")
+    if damaged:
+        raise CheckpointError(f"damaged: {damaged} of {count_of(len(paths), 'checkpoint')}; faults are listed above")
+
+
+def _describe(path: Path) -> str:
+    """Describe a checkpoint without faults."""
+    manifest = document_at(path)
+    files = files_of(CheckpointRef(path, manifest))
+    size = format_bytes(sum((path / name).stat().st_size for name in files))
+    return f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size}: no faults"
+
+
+def faults_of(path: Path, threads: int = 1) -> list[str]:
+    """Return what is wrong with a checkpoint, a line per fault; everything in it is read, on as many threads."""
+    try:
+        manifest = document_at(path)
+        shape_of(manifest)
+        files = files_of(CheckpointRef(path, manifest))
+    except CheckpointError as error:
+        return [str(error)]
+    misnamed = list(misnamed_files(path, manifest))
+    own = {name: entry for name, entry in files.items() if Path(name).name == name}
+    faults = file_faults(path, {name: entry for name, entry in own.items() if entry is not None}, threads)
+    headers = []
+    for name in () if faults else own:
+        try:
+            headers.append(read_header(path / name))
+        except CheckpointError as error:
+            faults.append(str(error) if name in FULL_FILES else f"{path / name} is no sound safetensors file: {error}")
+    # What a bad file holds would be missed everywhere.
+    return misnamed + (faults or tensor_faults(path, chunks_by_name(headers), manifest))
+
+
+def _find_checkpoints(source: Path) -> tuple[list[Path], list[Path]]:
+    """Find the checkpoints to check, and what interrupted saves have left beside them."""
+    if is_checkpoint(source):
+        return [source], []
+    run = run_of(source)
+    paths = committed_checkpoints(run)
+    if not paths:
+        raise CheckpointError(
+            f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with some in "
+            f"{CHECKPOINTS}/. Give token files with --data_path",
+            path=source,
+        )
+    return paths, unfinished_saves(run)
