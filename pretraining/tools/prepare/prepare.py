@@ -1,193 +1,204 @@
 """Text, or token ids of other tools, to token files: what `pretrain prepare` does.
 
-    settings --find_input--> units --encode, each on its own--> token files --merge--> dataset
+    settings --find_input--> units --encode, each on its own--> token files --finish--> dataset
 
-The units of the input are shared out between the processes of the job: process r of n takes units r, r + n, … Each unit
-gives token files of its own, in a hidden work folder, and a record of them; after an interruption the same call goes on
-where its complete files end. Rank 0 trains the tokenizer. When all records are there it writes prepare.json and renames
-the work folder into place: a dataset folder is there completely or not at all, and no file that was not made here is
-ever changed or removed.
+Process r of n takes units r, r + n, …, so that no claims are needed. Rank 0 decides the encoding, trains the tokenizer
+if there is none, and writes both into a hidden work folder. Each unit gives token files of its own there, and last a
+done file; after an interruption the same call goes on with the units that have none. The process that finds all done
+writes prepare.json and renames the work folder's files into place: a dataset folder is there completely or not at all,
+and no file that was not made here is ever changed or removed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, overload
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.config.rules import check_config
-from pretraining.data.tokenizer import Tokenizer
-from pretraining.errors import DataError
-from pretraining.files import flush_folder, output_errors
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from pretraining.errors import DataError, PretrainError
+from pretraining.files import exists, flush_folder, output_errors, write_atomic, write_flushed
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
-from pretraining.tools.prepare.console import encoding_progress, print_summary
-from pretraining.tools.prepare.encode import encode_units
-from pretraining.tools.prepare.encoders import choose_encoder
+from pretraining.tools.prepare.console import Progress, print_summary
+from pretraining.tools.prepare.encode import choose_encoder, encode_units
 from pretraining.tools.prepare.records import (
+    Counts,
     Encoding,
     PrepareSummary,
     UnitRecord,
     WorkFolder,
-    counts_of,
-    describe_differences,
+    manifest,
     read_finished,
+    read_object,
     read_summary,
-    write_manifest,
 )
-from pretraining.tools.prepare.team import Team
-from pretraining.tools.prepare.token_files import Counts, token_dtype
-from pretraining.tools.prepare.units import Input, find_input
-from pretraining.tools.prepare.vocabulary import find_tokenizer, keep_tokenizer, trained_tokenizer
+from pretraining.tools.prepare.units import Input, Unit, find_input
+from pretraining.tools.prepare.vocabulary import find_tokenizer, trained_tokenizer
 
 log = logging.getLogger(__name__)
 
+POLL_SECONDS = 0.5
+PLAN_SECONDS = 1800.0
+"""How long other processes wait for rank 0, which may train a tokenizer for some minutes."""
 
-def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> PrepareSummary:
-    """Makes a dataset of token files, and a tokenizer where there is none.
 
-    A call on a finished dataset with the same settings returns at once. In a job of several processes all return when
-    the dataset is there; rank 0 prints what is in it.
+@overload
+def prepare(config: PrepareConfig, layout: None = None) -> PrepareSummary: ...
+@overload
+def prepare(config: PrepareConfig, layout: ProcessLayout | None) -> PrepareSummary | None: ...
+def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> PrepareSummary | None:
+    """Make a dataset of token files, and a tokenizer if there is none.
+
+    A call on a finished dataset with the same settings returns at once. In a job of several processes each returns when
+    its own share is done; the one that finds the shares of all done puts the dataset together and prints what is in it.
 
     Args:
         layout: None = the only process.
 
+    Returns:
+        The dataset; None if other processes finish it.
+
     Raises:
         ConfigError: the settings contradict each other.
-        DataError: the input or the tokenizer cannot be read, the output cannot be written, the dataset is there
-            already with other settings, or another process of the job has failed.
+        DataError: the input or the tokenizer cannot be read, the output cannot be written, or the dataset is there
+            already with other settings.
     """
-    check_config(config)
-    work = WorkFolder(Path(config.output_path).expanduser(), config.dataset_name)
-    rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
-    threads = config.num_workers or _cores_of_this_process(layout)
-    with output_errors(work.root), Team(work.root / f".{config.dataset_name}.team", rank, size) as team:
-        if rank == 0:
-            return _lead(config, work, team, threads)
-        return _follow(config, work, team, threads)
-
-
-@dataclass
-class _Plan:
-    """What all processes of the job do."""
-
-    found: Input
-    encoding: Encoding
-    work: WorkFolder
-
-    def read_records(self) -> list[UnitRecord]:
-        return [self.work.read_record(unit, self.encoding) for unit in self.found.units]
-
-
-def _lead(config: PrepareConfig, work: WorkFolder, team: Team, threads: int) -> PrepareSummary:
-    """Rank 0: decides what is to be done, does its share, and puts the whole together."""
     began = time.monotonic()
-    found = find_input(config)
-    tokenizer = find_tokenizer(config, work.root)
-    finished = read_finished(work.dataset, found.settings, tokenizer)
-    if finished is not None:
-        work.remove()
-        team.publish("plan", None)
-        log.info("%s is prepared already: nothing to do.", work.dataset)
-        print_summary(finished)
-        return finished
+    check_config(config)
+    rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
+    work = WorkFolder(Path(config.output_path).expanduser(), config.dataset_name)
+    with output_errors(work.root):
+        found = find_input(config)
+        tokenizer = find_tokenizer(config, work.root)
+        finished = read_finished(work.dataset, found.settings, tokenizer)
+        if finished is not None:
+            if rank == 0:
+                work.remove()
+                log.info("%s is prepared already: nothing to do.", work.dataset)
+                print_summary(finished)
+            return finished
+        try:
+            return _prepare_share(config, found, tokenizer, work, layout, began)
+        except PretrainError as error:
+            error.rank = rank or None  # the other processes do not know of it
+            raise
 
-    if tokenizer is None and found.token_type is None:
-        tokenizer = trained_tokenizer(config, found, work)
-    work.create()
-    if tokenizer is not None:
-        tokenizer.save(work.path)
-    plan = _Plan(found, _encoding(config, found, tokenizer), work)
-    earlier = plan.read_records()
-    team.publish("plan", {"settings": found.settings, "encoding": asdict(plan.encoding)})
-    _announce(plan, tokenizer, earlier)
-    _encode_share(plan, team, threads)
-    _wait_for_all(plan, team)
-    records = plan.read_records()
-    _merge(config, plan, tokenizer, records)
-    team.publish("done", None)
-    summary = read_summary(work.dataset)
-    print_summary(summary, counts_of(records) - counts_of(earlier), time.monotonic() - began)
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all processes of the job do; the tokenizer is None if ids are taken as they are, without one."""
+
+    tokenizer: Tokenizer | None
+    encoding: Encoding
+
+
+def _prepare_share(
+    config: PrepareConfig,
+    found: Input,
+    tokenizer: Tokenizer | None,
+    work: WorkFolder,
+    layout: ProcessLayout | None,
+    began: float,
+) -> PrepareSummary | None:
+    """Encode the units of this process that are not done, and finish the dataset if all others are."""
+    rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
+    share = found.units[rank::size]
+    plan = None
+    if share:
+        plan = _make_plan(config, found, tokenizer, work) if rank == 0 else _await_plan(config, found, tokenizer, work)
+    if plan is None:
+        return None
+    left = [unit for unit in share if work.read_record(unit, plan.encoding) is None]
+    if left and exists(work.dataset / MANIFEST_FILE):  # another process has finished it, and removed the work folder
+        return None
+    total, left_bytes = (sum(unit.size for unit in units) for units in (share, left))
+    title = "encoding" if size == 1 else f"encoding (rank {rank} of {size})"
+    progress = Progress(title, total, total - left_bytes)
+    _announce(found, plan, work, share, left)
+    encode_units(left, plan.encoding, work, config.num_workers or _cores_of_this_process(layout), progress.add)
+    records = [work.read_record(unit, plan.encoding) for unit in found.units]
+    complete = [record for record in records if record is not None]
+    if len(complete) < len(records):
+        log.info(
+            "%s of %s are done: the process that ends last finishes the dataset. If none does, start the same command "
+            "again; all processes need the same settings and see the same input and output.",
+            f"{len(complete):,}",
+            count_of(len(records), "unit"),
+        )
+        return None
+    summary = _finish(config, found, plan, work, complete)
+    if summary is not None:
+        print_summary(summary, progress.done, time.monotonic() - began)
     return summary
 
 
-def _follow(config: PrepareConfig, work: WorkFolder, team: Team, threads: int) -> PrepareSummary:
-    """Any other process: does its share of what rank 0 has decided."""
-    published = team.receive("plan")
-    if published is not None:
-        found = find_input(config)
-        differences = describe_differences(published["settings"], found.settings)
-        if differences:
-            raise DataError(
-                "this process was started with other settings than rank 0, or sees other input (rank 0 has it, this "
-                "process asks for it):\n" + "\n".join(differences)
-            )
-        _encode_share(_Plan(found, Encoding(**published["encoding"]), work), team, threads)
-        team.receive("done")
-    return read_summary(work.dataset)
-
-
-def _encode_share(plan: _Plan, team: Team, threads: int) -> None:
-    """Encodes the units of this process that are not finished; rank 0 shows its progress."""
-    mine = slice(team.rank, None, team.size)
-    share, records = plan.found.units[mine], plan.read_records()[mine]
-    left = [unit for unit, record in zip(share, records, strict=True) if not record.finished]
-    who = f" (rank {team.rank} of {team.size})" if team.size > 1 else ""
-    progress = encoding_progress(sum(unit.size for unit in share), counts_of(records).input_bytes, who)
-    with progress if team.rank == 0 else nullcontext(lambda counts: None) as shown:
-
-        def report(counts: Counts) -> None:
-            shown(counts)
-            team.check()
-
-        encode_units(left, plan.encoding, plan.work, threads, report)
-
-
-def _wait_for_all(plan: _Plan, team: Team) -> None:
-    """Waits until the units of other processes are done."""
-    left = deque(plan.found.units)
-
-    def all_there() -> bool:
-        while left and plan.work.read_record(left[0], plan.encoding).finished:
-            left.popleft()
-        return not left
-
-    def what() -> str:
-        number = left[0].number
-        return f"unit {number} of {len(plan.found.units)}, which rank {number % team.size} encodes"
-
-    team.wait(all_there, what)
-
-
-def _merge(config: PrepareConfig, plan: _Plan, tokenizer: Tokenizer | None, records: Sequence[UnitRecord]) -> None:
-    """Makes the dataset of what all units gave."""
-    work = plan.work
-    if not counts_of(records).documents:
-        work.remove()
-        named = config.hf_dataset or ", ".join(config.input_path)
-        raise DataError(f"{named}: no document has any text, there is nothing to train on")
-    names = {file.name for record in records for file in record.files}
-    for leftover in {path.name for path in work.files.iterdir()} - names:  # of other settings, or half written
-        (work.files / leftover).unlink()
-    largest_token = max(record.largest_token for record in records)
-    vocab_size = tokenizer.vocab_size if tokenizer else config.vocab_size or largest_token + 1
-    write_manifest(work.files, plan.found.settings, tokenizer, vocab_size, plan.encoding.dtype, records)
+def _make_plan(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None, work: WorkFolder) -> _Plan:
+    """Decide the encoding, with a trained tokenizer if there is none, and write both for the other processes."""
+    asked = _asked(config, found, tokenizer)
+    earlier = _read_plan(config, found, work, asked)
+    if tokenizer is None and found.token_type is None:
+        if earlier is not None:
+            log.info("Going on with the tokenizer that an interrupted call trained.")
+        tokenizer = earlier.tokenizer if earlier else trained_tokenizer(config, found, work.root)
+    plan = _Plan(tokenizer, _encoding(config, found, tokenizer, config.encoder))
+    work.files.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
-        keep_tokenizer(work.root, tokenizer)
-    work.files.rename(work.dataset)
-    flush_folder(work.root)
-    work.remove()
+        tokenizer.save(work.path)
+    sha256, encoder = plan.encoding.tokenizer, plan.encoding.encoder
+    write_atomic(work.plan, json.dumps({"asked": asked, "tokenizer": sha256, "encoder": encoder}))
+    return plan
 
 
-def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) -> Encoding:
-    """How units become tokens."""
+def _await_plan(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None, work: WorkFolder) -> _Plan | None:
+    """Wait for the plan of rank 0; None if the dataset has been finished meanwhile."""
+    asked = _asked(config, found, tokenizer)
+    deadline = time.monotonic() + PLAN_SECONDS
+    while (plan := _read_plan(config, found, work, asked)) is None and not exists(work.dataset / MANIFEST_FILE):
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"rank 0 has begun nothing with these settings and this input within {PLAN_SECONDS:.0f} s. Start all "
+                "processes together and with the same flags; all must see the same input and --output_path",
+                path=work.plan,
+            )
+        time.sleep(POLL_SECONDS)
+    return plan
+
+
+def _asked(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return all that a plan depends on, as JSON reads it again."""
+    sha256 = None if tokenizer is None else tokenizer.sha256
+    return {**found.settings, "vocab_size": config.vocab_size, "tokenizer": sha256, "encoder": config.encoder}
+
+
+def _read_plan(config: PrepareConfig, found: Input, work: WorkFolder, asked: dict[str, Any]) -> _Plan | None:
+    """Read a plan of this input and these settings, of this job or of an interrupted one; None if there is none."""
+    content = read_object(work.plan)
+    if content.get("asked") != asked:
+        return None
+    tokenizer = None
+    if content["tokenizer"] is not None:
+        try:
+            tokenizer = load_tokenizer(work.path)
+        except DataError:  # a failing disk has spoilt it
+            return None
+        if tokenizer.sha256 != content["tokenizer"]:
+            return None
+    return _Plan(tokenizer, _encoding(config, found, tokenizer, content["encoder"]))
+
+
+def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None, encoder: Any) -> Encoding:
+    """Return how units become tokens."""
     if tokenizer is not None:
         vocabulary = tokenizer.vocab_size
     elif config.vocab_size is not None:
@@ -197,31 +208,68 @@ def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) 
     return Encoding(
         text_field=config.text_field,
         tokens_per_file=config.tokens_per_file,
-        dtype=token_dtype(vocabulary).name,
-        tokenizer=None if tokenizer is None else tokenizer.sha256,
-        encoder=choose_encoder(tokenizer, config.encoder) if tokenizer and found.token_type is None else None,
         largest_vocabulary=vocabulary,
+        tokenizer=None if tokenizer is None else tokenizer.sha256,
+        encoder=choose_encoder(tokenizer, encoder) if tokenizer and found.token_type is None else None,
     )
 
 
-def _announce(plan: _Plan, tokenizer: Tokenizer | None, earlier: Sequence[UnitRecord]) -> None:
-    """Says what begins now."""
-    found = plan.found
+def _announce(found: Input, plan: _Plan, work: WorkFolder, share: Sequence[Unit], left: Sequence[Unit]) -> None:
+    """Log what begins now."""
     verb = "Encoding" if found.token_type is None else "Copying the token ids of"
-    using = "" if tokenizer is None else f" with a tokenizer of {tokenizer.vocab_size:,} entries"
+    using = "" if plan.tokenizer is None else f" with a tokenizer of {plan.tokenizer.vocab_size:,} entries"
     size = f" ({found.size / 1e6:,.1f} MB)" if found.size else ""
-    log.info("%s", f"{verb} {count_of(found.settings['input_files'], 'file')}{size} into {plan.work.dataset}{using}.")
-    before = counts_of(earlier)
-    if before.documents:
-        finished = sum(record.finished for record in earlier)
-        log.info(
-            "Going on with an interrupted call: %s documents are there, %s of %s units are complete.",
-            *(f"{count:,}" for count in (before.documents, finished, len(earlier))),
-        )
+    log.info("%s", f"{verb} {count_of(found.settings['input_files'], 'file')}{size} into {work.dataset}{using}.")
+    if len(left) < len(share):
+        log.info("Going on with an interrupted call: %d of %d units are done.", len(share) - len(left), len(share))
+
+
+def _finish(
+    config: PrepareConfig, found: Input, plan: _Plan, work: WorkFolder, records: Sequence[UnitRecord]
+) -> PrepareSummary | None:
+    """Make the dataset of all units, and put its tokenizer into the root; None if another process was faster.
+
+    Two processes may find all units done at the same moment. Both write the same bytes, each file by a rename of its
+    own; the last rename has one winner.
+    """
+    if not sum((record.counts for record in records), Counts()).documents:
+        work.remove()
+        named = config.hf_dataset or ", ".join(config.input_path)
+        raise DataError("no document has any text, there is nothing to train on", path=named)
+    tokenizer, encoding = plan.tokenizer, plan.encoding
+    largest_token = max(record.largest_token for record in records)
+    vocab_size = tokenizer.vocab_size if tokenizer else config.vocab_size or largest_token + 1
+    try:
+        kept = {MANIFEST_FILE, *(file.name for record in records for file in record.files)}
+        for leftover in {path.name for path in work.files.iterdir()} - kept:  # of other settings, or half written
+            (work.files / leftover).unlink(missing_ok=True)
+        with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as own:
+            content = manifest(found.settings, tokenizer, vocab_size, encoding.dtype.name, records)
+            write_flushed(Path(own, MANIFEST_FILE), content)
+            Path(own, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
+            if tokenizer is not None and not exists(work.root / TOKENIZER_FILE):
+                tokenizer.save(Path(own))
+                for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE):
+                    Path(own, name).replace(work.root / name)
+        if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:
+            raise DataError(
+                "another tokenizer has come there meanwhile, and all datasets of a root share one. Start the same "
+                "command again to encode with that one, or give another --output_path",
+                path=work.root / TOKENIZER_FILE,
+            )
+        flush_folder(work.files)
+        work.files.rename(work.dataset)
+    except OSError:
+        if exists(work.dataset / MANIFEST_FILE):
+            return None
+        raise
+    flush_folder(work.root)
+    work.remove()
+    return read_summary(work.dataset)
 
 
 def _cores_of_this_process(layout: ProcessLayout | None) -> int:
-    """The cores that it may run on; where these are the whole machine's, it shares them with the others there."""
+    """Return the cores that it may run on; it shares a whole machine's with the other processes there."""
     cores = usable_cores()
     if layout is not None and cores == os.cpu_count():
         return max(cores // layout.local_world_size, 1)
