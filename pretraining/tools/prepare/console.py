@@ -1,11 +1,10 @@
-"""What `pretrain prepare` shows: a line now and then while it encodes; at its end the dataset and how to train on it."""
+"""What `pretrain prepare` shows: a line now and then; at its end the dataset and how to train on it."""
 
 from __future__ import annotations
 
 import logging
 import shlex
 import time
-from collections.abc import Sequence
 
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
@@ -14,8 +13,8 @@ from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import has_gpu, machine_memory
 from pretraining.launch.terminal import print_text
 from pretraining.observability.display import format_seconds
-from pretraining.text import count_of, format_table
-from pretraining.tools.prepare.records import Counts, PrepareSummary, read_summaries
+from pretraining.text import count_of
+from pretraining.tools.prepare.records import Counts, PrepareSummary
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +57,8 @@ class Progress:
 
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
-    """Print a dataset, with what this process did of it, the other datasets of its root, and how to train on it."""
+    """Print a dataset, with what this process did of it, and how to train on it."""
     print_text(describe(summary, done, seconds))
-    summaries = read_summaries(summary.folder.parent)
-    if len(summaries) > 1:
-        print_text(describe_all(summaries))
     begin = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent).begin_of_text
     print_text(describe_training(summary, begin), flush=True)
 
@@ -88,19 +84,6 @@ def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float
         rates = f"{done.documents / seconds:,.0f} documents/s, {done.tokens / seconds:,.0f} tokens/s"
         lines.append(f"  time       {seconds:,.1f} s ({rates})")
     return "\n".join(lines)
-
-
-def describe_all(summaries: Sequence[PrepareSummary]) -> str:
-    """Put the datasets of a root into a table, with the proportions in which training mixes them by default."""
-    total = sum(summary.tokens for summary in summaries)
-    rows = [("dataset", "documents", "tokens", "per document", "MB", "share")]
-    for one in summaries:
-        mean = one.tokens / max(one.documents, 1)
-        numbers = (f"{one.documents:,}", f"{one.tokens:,}", f"{mean:,.0f}", f"{one.token_bytes / 1e6:,.1f}")
-        rows.append((one.folder.name, *numbers, f"{one.tokens / total:.2%}"))
-    root = summaries[0].folder.parent
-    title = f"All datasets in {root}; share is that of the tokens, and of the samples without --weights:"
-    return "\n  ".join([title, *format_table(rows, right=range(1, 6))])
 
 
 def suggested_variant(tokens: int, vocab_size: int) -> str:

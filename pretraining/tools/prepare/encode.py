@@ -221,11 +221,9 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
             lengths = np.diff(ends, prepend=0)
             end = int(ends[-1]) if len(ends) else 0
             if max(lengths.max(initial=0), len(tokens) - end) > LARGEST_DOCUMENT_TOKENS:
-                raise DataError(
+                raise batch.pieces[-1].document.error(
                     f"a document here, or shortly before, has more than {LARGEST_DOCUMENT_TOKENS:,} tokens, too many "
-                    "for a row of a token file. Split it, for example into a .jsonl with a part per line",
-                    path=batch.pieces[-1].document.path,
-                    row=batch.pieces[-1].document.row,
+                    "for a row of a token file. Split it, for example into a .jsonl with a part per line"
                 )
             written = lengths[lengths > 0]
             writer.write(tokens[:end], written)
@@ -301,20 +299,16 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
         try:
             ids, lengths = encode(texts)
         except ValueError as error:
-            raise DataError(
-                f"fastokens cannot encode one of {len(texts)} documents from here on ({error}). {_WITHOUT_FASTOKENS}",
-                path=first.path,
-                row=first.row,
+            raise first.error(
+                f"fastokens cannot encode one of {len(texts)} documents from here on ({error}). {_WITHOUT_FASTOKENS}"
             ) from error
         ends = np.cumsum(lengths)
         for index in _checked(texts, unit.number, batch.number) if encode is not by_library else ():
             if not np.array_equal(ids[ends[index] - lengths[index] : ends[index]], by_library([texts[index]])[0]):
                 document = batch.pieces[index].document
-                raise DataError(
+                raise document.error(
                     f"fastokens {version('fastokens')} encodes this document differently from tokenizers "
-                    f"{version('tokenizers')}, which is right by definition. {_WITHOUT_FASTOKENS}",
-                    path=document.path,
-                    row=document.row,
+                    f"{version('tokenizers')}, which is right by definition. {_WITHOUT_FASTOKENS}"
                 )
         text_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         counts = Counts(characters=sum(map(len, texts)), text_bytes=text_bytes, input_bytes=_bytes_read(batch))
@@ -350,12 +344,10 @@ def _take_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
         ids = _checked_kind(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
             wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
-            raise DataError(
+            raise piece.document.error(
                 f"token {wrong:,} of the document is {int(ids[wrong])}, but ids go from 0 to "
                 f"{encoding.largest_vocabulary - 1}: give the --vocab_size or the --tokenizer_path that they were made "
-                "for",
-                path=piece.document.path,
-                row=piece.document.row,
+                "for"
             )
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
@@ -366,10 +358,8 @@ def _checked_kind(piece: Piece, kind: type, encoding: Encoding) -> Any:
     """Return the content of a piece; a DataError if it is text where ids are expected, or the other way round."""
     if isinstance(piece.content, kind):
         return piece.content
-    raise DataError(
-        f"{encoding.text_field!r} holds text in some inputs, token ids in others: prepare them as two datasets",
-        path=piece.document.path,
-        row=piece.document.row,
+    raise piece.document.error(
+        f"{encoding.text_field!r} holds text in some inputs, token ids in others: prepare them as two datasets"
     )
 
 

@@ -15,11 +15,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.config.rules import check_config
@@ -33,7 +32,7 @@ from pretraining.text import count_of
 from pretraining.tools.prepare.console import Progress, print_summary
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
 from pretraining.tools.prepare.records import (
-    Counts,
+    Encoder,
     Encoding,
     PrepareSummary,
     UnitRecord,
@@ -43,7 +42,7 @@ from pretraining.tools.prepare.records import (
     read_object,
     read_summary,
 )
-from pretraining.tools.prepare.units import Input, Unit, find_input
+from pretraining.tools.prepare.units import Input, find_input
 from pretraining.tools.prepare.vocabulary import find_tokenizer, trained_tokenizer
 
 log = logging.getLogger(__name__)
@@ -67,14 +66,13 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
         layout: None = the only process.
 
     Returns:
-        The dataset; None if other processes finish it.
+        The dataset; None if another process finishes it.
 
     Raises:
         ConfigError: the settings contradict each other.
         DataError: the input or the tokenizer cannot be read, the output cannot be written, or the dataset is there
             already with other settings.
     """
-    began = time.monotonic()
     check_config(config)
     rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
     work = WorkFolder(Path(config.output_path).expanduser(), config.dataset_name)
@@ -82,54 +80,53 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
         found = find_input(config)
         tokenizer = find_tokenizer(config, work.root)
         finished = read_finished(work.dataset, found.settings, tokenizer)
-        if finished is not None:
-            if rank == 0:
-                work.remove()
-                log.info("%s is prepared already: nothing to do.", work.dataset)
-                print_summary(finished)
-            return finished
-        try:
-            return _prepare_share(config, found, tokenizer, work, layout, began)
-        except PretrainError as error:
-            error.rank = rank or None  # the other processes do not know of it
-            raise
+        if finished is None:
+            try:
+                return _Job(config, found, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
+            except PretrainError as error:
+                error.rank = rank or None  # the other processes do not know of it
+                raise
+        if rank == 0:
+            work.remove()
+            log.info("%s is prepared already: nothing to do.", work.dataset)
+            print_summary(finished)
+        return finished
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What all processes of the job do; the tokenizer is None if ids are taken as they are, without one."""
+@dataclass
+class _Job:
+    """What one of `size` processes does; `tokenizer` is the one given or in the root, then that of the plan."""
 
+    config: PrepareConfig
+    found: Input
     tokenizer: Tokenizer | None
-    encoding: Encoding
+    work: WorkFolder
+    rank: int
+    size: int
 
-
-def _prepare_share(
-    config: PrepareConfig,
-    found: Input,
-    tokenizer: Tokenizer | None,
-    work: WorkFolder,
-    layout: ProcessLayout | None,
-    began: float,
-) -> PrepareSummary | None:
-    """Encode the units of this process that are not done, and finish the dataset if all others are."""
-    rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
-    share = found.units[rank::size]
-    plan = None
-    if share:
-        plan = _make_plan(config, found, tokenizer, work) if rank == 0 else _await_plan(config, found, tokenizer, work)
-    if plan is None:
-        return None
-    left = [unit for unit in share if work.read_record(unit, plan.encoding) is None]
-    if left and exists(work.dataset / MANIFEST_FILE):  # another process has finished it, and removed the work folder
-        return None
-    total, left_bytes = (sum(unit.size for unit in units) for units in (share, left))
-    title = "encoding" if size == 1 else f"encoding (rank {rank} of {size})"
-    progress = Progress(title, total, total - left_bytes)
-    _announce(found, plan, work, share, left)
-    encode_units(left, plan.encoding, work, config.num_workers or _cores_of_this_process(layout), progress.add)
-    records = [work.read_record(unit, plan.encoding) for unit in found.units]
-    complete = [record for record in records if record is not None]
-    if len(complete) < len(records):
+    def run(self, cores: int) -> PrepareSummary | None:
+        """Encode the units of this process that are not done, and finish the dataset if all others are."""
+        began, found, work = time.monotonic(), self.found, self.work
+        share = found.units[self.rank :: self.size]
+        encoding = self._plan() if share else None
+        if encoding is None:
+            return None
+        left = [unit for unit in share if work.read_record(unit, encoding) is None]
+        if left and exists(work.dataset / MANIFEST_FILE):  # another process has finished it, and removed the records
+            return None
+        done = f" ({len(share) - len(left):,} are done)" if len(left) < len(share) else ""
+        log.info("Encoding %s into %s%s.", count_of(len(left), "unit"), work.dataset, done)
+        total, left_bytes = (sum(unit.size for unit in units) for units in (share, left))
+        title = "encoding" if self.size == 1 else f"encoding (rank {self.rank} of {self.size})"
+        progress = Progress(title, total, total - left_bytes)
+        encode_units(left, encoding, work, self.config.num_workers or cores, progress.add)
+        records = [work.read_record(unit, encoding) for unit in found.units]
+        complete = [record for record in records if record is not None]
+        if len(complete) == len(records):
+            summary = self._finish(encoding, complete)
+            if summary is not None:
+                print_summary(summary, progress.done, time.monotonic() - began)
+            return summary
         log.info(
             "%s of %s are done: the process that ends last finishes the dataset. If none does, start the same command "
             "again; all processes need the same settings and see the same input and output.",
@@ -137,135 +134,108 @@ def _prepare_share(
             count_of(len(records), "unit"),
         )
         return None
-    summary = _finish(config, found, plan, work, complete)
-    if summary is not None:
-        print_summary(summary, progress.done, time.monotonic() - began)
-    return summary
 
+    def _plan(self) -> Encoding | None:
+        """Agree on the tokenizer and the encoding: rank 0 decides and writes them, the others wait for that.
 
-def _make_plan(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None, work: WorkFolder) -> _Plan:
-    """Decide the encoding, with a trained tokenizer if there is none, and write both for the other processes."""
-    asked = _asked(config, found, tokenizer)
-    earlier = _read_plan(config, found, work, asked)
-    if tokenizer is None and found.token_type is None:
-        if earlier is not None:
-            log.info("Going on with the tokenizer that an interrupted call trained.")
-        tokenizer = earlier.tokenizer if earlier else trained_tokenizer(config, found, work.root)
-    plan = _Plan(tokenizer, _encoding(config, found, tokenizer, config.encoder))
-    work.files.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        tokenizer.save(work.path)
-    sha256, encoder = plan.encoding.tokenizer, plan.encoding.encoder
-    write_atomic(work.plan, json.dumps({"asked": asked, "tokenizer": sha256, "encoder": encoder}))
-    return plan
+        What an interrupted job has decided for the same input and settings is as good. Returns None if the dataset has
+        been finished meanwhile.
+        """
+        work, config, deadline = self.work, self.config, time.monotonic() + PLAN_SECONDS
+        given = self.tokenizer and self.tokenizer.sha256
+        asked = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
+        while (encoder := self._read_plan(asked)) is None and self.rank > 0:
+            if exists(work.dataset / MANIFEST_FILE):
+                return None
+            if time.monotonic() > deadline:
+                raise DataError(
+                    f"rank 0 has decided nothing for these settings and this input within {PLAN_SECONDS:.0f} s. Start "
+                    "all processes together, with the same flags; all must see the same input and --output_path",
+                    path=work.plan,
+                )
+            time.sleep(POLL_SECONDS)
+        if self.rank > 0 and encoder is not None:
+            return self._encoding(encoder)
+        if self.tokenizer is None and self.found.token_type is None:
+            self.tokenizer = trained_tokenizer(config, self.found, work.root)
+        encoding = self._encoding(config.encoder)
+        work.files.mkdir(parents=True, exist_ok=True)
+        if self.tokenizer is not None:
+            self.tokenizer.save(work.path)
+        decided = {"asked": asked, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
+        write_atomic(work.plan, json.dumps(decided))
+        return encoding
 
-
-def _await_plan(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None, work: WorkFolder) -> _Plan | None:
-    """Wait for the plan of rank 0; None if the dataset has been finished meanwhile."""
-    asked = _asked(config, found, tokenizer)
-    deadline = time.monotonic() + PLAN_SECONDS
-    while (plan := _read_plan(config, found, work, asked)) is None and not exists(work.dataset / MANIFEST_FILE):
-        if time.monotonic() > deadline:
-            raise DataError(
-                f"rank 0 has begun nothing with these settings and this input within {PLAN_SECONDS:.0f} s. Start all "
-                "processes together and with the same flags; all must see the same input and --output_path",
-                path=work.plan,
-            )
-        time.sleep(POLL_SECONDS)
-    return plan
-
-
-def _asked(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return all that a plan depends on, as JSON reads it again."""
-    sha256 = None if tokenizer is None else tokenizer.sha256
-    return {**found.settings, "vocab_size": config.vocab_size, "tokenizer": sha256, "encoder": config.encoder}
-
-
-def _read_plan(config: PrepareConfig, found: Input, work: WorkFolder, asked: dict[str, Any]) -> _Plan | None:
-    """Read a plan of this input and these settings, of this job or of an interrupted one; None if there is none."""
-    content = read_object(work.plan)
-    if content.get("asked") != asked:
-        return None
-    tokenizer = None
-    if content["tokenizer"] is not None:
-        try:
-            tokenizer = load_tokenizer(work.path)
-        except DataError:  # a failing disk has spoilt it
+    def _read_plan(self, asked: dict[str, Any]) -> Literal["auto"] | Encoder | None:
+        """Read a plan: take its tokenizer, and return its encoder; None if there is none for this."""
+        plan = read_object(self.work.plan)
+        if plan.get("asked") != asked:
             return None
-        if tokenizer.sha256 != content["tokenizer"]:
-            return None
-    return _Plan(tokenizer, _encoding(config, found, tokenizer, content["encoder"]))
+        if plan["tokenizer"] is not None:
+            try:
+                tokenizer = load_tokenizer(self.work.path)
+            except DataError:  # a failing disk has spoilt it
+                return None
+            if tokenizer.sha256 != plan["tokenizer"]:
+                return None
+            self.tokenizer = tokenizer
+        encoder: Literal["auto"] | Encoder = plan["encoder"]
+        return encoder
 
+    def _encoding(self, encoder: Literal["auto"] | Encoder) -> Encoding:
+        """Return how units become tokens."""
+        tokenizer, is_text = self.tokenizer, self.found.token_type is None
+        vocabulary = tokenizer.vocab_size if tokenizer else self.config.vocab_size
+        if vocabulary is None:  # only the data itself tells, so files are as wide as its own type asks for
+            vocabulary = 1 << 16 if str(self.found.token_type) in ("uint8", "int8", "uint16", "int16") else 1 << 32
+        return Encoding(
+            text_field=self.config.text_field,
+            tokens_per_file=self.config.tokens_per_file,
+            largest_vocabulary=vocabulary,
+            tokenizer=None if tokenizer is None else tokenizer.sha256,
+            encoder=choose_encoder(tokenizer, encoder) if tokenizer and is_text else None,
+        )
 
-def _encoding(config: PrepareConfig, found: Input, tokenizer: Tokenizer | None, encoder: Any) -> Encoding:
-    """Return how units become tokens."""
-    if tokenizer is not None:
-        vocabulary = tokenizer.vocab_size
-    elif config.vocab_size is not None:
-        vocabulary = config.vocab_size
-    else:  # only the data itself tells, so files are as wide as its own type asks for
-        vocabulary = 1 << 16 if str(found.token_type) in ("uint8", "int8", "uint16", "int16") else 1 << 32
-    return Encoding(
-        text_field=config.text_field,
-        tokens_per_file=config.tokens_per_file,
-        largest_vocabulary=vocabulary,
-        tokenizer=None if tokenizer is None else tokenizer.sha256,
-        encoder=choose_encoder(tokenizer, encoder) if tokenizer and found.token_type is None else None,
-    )
+    def _finish(self, encoding: Encoding, records: list[UnitRecord]) -> PrepareSummary | None:
+        """Make the dataset of all units, and put its tokenizer into the root; None if another process was faster.
 
-
-def _announce(found: Input, plan: _Plan, work: WorkFolder, share: Sequence[Unit], left: Sequence[Unit]) -> None:
-    """Log what begins now."""
-    verb = "Encoding" if found.token_type is None else "Copying the token ids of"
-    using = "" if plan.tokenizer is None else f" with a tokenizer of {plan.tokenizer.vocab_size:,} entries"
-    size = f" ({found.size / 1e6:,.1f} MB)" if found.size else ""
-    log.info("%s", f"{verb} {count_of(found.settings['input_files'], 'file')}{size} into {work.dataset}{using}.")
-    if len(left) < len(share):
-        log.info("Going on with an interrupted call: %d of %d units are done.", len(share) - len(left), len(share))
-
-
-def _finish(
-    config: PrepareConfig, found: Input, plan: _Plan, work: WorkFolder, records: Sequence[UnitRecord]
-) -> PrepareSummary | None:
-    """Make the dataset of all units, and put its tokenizer into the root; None if another process was faster.
-
-    Two processes may find all units done at the same moment. Both write the same bytes, each file by a rename of its
-    own; the last rename has one winner.
-    """
-    if not sum((record.counts for record in records), Counts()).documents:
-        work.remove()
-        named = config.hf_dataset or ", ".join(config.input_path)
-        raise DataError("no document has any text, there is nothing to train on", path=named)
-    tokenizer, encoding = plan.tokenizer, plan.encoding
-    largest_token = max(record.largest_token for record in records)
-    vocab_size = tokenizer.vocab_size if tokenizer else config.vocab_size or largest_token + 1
-    try:
+        Two processes may find all units done at the same moment. Both write the same bytes, each file by a rename of
+        its own; the last rename has one winner.
+        """
+        work, tokenizer = self.work, self.tokenizer
+        if not any(record.files for record in records):
+            work.remove()
+            named = self.config.hf_dataset or ", ".join(self.config.input_path)
+            raise DataError("no document has any text, there is nothing to train on", path=named)
+        largest_token = max(record.largest_token for record in records)
+        vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1
+        content = manifest(self.found.settings, tokenizer, vocab_size, encoding.dtype.name, records)
         kept = {MANIFEST_FILE, *(file.name for record in records for file in record.files)}
-        for leftover in {path.name for path in work.files.iterdir()} - kept:  # of other settings, or half written
-            (work.files / leftover).unlink(missing_ok=True)
-        with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as own:
-            content = manifest(found.settings, tokenizer, vocab_size, encoding.dtype.name, records)
-            write_flushed(Path(own, MANIFEST_FILE), content)
-            Path(own, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
-            if tokenizer is not None and not exists(work.root / TOKENIZER_FILE):
-                tokenizer.save(Path(own))
-                for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE):
-                    Path(own, name).replace(work.root / name)
-        if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:
-            raise DataError(
-                "another tokenizer has come there meanwhile, and all datasets of a root share one. Start the same "
-                "command again to encode with that one, or give another --output_path",
-                path=work.root / TOKENIZER_FILE,
-            )
-        flush_folder(work.files)
-        work.files.rename(work.dataset)
-    except OSError:
-        if exists(work.dataset / MANIFEST_FILE):
-            return None
-        raise
-    flush_folder(work.root)
-    work.remove()
-    return read_summary(work.dataset)
+        try:
+            for leftover in {path.name for path in work.files.iterdir()} - kept:  # of other settings, or half written
+                (work.files / leftover).unlink(missing_ok=True)
+            with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as own:
+                write_flushed(Path(own, MANIFEST_FILE), content)
+                Path(own, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
+                if tokenizer is not None and not exists(work.root / TOKENIZER_FILE):
+                    tokenizer.save(Path(own))
+                    for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE):
+                        Path(own, name).replace(work.root / name)
+            if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:
+                raise DataError(
+                    "another tokenizer has come there meanwhile, and all datasets of a root share one. Start the same "
+                    "command again to encode with that one, or give another --output_path",
+                    path=work.root / TOKENIZER_FILE,
+                )
+            flush_folder(work.files)
+            work.files.rename(work.dataset)
+        except OSError:
+            if exists(work.dataset / MANIFEST_FILE):
+                return None
+            raise
+        flush_folder(work.root)
+        work.remove()
+        return read_summary(work.dataset)
 
 
 def _cores_of_this_process(layout: ProcessLayout | None) -> int:

@@ -7,9 +7,9 @@
       files/part_000003_000000.arrow           the first token file of unit 3
       files/prepare.json                       written last; then `files` is renamed to the dataset's folder
 
-A done file appears only once all token files of its unit are on disk: a call that was stopped at any moment goes on with
-the units that have none. prepare.json does not say when, where and how fast the dataset was made, so the same input
-gives the same file.
+A done file appears only once all token files of its unit are on disk: a call that was stopped at any moment goes on
+with the units that have none. prepare.json does not say when, where and how fast the dataset was made, so the same
+input gives the same file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
-from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_folder, read_json, write_atomic
 from pretraining.tools.prepare.token_files import COLUMN, TokenFile, token_dtype
@@ -82,6 +82,7 @@ class Encoding:
 
     @property
     def dtype(self) -> np.dtype:
+        """Of the tokens in the files."""
         return token_dtype(self.largest_vocabulary)
 
     def key(self, unit: Unit) -> str:
@@ -184,6 +185,7 @@ class PrepareSummary:
 
     @property
     def token_bytes(self) -> int:
+        """Size of the token files."""
         return sum(file.bytes for file in self.files)
 
 
@@ -200,9 +202,9 @@ def manifest(
         "format_version": FORMAT_VERSION,
         "settings": dict(settings),
         "tokenizer": {
-            "sha256": None if tokenizer is None else tokenizer.sha256,
+            "sha256": tokenizer and tokenizer.sha256,
             "vocab_size": vocab_size,
-            "end_of_text": None if tokenizer is None else tokenizer.end_of_text,
+            "end_of_text": tokenizer and tokenizer.end_of_text,
         },
         "column": COLUMN,
         "dtype": dtype,
@@ -259,9 +261,8 @@ def read_summary(folder: Path) -> PrepareSummary:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"it cannot be read ({type(error).__name__}: {error}). {_way_out(folder)}", path=file
-        ) from error
+        problem = f"it cannot be read ({type(error).__name__}: {error})"
+        raise DataError(f"{problem}. {_way_out(folder)}", path=file) from error
 
 
 def read_summaries(root: Path) -> list[PrepareSummary]:
@@ -290,12 +291,8 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
         ) from None
     made, wanted = dict(summary.settings), dict(settings)
     if summary.tokenizer is not None:
-        if not exists(folder.parent / TOKENIZER_FILE) or tokenizer is None:
-            raise DataError(
-                f"it is gone, and {folder} was encoded with it. Put it back, or delete {folder} to prepare it again",
-                path=folder.parent / TOKENIZER_FILE,
-            )
-        made["tokenizer"], wanted["tokenizer"] = summary.tokenizer, tokenizer.sha256
+        made["tokenizer"] = summary.tokenizer
+        wanted["tokenizer"] = None if tokenizer is None else tokenizer.sha256
     differences = [
         f"  {name}: it has {made.get(name)}, asked for is {value}"
         for name, value in wanted.items()

@@ -183,6 +183,6 @@ def _open_table(file: InputFile, column: str | None = None) -> Iterator[Any]:
     except (pa.ArrowException, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"it is damaged, or no {file.kind.capitalize()} file, or cannot be read ({reason}). Fetch or write it again",
+            f"it cannot be read, or is damaged, or no {file.kind} file ({reason}). Fetch or write it again",
             path=file.path,
         ) from error

@@ -34,6 +34,10 @@ class Document(NamedTuple):
     path: str
     row: int | None = None
 
+    def error(self, text: str) -> DataError:
+        """Make the error for users that names this document."""
+        return DataError(text, path=self.path, row=self.row)
+
 
 def read_text(file: InputFile) -> Iterator[Document]:
     """Read a file as one document; a DataError says where it cannot be read or unpacked, or is not UTF-8."""
