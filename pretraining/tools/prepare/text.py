@@ -8,7 +8,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -42,9 +41,7 @@ class Document(NamedTuple):
 def read_text(file: InputFile) -> Iterator[Document]:
     """Read a file as one document; a DataError says where it cannot be read or unpacked, or is not UTF-8."""
     with _open(file) as (stream, bytes_read):
-        content = b"".join(iter(partial(stream.read, _BLOCK_BYTES), b""))
-        text = _decode(content, 0, file, str(file.path))
-        del content
+        text = _decode(stream.read(), 0, file, str(file.path))
         yield Document(text, bytes_read(), str(file.path))
 
 

@@ -87,9 +87,10 @@ def test_a_bug_in_a_process_is_raised_with_its_traceback(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode_units = run.encode_units
+    nonsense: Any = "nonsense"
 
     def unknown_type(units: Any, encoding: Encoding, *args: Any) -> None:
-        encode_units(units, replace(encoding, largest_vocabulary="nonsense"), *args)
+        encode_units(units, replace(encoding, largest_vocabulary=nonsense), *args)
 
     monkeypatch.setattr(run, "encode_units", unknown_type)
     with pytest.raises(TypeError) as error:
