@@ -19,7 +19,6 @@ import functools
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +39,7 @@ from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenize
 from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.records import Counts, Encoder, Encoding, UnitRecord, WorkFolder
-from pretraining.tools.prepare.text import Document
+from pretraining.tools.prepare.text import PIECE_CHARACTERS, Document, end_of_piece
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.tools.prepare.units import Unit, read_part
 
@@ -53,20 +52,12 @@ THREADS_PER_PROCESS: dict[Encoder | None, int] = {"fastokens": 2, "tokenizers": 
 """Two threads of fastokens encode more than one thread of Python reads and writes."""
 POLL_SECONDS = 0.5
 """Between two looks at what the processes have done."""
-PIECE_CHARACTERS = 1 << 19
-"""Longest text encoded at once; a longer document is cut."""
 BATCH_CHARACTERS = 1 << 19
 """Text that a thread encodes at once: long enough to hand over cheaply, short enough to share a small corpus evenly."""
 _CHARACTERS_PER_TOKEN = 4
 CHECKED_ONE_IN = 1000
 CHECKED_FIRST_CHARACTERS = 1 << 17
 """How much of the beginning of a unit is checked: the library takes some 60 ms for it."""
-
-# Where a cut changes no token: byte-level BPE splits text into words first, and none of the usual rules (GPT-2, cl100k,
-# Llama 3) has a word that goes on from a letter or digit into white space, or that looks back.
-_SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\s)")
-_CUT_SEARCH_CHARACTERS = (1 << 8, 1 << 16)
-
 _WITHOUT_FASTOKENS = "Start the command again with --encoder=tokenizers: it encodes everything by the library, slower"
 
 Report = Callable[[Counts], None]
@@ -275,15 +266,10 @@ def cut(document: Document) -> Iterator[Piece]:
     """Cut a document into pieces that end where no word goes across; one is the rule."""
     text, begin = document.content, 0
     while isinstance(text, str) and len(text) - begin > PIECE_CHARACTERS:
-        end = begin + PIECE_CHARACTERS
-        for searched in _CUT_SEARCH_CHARACTERS:
-            cuts = [match.start() for match in _SAFE_CUT.finditer(text, max(begin + 1, end - searched), end)]
-            if cuts:
-                end = cuts[-1]
-                break
-        yield Piece(text[begin:end], False, document)
+        end = end_of_piece(text, begin, PIECE_CHARACTERS)
+        yield Piece(text[begin:end], False, document._replace(bytes_read=0))
         begin = end
-    yield Piece(text[begin:] if begin else text, True, document)
+    yield Piece(text[begin:] if begin else text, document.is_last_part, document)
 
 
 def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Batch], _Encoded]:
@@ -364,4 +350,4 @@ def _checked_kind(piece: Piece, kind: type, encoding: Encoding) -> Any:
 
 
 def _bytes_read(batch: _Batch) -> int:
-    return sum(piece.document.bytes_read for piece in batch.pieces if piece.ends_document)
+    return sum(piece.document.bytes_read for piece in batch.pieces)

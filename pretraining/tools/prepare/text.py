@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -16,22 +20,31 @@ import pyarrow as pa
 from pretraining.errors import DataError
 from pretraining.tools.prepare.inputs import InputFile
 
+PIECE_CHARACTERS = 1 << 19
+"""Longest text encoded at once; a longer document is cut."""
 _BLOCK_BYTES = 1 << 18
+
+# Where a cut changes no token: byte-level BPE splits text into words first, and none of the usual rules (GPT-2, cl100k,
+# Llama 3) has a word that goes on from a letter or digit into white space, or that looks back.
+_SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\s)")
+_CUT_SEARCH_CHARACTERS = (1 << 8, 1 << 16)
 
 
 class Document(NamedTuple):
-    """A document.
+    """A document, or a part of a long text file.
 
     Attributes:
         content: its text, or its token ids, [T] of any integer type.
         bytes_read: bytes of the input on disk that were read for it.
         path, row: where it is, for messages: lines count from 1, rows of tables from 0.
+        is_last_part: whether the next one is another document.
     """
 
     content: str | np.ndarray
     bytes_read: int
     path: str
     row: int | None = None
+    is_last_part: bool = True
 
     def error(self, text: str) -> DataError:
         """Make the error for users that names this document."""
@@ -39,10 +52,23 @@ class Document(NamedTuple):
 
 
 def read_text(file: InputFile) -> Iterator[Document]:
-    """Read a file as one document; a DataError says where it cannot be read or unpacked, or is not UTF-8."""
+    """Read a file as one document, in parts; a DataError says where it cannot be read or is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text, unpacked, path = "", 0, str(file.path)
     with _open(file) as (stream, bytes_read):
-        text = _decode(stream.read(), 0, file, str(file.path))
-        yield Document(text, bytes_read(), str(file.path))
+        for block in chain(iter(partial(stream.read, PIECE_CHARACTERS), b""), [b""]):
+            try:
+                text += decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                # The decoder's object is what was left of the last block, and this one.
+                raise _not_utf8(error, unpacked + len(block) - len(error.object), file, path) from error
+            text = text if unpacked else text.removeprefix("\ufeff")
+            unpacked += len(block)
+            while len(text) > PIECE_CHARACTERS:
+                end = end_of_piece(text, 0, PIECE_CHARACTERS)
+                yield Document(text[:end], bytes_read(), path, is_last_part=False)
+                text = text[end:]
+        yield Document(text, bytes_read(), path)
 
 
 def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None = None) -> Iterator[Document]:
@@ -63,7 +89,10 @@ def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None
         for number, line in enumerate(stream, start=1):
             if end is not None and offset >= end:
                 return
-            decoded = _decode(line, offset, file, path, number)
+            try:
+                decoded = line.decode("utf-8").removeprefix("\ufeff")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(error, offset, file, path, number) from error
             offset += len(line)
             if decoded.strip():
                 try:
@@ -71,6 +100,16 @@ def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None
                 except ValueError as error:
                     raise DataError(str(error), path=path, row=number) from error
                 yield Document(text, bytes_read(), path, number)
+
+
+def end_of_piece(text: str, begin: int, longest: int) -> int:
+    """Return where to end a piece of a text that is longer: where no word goes across, if there is such a place."""
+    end = begin + longest
+    for searched in _CUT_SEARCH_CHARACTERS:
+        cuts = [match.start() for match in _SAFE_CUT.finditer(text, max(begin + 1, end - searched), end)]
+        if cuts:
+            return cuts[-1]
+    return end
 
 
 @contextmanager
@@ -100,19 +139,16 @@ def _open(file: InputFile, begin: int = 0) -> Iterator[tuple[BinaryIO, Callable[
         raise DataError(f"it cannot be read: {reason}{hint}", path=file.path) from error
 
 
-def _decode(content: bytes, offset: int, file: InputFile, path: str, row: int | None = None) -> str:
-    """Decode what begins at a byte of the unpacked file, without a byte order mark."""
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        unpacked = " of the unpacked text" if file.compression else ""
-        raise DataError(
-            f"not UTF-8 at byte {offset + error.start:,}{unpacked} (0x{content[error.start]:02x}, {error.reason}). "
-            "Convert it (for Latin-1: iconv -f latin1 -t utf-8) or leave it out; besides plain text only JSON lines "
-            "(.jsonl), .parquet, .arrow, .feather, and .gz and .zst files are read",
-            path=path,
-            row=row,
-        ) from error
+def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile, path: str, row: int | None = None) -> DataError:
+    """Make the error for bytes that begin at an offset of the unpacked file."""
+    unpacked = " of the unpacked text" if file.compression else ""
+    return DataError(
+        f"not UTF-8 at byte {offset + error.start:,}{unpacked} (0x{error.object[error.start]:02x}, {error.reason}). "
+        "Convert it (for Latin-1: iconv -f latin1 -t utf-8) or leave it out; besides plain text only JSON lines "
+        "(.jsonl), .parquet, .arrow, .feather, and .gz and .zst files are read",
+        path=path,
+        row=row,
+    )
 
 
 def _text_of(line: str, text_field: str) -> str:

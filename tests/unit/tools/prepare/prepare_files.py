@@ -21,9 +21,13 @@ def one(path: Path, content: bytes | str) -> InputFile:
 
 def texts_of(documents: Iterable[Document]) -> list[str]:
     """Return the texts of documents."""
-    texts = [document.content for document in documents]
-    assert all(isinstance(text, str) for text in texts)
-    return [str(text) for text in texts]
+    texts = [""]
+    for document in documents:
+        assert isinstance(document.content, str)
+        texts[-1] += document.content
+        texts += [""] * document.is_last_part
+    assert texts.pop() == "", "the last part ends a document"
+    return texts
 
 
 def json_lines(texts: Iterable[str], field: str = "text") -> bytes:

@@ -24,6 +24,7 @@ from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.prepare import encode as module
+from pretraining.tools.prepare import text as text_module
 from pretraining.tools.prepare import units
 from pretraining.tools.prepare.encode import choose_encoder, text_encoder
 from pretraining.tools.prepare.prepare import prepare
@@ -260,7 +261,7 @@ def test_the_beginning_of_a_unit_and_one_text_in_a_thousand_are_checked(monkeypa
     text=st.text(alphabet=st.one_of(st.sampled_from("ab1 \n\r.'é漢_\t"), st.characters(codec="utf-8")), max_size=100)
 )
 def test_a_cut_goes_through_no_word_of_the_usual_tokenizers(words_of: pre_tokenizers.PreTokenizer, text: str) -> None:
-    for match in module._SAFE_CUT.finditer(text):
+    for match in text_module._SAFE_CUT.finditer(text):
         parts = text[: match.start()], text[match.start() :]
         words = [word for part in parts for word, _ in words_of.pre_tokenize_str(part)]
         assert words == [word for word, _ in words_of.pre_tokenize_str(text)]
